@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""Run `vllm serve` on the CPU, with KVBM or without, and stop it again whatever happens.
+
+    python scripts/serve.py                     # what `make serve` does: stays up until Ctrl-C
+
+The demonstration (demo.py) starts its servers through the class below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import models
+
+KV_TRANSFER = {
+    "kv_connector": "DynamoConnector",
+    "kv_connector_module_path": "kvbm.vllm_integration.connector",
+    "kv_role": "kv_both",
+    # Without it vLLM ends a request whose blocks could not be loaded; a cache must never cost a request.
+    "kv_load_failure_policy": "recompute",
+}
+BLOCK_SIZE = 32  # the CPU attention kernel takes multiples of 32 only
+MAX_MODEL_LEN = 2048
+# The engine must hold one request of full length (64 blocks, and one it keeps for itself). Little more than that, so
+# that a handful of conversations do not fit, as thousands do not fit on a GPU.
+ENGINE_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8
+START_TIMEOUT_S = 600
+# The servers are on the loopback interface: a proxy of the user's environment must not see these requests.
+HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class ServerError(Exception):
+    """The server did not start, died or refused a request; the message ends with the last lines of its log."""
+
+
+class Server:
+    """One `vllm serve` with its own process group. Use as a context manager: leaving it stops every process."""
+
+    def __init__(self, model: str, log: Path, *, kvbm: bool, port: int = 0, cpu_cache_gb: float = 2):
+        self.model = model
+        self.name = Path(model).name if Path(model).is_dir() else model
+        self.kvbm = kvbm
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.cpu_cache_gb = cpu_cache_gb
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        command = [str(Path(sys.executable).parent / "vllm"), "serve", self.model]
+        command += ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
+        # float32: on a CPU without AMX bfloat16 is five to ten times slower.
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
+        command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(ENGINE_BLOCKS)]
+        command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        if self.kvbm:
+            command += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
+        return command
+
+    def environment(self) -> dict[str, str]:
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": compute_cpus(),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if Path(self.model).is_dir():
+            settings["HF_HUB_OFFLINE"] = "1"
+        if self.kvbm:
+            settings["DYN_KVBM_CPU_CACHE_GB"] = f"{self.cpu_cache_gb:g}"
+        return {**os.environ, **settings}
+
+    def __enter__(self) -> Server:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        atexit.register(self.stop)
+        with self.log.open("wb") as log:
+            log.write(f"$ {shlex.join(self.command())}\n".encode())
+            log.flush()
+            # A group of its own: one signal reaches the engine and its workers, and Ctrl-C reaches us first.
+            self._process = subprocess.Popen(
+                self.command(), env=self.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        # The API server ends its engine in good order; whatever is left of the group after that is killed.
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # also when a second Ctrl-C cuts the wait short
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._process = None
+        atexit.unregister(self.stop)
+
+    def wait(self) -> int:
+        """Block until the server ends by itself."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def _wait_until_healthy(self) -> None:
+        assert self._process is not None
+        started = time.monotonic()
+        progress = Progress()
+        while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
+            if self._process.poll() is not None:
+                raise self.failure(f"vllm serve ended with status {self._process.returncode} before it was ready")
+            try:
+                with HTTP.open(f"{self.url}/health", timeout=2):
+                    progress.end(f"server is up after {elapsed:.0f} s")
+                    return
+            except OSError:
+                progress.show(elapsed, self._last_log_line())
+                time.sleep(0.5)
+        raise self.failure(f"vllm serve was not ready within {START_TIMEOUT_S} s")
+
+    def _last_log_line(self) -> str:
+        lines = [line for line in self.log_tail(20) if line.strip() and not line.startswith("$")]
+        # "(EngineCore pid=1) INFO 01-31 12:00:00 [file.py:1] text": the text is what a reader wants.
+        return re.sub(r"^(\(.*?\) )?([A-Z]+ [\d-]+ [\d:.]+ \[.*?\] )?", "", lines[-1]).strip() if lines else "starting"
+
+    def log_tail(self, lines: int) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 64_000))
+            return log.read().decode(errors="replace").splitlines()[-lines:]
+
+    def failure(self, what: str) -> ServerError:
+        tail = "\n".join(f"    {line}" for line in self.log_tail(40))
+        return ServerError(f"{what}. Last lines of {self.log}:\n{tail}")
+
+    def post(self, path: str, body: dict[str, object]) -> IO[bytes]:
+        """Send a request and give its open response, so that a caller can read a stream as it comes."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            response: IO[bytes] = HTTP.open(request, timeout=300)
+            return response
+        except urllib.error.HTTPError as error:
+            raise self.failure(f"{path} was answered with {error.code}: {error.read().decode()}") from None
+        except OSError as error:
+            raise self.failure(f"{path} was not answered: {error}") from None
+
+    def counter(self, name: str) -> float:
+        """A Prometheus counter, summed over its labels; 0 when the server has none of that name."""
+        with HTTP.open(f"{self.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        # The Prometheus client library appends "_total" to the name of a counter.
+        sample = re.compile(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
+        return sum(float(value) for value in sample.findall(text))
+
+
+class Progress:
+    """One line that is rewritten on a terminal; in a log file, a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._next_line = 0.0
+
+    def show(self, elapsed: float, text: str) -> None:
+        line = f"  {elapsed:3.0f} s  {text}"
+        if self._terminal:
+            print(f"\r\x1b[K{line[:110]}", end="", flush=True)
+        elif elapsed >= self._next_line:
+            print(line[:110], flush=True)
+            self._next_line = elapsed + 10
+
+    def end(self, text: str) -> None:
+        print(f"\r\x1b[K  {text}" if self._terminal else f"  {text}", flush=True)
+
+
+def compute_cpus() -> str:
+    """The CPUs that compute, as vLLM wants them: all but one, which is left to the server and the scheduler.
+
+    Not left to vLLM, because with a connector it sets one core more aside than without: on two cores it does not start,
+    and on more the comparison would be unfair. All cores is worse, not better: computing threads wait for each other,
+    and with the scheduler on one of their cores answers take up to three times as long.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cpus[:-1] or cpus))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def leave_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that every `with Server` is left in good order."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
+SAMPLE = (
+    "The lighthouse keeper of Skerry Point found a brass key in the belly of a fish, and on it the words: third stair, "
+    "seventh stone. Nobody has opened the north tower for ninety years. You are the apprentice, curious, quick with "
+    "knots and afraid of the dark. Tell how you talk the keeper into climbing the tower tonight, what you take along, "
+    "and what waits behind the seventh stone."
+)
+
+
+def sample_request(model: str) -> dict[str, object]:
+    messages = [{"role": "user", "content": SAMPLE}]
+    return {"model": model, "messages": messages, "stream": False, "max_tokens": 30, "temperature": 0}
+
+
+def curl(server: Server) -> str:
+    body = shlex.quote(json.dumps(sample_request(server.name)))
+    return f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="a folder or a Hugging Face name (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--cpu-cache-gb", type=float, default=2)
+    parser.add_argument("--log", type=Path, default=Path("demo-results/serve.log"))
+    args = parser.parse_args()
+    leave_on_signals()
+    server = Server(
+        args.model or str(models.smollm2()), args.log, kvbm=True, port=args.port, cpu_cache_gb=args.cpu_cache_gb
+    )
+    print(f"Starting vLLM with KVBM on {server.url}, log in {args.log}")
+    try:
+        with server:
+            print(f"\nTry it:\n\n{curl(server)}\n\nCounters: curl -s {server.url}/metrics | grep kvbm_")
+            print("Ctrl-C stops the server.", flush=True)
+            status = server.wait()
+            raise server.failure(f"vllm serve ended with status {status}")
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""KVBM keeps the KV cache of an LLM engine alive after the GPU has forgotten it.
+
+Engines load it as their KV connector: vLLM through `kvbm.vllm_integration.connector`. The settings are in
+`kvbm.config`, and `kvbm config` prints them.
+
+Importing this package costs next to nothing: no torch, no numpy, no engine.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        # On demand, because importlib.metadata takes longer to import than everything else here together.
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("kvbm")
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            found = "0+unknown"
+        globals()["__version__"] = found
+        return found

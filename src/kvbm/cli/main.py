@@ -1,0 +1,86 @@
+"""Entry point of the `kvbm` command.
+
+A subcommand is a module with `NAME`, `HELP`, `add_arguments` and `run`, put into `COMMANDS` below. All of them are
+imported to build the help text, so whatever is heavy (an engine, torch, numpy) is imported inside `run`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import kvbm
+from kvbm.cli import config
+from kvbm.config import ConfigError
+
+
+class Command(Protocol):
+    """What a module of a subcommand has. Its docstring is the text of `kvbm NAME --help`."""
+
+    __doc__: str | None
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """The exit code: 0 for success. `ConfigError` may be raised; it is shown, and the exit code is 2."""
+        ...
+
+
+COMMANDS: tuple[Command, ...] = (config,)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvbm",
+        description="KVBM keeps the KV cache of an LLM engine alive after the GPU has forgotten it.",
+        epilog="`kvbm COMMAND --help` says more about a command.",
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        subparser = commands.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except ConfigError as error:
+        print(f"kvbm: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader, `head` say, has gone. What is still buffered has to go somewhere when the interpreter exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+class _Version(argparse.Action):
+    """argparse's own action wants the text up front, and looking it up costs more than the rest of the start."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"kvbm {kvbm.__version__}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Tokens to block keys.
+
+A key names the KV of one block: it stands for every token up to and including that block and for everything else that
+changes the numbers: the *namespace* (model, dtype, layout, block size, parallel degree: fixed for an engine) and the
+request's *scope* (LoRA adapter, cache salt, multimodal inputs). Equal keys mean equal KV, so the hash must resist
+collisions even when a tenant chooses the tokens: SHA-256, one running hasher a request, one digest a block. That costs
+3.5 ms for 131,072 tokens; hashing each block with its parent's digest as vLLM does costs four times that
+(benchmarks/core.py).
+
+``dynamo_hashes`` is upstream's XXH3 scheme, for routers that expect those numbers. It is 64 bits wide, not collision
+resistant and blind to the namespace, so it never names a block in a tier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+Key = bytes
+KEY_BYTES = 32
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """What all blocks of one engine have in common. Two engines whose namespaces differ never share a block."""
+
+    model: str
+    dtype: str
+    # How one block's bytes are arranged, as the storage layer describes it; bytes are only exchangeable between equals.
+    layout: str
+    block_size: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    # Which function made the keys, and its version: keys of different schemes must not meet.
+    scheme: str = "kvbm-sha256-1"
+
+    def digest(self) -> bytes:
+        """Names a cache that outlives the process, and seeds the hasher."""
+        return hashlib.sha256(b"kvbm namespace\0" + msgspec.msgpack.encode(self)).digest()
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """What sets a request apart from others with the same tokens."""
+
+    lora: str | None = None
+    cache_salt: str | None = None
+    # (first token position, content hash) of every multimodal input, in order of position.
+    multimodal: tuple[tuple[int, str], ...] = ()
+
+
+class KeyChain:
+    """The keys of one growing token sequence.
+
+    ``extend`` is incremental: only blocks that have become full since the last call are hashed. An image counts in
+    every block from the one it begins in, so a prefix that ends before it is shared between requests with different
+    images.
+    """
+
+    def __init__(self, namespace: Namespace, scope: Scope | None = None) -> None:
+        scope = scope or Scope()
+        self.block_size = namespace.block_size
+        self.keys: list[Key] = []
+        # msgpack is self-delimiting and tells None from "": no two scopes give the same bytes.
+        self._hasher = hashlib.sha256(namespace.digest() + msgspec.msgpack.encode((scope.lora, scope.cache_salt)))
+        self._multimodal = list(scope.multimodal)
+        self._hashed = 0
+
+    def extend(self, tokens: Sequence[int]) -> list[Key]:
+        """Take the whole sequence so far and return the keys of all its full blocks.
+
+        Tokens that have been hashed already must not change; they are not looked at again.
+        """
+        size = self.block_size
+        full = len(tokens) // size * size
+        if full <= self._hashed:
+            return self.keys
+        fresh = array("I", tokens[self._hashed : full]).tobytes()
+        step = size * 4
+        append = self.keys.append
+        update, digest = self._hasher.update, self._hasher.digest
+        for offset in range(0, len(fresh), step):
+            if self._multimodal and self._multimodal[0][0] < self._hashed + offset // 4 + size:
+                self._enter_images(self._hashed + offset // 4 + size)
+                update, digest = self._hasher.update, self._hasher.digest
+            update(fresh[offset : offset + step])
+            append(digest())
+        self._hashed = full
+        return self.keys
+
+    def _enter_images(self, end: int) -> None:
+        # A new hasher, seeded by the old one's digest: were the image's bytes simply fed in between the tokens, a
+        # caller who names images freely could make them look like tokens.
+        while self._multimodal and self._multimodal[0][0] < end:
+            image = msgspec.msgpack.encode(self._multimodal.pop(0))
+            self._hasher = hashlib.sha256(b"kvbm image\0" + self._hasher.digest() + image)
+
+
+def dynamo_salt(cache_salt: str | None = None, lora_name: str | None = None) -> int:
+    """Seed of upstream's scheme: XXH3 of the compact JSON of what is set, in this order."""
+    fields = {"salt": cache_salt, "lora_name": lora_name}
+    compact = json.dumps({k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), ensure_ascii=False)
+    return int(xxhash.xxh3_64_intdigest(compact.encode()))
+
+
+def dynamo_hashes(tokens: Sequence[int], block_size: int, salt: int) -> tuple[list[int], list[int]]:
+    """Upstream's (block hashes, sequence hashes) of all full blocks: what Dynamo's routers compute themselves."""
+    full = len(tokens) // block_size * block_size
+    data = memoryview(array("I", tokens[:full])).cast("B")
+    step = block_size * 4
+    blocks = [xxhash.xxh3_64_intdigest(data[i : i + step], seed=salt) for i in range(0, len(data), step)]
+    sequence = blocks[:1]
+    for block in blocks[1:]:
+        pair = sequence[-1].to_bytes(8, "little") + block.to_bytes(8, "little")
+        sequence.append(xxhash.xxh3_64_intdigest(pair, seed=salt))
+    return blocks, sequence

@@ -1,0 +1,220 @@
+"""One tier's slots.
+
+A slot is always in exactly one state::
+
+            allocate               publish                 pin
+    FREE ------------> WRITING ------------> PUBLISHED <--------> PINNED
+      ^                   |                   |                     |
+      |      abandon      |   evict, drop     |        drop         v
+      +-------------------+-------------------+------ last unpin  DOOMED
+
+Only PUBLISHED and PINNED slots can be found. A DOOMED slot is still being read by somebody but can no longer be found;
+it becomes free when its last reader lets go. Keys are raw bytes and slots small integers in flat lists: a million
+objects of any richer kind would cost the garbage collector milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvbm.core.keys import Key
+from kvbm.core.policy import LRU, EvictionPolicy
+
+
+class Pool:
+    """Allocates, publishes, finds, pins and evicts slots. Not thread-safe; never blocks; never raises for being full."""
+
+    def __init__(self, size: int, policy: EvictionPolicy | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs at least one slot, got {size}")
+        self.size = size
+        self.evictions = 0
+        self._policy = policy if policy is not None else LRU()
+        self._published: dict[Key, int] = {}
+        self._writing: dict[Key, int] = {}
+        self._keys: list[Key | None] = [None] * size
+        self._pins: list[int] = [0] * size
+        self._doomed: set[int] = set()
+        self._free = list(range(size - 1, -1, -1))
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
+        """Slots of the longest run of published keys that begins at ``keys[start]``."""
+        get = self._published.get
+        slots: list[int] = []
+        # Looks ahead in growing strides: the work stays in C for a long run, and a short one, or a start far into the
+        # prompt, costs no more than the blocks it finds.
+        stride = 16
+        while start < len(keys):
+            found = list(map(get, keys[start : start + stride]))
+            if None in found:
+                slots += found[: found.index(None)]  # type: ignore[arg-type]
+                break
+            slots += found  # type: ignore[arg-type]
+            start += stride
+            stride *= 2
+        return slots
+
+    def find(self, key: Key) -> int | None:
+        """The slot of one published block."""
+        return self._published.get(key)
+
+    def holds(self, key: Key) -> bool:
+        """True when the block is here or on its way here, so writing it again would be wasted."""
+        return key in self._published or key in self._writing
+
+    def is_evictable(self, key: Key) -> bool:
+        """True when the block is here and the next :meth:`allocate` might push it out."""
+        slot = self._published.get(key)
+        return slot is not None and not self._pins[slot]
+
+    def is_writing(self, key: Key) -> bool:
+        return key in self._writing
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._published
+
+    def key_of(self, slot: int) -> Key | None:
+        return self._keys[slot]
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, keys: Sequence[Key]) -> list[int] | None:
+        """A slot for each key, evicting as needed; None (and nothing changed) when that many cannot be had.
+
+        The caller then fills the slots and ends with :meth:`publish` or :meth:`abandon` for every one of them. Raises
+        ValueError, and changes nothing, unless the keys are distinct and none is held yet.
+        """
+        held = not (self._published.keys().isdisjoint(keys) and self._writing.keys().isdisjoint(keys))
+        if held or len(set(keys)) < len(keys):
+            raise ValueError("allocate() of a block that the pool already holds")
+        missing = len(keys) - len(self._free)
+        if missing > len(self._policy):
+            return None
+        for _ in range(missing):
+            slot = self._policy.take()
+            del self._published[self._key_at(slot)]
+            self._keys[slot] = None
+            self._free.append(slot)
+            self.evictions += 1
+        slots: list[int] = []
+        for key in keys:
+            slot = self._free.pop()
+            self._keys[slot] = key
+            self._writing[key] = slot
+            slots.append(slot)
+        return slots
+
+    def publish(self, slots: Sequence[int]) -> None:
+        """The slots have been written on every rank: they can be found from now on.
+
+        Later slots of the sequence become the first to be evicted: a block is worth nothing without those before it.
+        """
+        for slot in slots:
+            key = self._key_at(slot)
+            del self._writing[key]
+            self._published[key] = slot
+        self._policy.add(reversed(slots))
+
+    def abandon(self, slots: Iterable[int]) -> None:
+        """The slots could not be written; they are free again and nobody will ever find them."""
+        for slot in slots:
+            del self._writing[self._key_at(slot)]
+            self._keys[slot] = None
+            self._free.append(slot)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """Keep these published slots from being evicted until :meth:`unpin`. Counted: two pins need two unpins.
+
+        Raises ValueError, and changes nothing, when one of them cannot be found (any more).
+        """
+        pins, keys, get = self._pins, self._keys, self._published.get
+        for slot in slots:
+            key = keys[slot]
+            if key is None or get(key) != slot:
+                raise ValueError(f"slot {slot} holds no published block")
+        for slot in slots:
+            if not pins[slot]:
+                self._policy.remove(slot)
+            pins[slot] += 1
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """Undo one pin each. The slots count as just used; later ones go first, as in :meth:`publish`."""
+        pins = self._pins
+        idle: list[int] = []
+        for slot in slots:
+            if pins[slot] < 1:
+                raise ValueError(f"slot {slot} is not pinned")
+            pins[slot] -= 1
+            if pins[slot]:
+                continue
+            if slot in self._doomed:
+                self._doomed.remove(slot)
+                self._free.append(slot)
+            else:
+                idle.append(slot)
+        self._policy.add(reversed(idle))
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """These blocks have been used (found in a faster tier, say): the last of them is the first to go."""
+        get, pins = self._published.get, self._pins
+        found = [slot for slot in map(get, keys) if slot is not None and not pins[slot]]
+        found.reverse()
+        self._policy.add(found)
+
+    # -- forgetting ---------------------------------------------------------------------------------------------------
+
+    def drop(self, key: Key) -> bool:
+        """Make a published block unfindable at once (it turned out bad). True when there was one."""
+        slot = self._published.pop(key, None)
+        if slot is None:
+            return False
+        self._keys[slot] = None
+        if self._pins[slot]:
+            self._doomed.add(slot)
+        else:
+            self._policy.remove(slot)
+            self._free.append(slot)
+        return True
+
+    def clear(self) -> int:
+        """Drop every published block and return how many there were. Slots being written stay their writer's."""
+        keys = list(self._published)
+        for key in keys:
+            self.drop(key)
+        return len(keys)
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    @property
+    def published(self) -> int:
+        """Blocks that can be found."""
+        return len(self._published)
+
+    @property
+    def pinned(self) -> int:
+        """Slots somebody is reading, findable or not."""
+        return len(self._published) - len(self._policy) + len(self._doomed)
+
+    @property
+    def available(self) -> int:
+        """How many blocks :meth:`allocate` could take right now."""
+        return len(self._free) + len(self._policy)
+
+    def _key_at(self, slot: int) -> Key:
+        key = self._keys[slot]
+        if key is None:
+            raise ValueError(f"slot {slot} holds no block")
+        return key

@@ -1,0 +1,69 @@
+"""What differs between vLLM releases, in one place.
+
+Everything else is written against what all supported releases share. A release that is not in the list below gets a
+warning and a try, never a refusal: most releases change nothing that matters here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
+
+# Every method and property of the base class that we have read and either implement or leave alone on purpose. A test
+# compares it with the installed release: a name that is not here is a change of the contract that somebody must read.
+KNOWN_MEMBERS = frozenset({
+    "bind_connector_metadata", "bind_gpu_block_pool", "bind_kv_cache_manager", "build_connector_meta",
+    "build_connector_worker_meta", "build_kv_connector_stats", "build_prom_metrics", "clear_connector_metadata",
+    "finish_forward", "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
+    "get_finished_count", "get_handshake_metadata", "get_kv_connector_kv_cache_events", "get_kv_connector_stats",
+    "get_loaded_kv_cache_group_ids", "get_mem_pool_context", "get_num_new_matched_tokens", "get_required_kvcache_layout",
+    "get_transfer_results", "handle_preemptions", "has_connector_metadata", "has_pending_block_frees",
+    "has_pending_push_work", "on_new_request", "prefer_cross_layer_blocks", "register_cross_layers_kv_cache",
+    "register_finished_partial_tail", "register_kv_caches", "request_finished", "requires_kv_delivery",
+    "requires_piecewise_for_cudagraph", "reset_cache", "reset_capture_state", "role", "save_kv_layer",
+    "set_host_xfer_buffer_ops", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "shutdown",
+    "start_load_kv", "supports_divergent_local_hybrid_hits", "take_events", "update_connector_output",
+    "update_state_after_alloc", "wait_for_layer_load", "wait_for_save",
+})  # fmt: skip
+
+
+def release() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM; (0, 0) for a build that does not say."""
+    found = re.match(r"(\d+)\.(\d+)", str(getattr(vllm, "__version__", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def unknown_members() -> set[str]:
+    """What the installed base class offers and we have never seen."""
+    return {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_MEMBERS
+
+
+def warn_if_untested() -> None:
+    name = "{}.{}".format(*release())
+    if name in TESTED:
+        return
+    new = sorted(unknown_members())
+    logger.warning(
+        "KVBM has not been tested with vLLM %s (tested: %s). It will run and may miss what is new%s.",
+        getattr(vllm, "__version__", "of unknown version"),
+        ", ".join(TESTED),
+        f": {', '.join(new)}" if new else "",
+    )
+
+
+def hashes_are_stable(environ: dict[str, str]) -> bool:
+    """Whether vLLM's block hashes mean the same in the next process. Before 0.29 their seed was random by default."""
+    return "PYTHONHASHSEED" in environ or release() >= (0, 29)
+
+
+def resumed_requests(cached: Any) -> set[str]:
+    """Requests of a step that come back from preemption with a new block table."""
+    return set(getattr(cached, "resumed_req_ids", ()) or ())

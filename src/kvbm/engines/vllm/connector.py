@@ -1,0 +1,255 @@
+"""``DynamoConnector``: the class vLLM is pointed at. It only forwards, guards and translates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvbm import config as settings
+from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.guard import Faults, guarded
+from kvbm.engines.vllm.scheduler import SchedulerHalf
+from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats, figures
+from kvbm.engines.vllm.worker import WorkerHalf
+from kvbm.plans import Report, StepPlan, decode_hello, decode_reports, decode_step, encode
+from kvbm.runtime.worker import Outcome
+
+logger = logging.getLogger("kvbm")
+
+
+@dataclass
+class DynamoConnectorMetadata(KVConnectorMetadata):
+    """One step's plan on its way to the workers."""
+
+    metadata: bytes
+
+
+@dataclass
+class WorkerReports(KVConnectorWorkerMetadata):
+    """What the workers have finished, on its way to the scheduler: one entry a rank."""
+
+    reports: list[bytes] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReports)
+        return WorkerReports(self.reports + other.reports)
+
+
+@dataclass
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """What a worker says of itself at start."""
+
+    hello: bytes
+
+
+_EMPTY_STEP = encode(StepPlan())
+
+
+class DynamoConnector(KVConnectorBase_V1):
+    """KVBM under vLLM. Configure it with ``kv_connector_module_path="kvbm.vllm_integration.connector"``."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._faults = Faults()
+        self._half: SchedulerHalf | WorkerHalf | None = None
+        self._plan = StepPlan()
+        self._outcome: Outcome | None = None
+        self._reported: dict[str, int] = {}
+        transfer = vllm_config.kv_transfer_config
+        config = settings.load(extra=transfer.kv_connector_extra_config)
+        settings.require_tier(config)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        reason = _unsupported(vllm_config, kv_cache_config)
+        if reason is not None:
+            if is_scheduler:
+                logger.warning("KVBM stays out of the way: %s. vLLM runs as if it were not configured.", reason)
+            return
+        if is_scheduler:
+            _advise(config, transfer)
+            self._half = SchedulerHalf(config, vllm_config, kv_cache_config, self._faults)
+        else:
+            self._half = WorkerHalf(config, vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache owes nobody its blocks: a preempted request need not be computed again for our sake."""
+        return False
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        assert isinstance(self._half, SchedulerHalf)
+        return self._half
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        assert isinstance(self._half, WorkerHalf)
+        return self._half
+
+    # -- scheduler ----------------------------------------------------------------------------------------------------
+
+    @guarded(None)
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.new_request(request)
+
+    @guarded((0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    @guarded(None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    @guarded(lambda: DynamoConnectorMetadata(_EMPTY_STEP))
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        plan = self._scheduler.plan_step(scheduler_output)
+        return DynamoConnectorMetadata(encode(plan) if plan else _EMPTY_STEP)
+
+    @guarded(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, WorkerReports):
+            self._scheduler.apply([report for part in meta.reports for report in decode_reports(part)])
+
+    @guarded((False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Never keeps blocks back: whoever gets them next is told which copies to wait for (see ``Leader.fences``)."""
+        self._scheduler.finished(request)
+        return False, None
+
+    @guarded(False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.busy
+
+    @guarded(True)
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        if self._half is not None:
+            self._scheduler.meet([decode_hello(part.hello) for part in metadata.values()])
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): part for rank, part in metadata.items()})
+
+    # -- worker -------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._half is not None:
+            self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if self._half is None or self._worker.hello is None:
+            return None
+        return WorkerHello(encode(self._worker.hello))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, DynamoConnectorMetadata)
+        self._plan = _decode(connector_metadata)
+
+    @guarded(None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, DynamoConnectorMetadata)
+        self._worker.begin(_decode(kv_connector_metadata))
+
+    @guarded(None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_loads(self._plan)
+
+    @guarded(None)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are copied out once, when the step is done, not in pieces behind every layer."""
+
+    @guarded(None)
+    def wait_for_save(self) -> None:
+        self._worker.start_stores(self._plan)
+
+    @guarded((None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._outcome = self._worker.poll()
+        return None, (self._outcome.arrived or None) if self._outcome else None
+
+    @guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._outcome.bad_blocks if self._outcome else set()
+
+    @guarded(None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        outcome, self._outcome = self._outcome, None
+        report: Report | None = outcome.report if outcome else None
+        return WorkerReports([encode([report])]) if report else None
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    @guarded(None)
+    def get_kv_connector_stats(self) -> KvbmStats | None:
+        if not isinstance(self._half, SchedulerHalf) or self._half.leader is None:
+            return None
+        now = figures(self._half.leader.counts, sum(self._faults.counts.values()))
+        fresh = {name: value - self._reported.get(name, 0) for name, value in now.items()}
+        self._reported = now
+        stats = KvbmStats(data={name: value for name, value in fresh.items() if value})
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:
+        return KvbmStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KvbmPromMetrics:
+        return KvbmPromMetrics(*args, **kwargs)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    @guarded(None)
+    def shutdown(self) -> None:
+        if isinstance(self._half, WorkerHalf):
+            self._half.close()
+
+
+def _decode(metadata: DynamoConnectorMetadata) -> StepPlan:
+    return StepPlan() if metadata.metadata == _EMPTY_STEP else decode_step(metadata.metadata)
+
+
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why KVBM cannot serve this model or set-up; None when it can."""
+    if kv_cache_config is None:
+        return "vLLM did not say how its KV cache is made up"
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        return f"the model has {groups} KV cache groups (hybrid attention), and only one is supported so far"
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name} is {getattr(parallel, name)}, and context parallelism is not supported so far"
+    return None
+
+
+def _advise(config: settings.Config, transfer: Any) -> None:
+    """What the user should hear once, at start."""
+    compat.warn_if_untested()
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    if config.unused:
+        logger.info("known, not used yet: %s", ", ".join(config.unused))
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a block that cannot be brought back will fail its request. "
+            'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config and it is computed again instead.',
+            policy,
+        )

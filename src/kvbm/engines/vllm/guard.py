@@ -1,0 +1,57 @@
+"""The engine never dies of its cache.
+
+Every call from vLLM goes through :func:`guarded`: an exception of ours is counted, logged once for each kind with its
+traceback, and answered with a neutral value. Methods that have promised the engine something clean up themselves first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+logger = logging.getLogger("kvbm")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Faults:
+    """Counts what went wrong and says each thing once."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def record(self, where: str, error: BaseException) -> None:
+        kind = f"{where}: {type(error).__name__}"
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            logger.error(
+                "%s failed (%s); the engine goes on without this hit. Further failures of this kind are only counted.",
+                where, error, exc_info=error,
+            )  # fmt: skip
+
+    def note(self, reason: str, times: int) -> None:
+        """A fault that a worker has reported."""
+        if reason not in self.counts:
+            logger.warning("%s; the blocks are computed again. Further faults of this kind are only counted.", reason)
+        self.counts[reason] += times
+
+
+def guarded(neutral: Any) -> Callable[[F], F]:
+    """Answer with ``neutral`` (a value, or a function that makes one) when the method raises or KVBM is off."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._half is not None:
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception as error:
+                    self._faults.record(method.__name__, error)
+            return neutral() if callable(neutral) else neutral
+
+        return call  # type: ignore[return-value]
+
+    return decorate

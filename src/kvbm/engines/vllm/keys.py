@@ -1,0 +1,52 @@
+"""Keys for vLLM's requests.
+
+vLLM hashes every request itself, and its hash covers whatever it takes to tell two blocks apart: tokens, parent, LoRA,
+cache salt, multimodal inputs, prompt embeddings, and whatever a later release adds. Where that hash resists collisions
+we take it as it is: it costs nothing and cannot be less careful than vLLM's own prefix cache. Otherwise (xxhash, or a
+granularity that is not the block) we hash the tokens ourselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvbm.core.keys import Key, KeyChain, Namespace, Scope
+
+_COLLISION_RESISTANT = ("sha256", "sha256_cbor")
+
+
+class RequestKeys:
+    """Gives the keys of a request's full blocks, as far as its tokens are known."""
+
+    def __init__(self, namespace: Namespace, algorithm: str, hash_block_size: int) -> None:
+        self.namespace = namespace
+        self.reuses_engine_hashes = algorithm in _COLLISION_RESISTANT and hash_block_size == namespace.block_size
+        self._chains: dict[str, KeyChain] = {}
+
+    def of(self, request: Any) -> Sequence[Key]:
+        if self.reuses_engine_hashes:
+            return request.block_hashes  # type: ignore[no-any-return]
+        chain = self._chains.get(request.request_id)
+        if chain is None:
+            if getattr(request, "prompt_embeds", None) is not None:
+                return ()  # no tokens to hash
+            chain = self._chains[request.request_id] = KeyChain(self.namespace, scope_of(request))
+        return chain.extend(request.all_token_ids)
+
+    def forget(self, request_id: str) -> None:
+        self._chains.pop(request_id, None)
+
+
+def scope_of(request: Any) -> Scope:
+    lora = getattr(request, "lora_request", None)
+    images = []
+    for feature in getattr(request, "mm_features", None) or ():
+        identifier = getattr(feature, "identifier", None) or hashlib.sha256(repr(feature).encode()).hexdigest()
+        images.append((feature.mm_position.offset, str(identifier)))
+    return Scope(
+        lora=None if lora is None else lora.lora_name,
+        cache_salt=getattr(request, "cache_salt", None),
+        multimodal=tuple(sorted(images)),
+    )

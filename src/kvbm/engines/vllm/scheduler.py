@@ -1,0 +1,262 @@
+"""The scheduler's half: follows every request through vLLM's scheduler and drives the leader."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvbm.config import Config
+from kvbm.core.keys import Key, Namespace
+from kvbm.core.manager import BlockManager, Match
+from kvbm.core.pool import Pool
+from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.guard import Faults
+from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier
+from kvbm.runtime.leader import Leader
+
+logger = logging.getLogger("kvbm")
+
+# A request whose next block is just being written is asked to come again in the next step, for at most this long: a copy
+# out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
+PATIENCE_SECONDS = 0.25
+
+
+class _Request:
+    """What we know of a request that vLLM is working on."""
+
+    __slots__ = ("blocks", "in_step", "match", "patience_ends", "request", "stored")
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.blocks: list[int] = []  # the engine's block table, kept here because releases hand it over differently
+        self.stored = 0  # blocks from the front that need no more thought
+        self.match: Match | None = None
+        self.in_step = False
+        self.patience_ends: float | None = None
+
+    def new_table(self, blocks: Sequence[int]) -> None:
+        self.blocks = list(blocks)
+        self.stored = 0
+
+
+class SchedulerHalf:
+    """Called by the connector from vLLM's scheduler thread."""
+
+    def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any, faults: Faults) -> None:
+        self.leader: Leader | None = None  # until the workers have said how much room they have
+        self._config = config
+        self._faults = faults
+        self._vllm_config = vllm_config
+        self._ranks = vllm_config.parallel_config.world_size
+        self._block_size = vllm_config.cache_config.block_size
+        self._engine_blocks = kv_cache_config.num_blocks
+        self._hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
+        self._requests: dict[str, _Request] = {}
+        self._loads: list[LoadPlan] = []
+        self._running = 0
+        self._keys: RequestKeys | None = None
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def meet(self, hellos: Sequence[Hello]) -> None:
+        """All workers have registered their caches: the leader can begin."""
+        ranks = {hello.rank for hello in hellos}
+        if ranks != set(range(self._ranks)):
+            raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
+        layouts = {hello.layout for hello in hellos}
+        slots = min(hello.slots[Tier.HOST] for hello in hellos)
+        block_bytes = sum(hello.block_bytes for hello in hellos)
+        parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
+        namespace = Namespace(
+            model=f"{model.model}@{getattr(model, 'revision', None) or ''}",
+            dtype=f"{model.dtype}/{self._vllm_config.cache_config.cache_dtype}",
+            layout=" ".join(sorted(layouts)),
+            block_size=self._block_size,
+            tensor_parallel=parallel.tensor_parallel_size,
+            pipeline_parallel=parallel.pipeline_parallel_size,
+        )
+        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+        self._keys = RequestKeys(namespace, algorithm, self._hash_block_size)
+        self.leader = Leader(BlockManager({Tier.HOST: Pool(slots)}), self._ranks, self._config.max_pending_offloads)
+        logger.info(
+            "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s), keys from %s",
+            slots, self._block_size, slots * block_bytes / 1e9, self._ranks, "" if self._ranks == 1 else "s",
+            "vLLM's hashes" if self._keys.reuses_engine_hashes else "KVBM's own hashes",
+        )  # fmt: skip
+        if slots < self._engine_blocks:
+            logger.warning(
+                "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything is "
+                "offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
+                "Set DYN_KVBM_CPU_CACHE_GB to at least %.1f.",
+                slots * block_bytes / 1e9, slots, self._engine_blocks * block_bytes / 1e9, self._engine_blocks,
+                self._engine_blocks * block_bytes / 1e9,
+            )  # fmt: skip
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def new_request(self, request: Any) -> None:
+        self._requests[request.request_id] = _Request(request)
+
+    def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
+        if self.leader is None or self._keys is None:
+            return 0, False
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = _Request(request)
+        state.match = None
+        start = computed_tokens // self._block_size
+        # One token at least is left to compute: the engine needs its logits.
+        limit = (request.num_tokens - 1) // self._block_size
+        if computed_tokens % self._block_size or limit <= start:
+            return 0, False
+        found = self.leader.manager.lookup(self._keys.of(request), start, limit)
+        if found.pending and self._may_wait(state):
+            return None, False
+        blocks = found.blocks
+        if not blocks:
+            return 0, False
+        state.match = found
+        state.in_step = self._load_in_step()
+        return blocks * self._block_size, not state.in_step
+
+    def _may_wait(self, state: _Request) -> bool:
+        now = time.monotonic()
+        if state.patience_ends is None:
+            state.patience_ends = now + PATIENCE_SECONDS
+        return now < state.patience_ends
+
+    def _load_in_step(self) -> bool:
+        if self._config.onboard == "auto":
+            # With nobody decoding there is nobody to hold up, and waiting outside costs the request a step.
+            return self._running == 0
+        return self._config.onboard == "sync"
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
+        if not external_tokens:
+            return
+        state = self._requests[request.request_id]
+        count = external_tokens // self._block_size
+        table = blocks.get_block_ids()[0]
+        match = state.match
+        if self.leader is None or match is None:
+            raise RuntimeError(f"vLLM expects {external_tokens} tokens that were never offered")
+        targets = table[match.start : match.start + count]
+        try:
+            plan = self.leader.onboard(match.cut(count), request.request_id, targets, state.in_step)
+        except Exception as error:
+            # vLLM counts on these blocks already. A plan that no worker can follow makes them all report a failed load,
+            # which is how vLLM learns to compute them.
+            self._faults.record("planning a load", error)
+            plan = LoadPlan(-1, request.request_id, [Copy(Tier.HOST, [-1] * len(targets), list(targets))], state.in_step)
+        self._loads.append(plan)
+        counts = self.leader.counts
+        counts.matched_tokens += external_tokens
+        for copy in plan.copies:
+            counts.matched_blocks[copy.tier] = counts.matched_blocks.get(copy.tier, 0) + len(copy.slots)
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def plan_step(self, output: Any) -> StepPlan:
+        loads, self._loads = self._loads, []
+        stores: list[StorePlan] = []
+        fences: list[int] = []
+        try:
+            fences = self._follow_tables(output)
+        except Exception as error:
+            # Without the tables we cannot tell which copies are in danger: let the step wait for all of them.
+            self._faults.record("following block tables", error)
+            fences = list(self.leader.stores_in_flight()) if self.leader else []
+        try:
+            stores = self._plan_stores(output)
+        except Exception as error:
+            self._faults.record("planning stores", error)
+        return StepPlan(loads, stores, fences)
+
+    def _follow_tables(self, output: Any) -> list[int]:
+        """Bring our block tables up to date; returns the copies that must be over before this step writes."""
+        size = self._block_size
+        written: list[int] = []
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is None:
+                continue
+            state.new_table(new.block_ids[0])
+            written += state.blocks[new.num_computed_tokens // size :]
+        cached = output.scheduled_cached_reqs
+        resumed = compat.resumed_requests(cached)
+        for i, request_id in enumerate(cached.req_ids):
+            fresh = cached.new_block_ids[i]
+            state = self._requests.get(request_id)
+            if state is None or fresh is None:
+                continue
+            if request_id in resumed:
+                state.new_table(fresh[0])
+                written += state.blocks[cached.num_computed_tokens[i] // size :]
+            else:
+                state.blocks.extend(fresh[0])
+                written += fresh[0]
+        self._running = len(output.num_scheduled_tokens)
+        return self.leader.fences(written) if self.leader else []
+
+    def _plan_stores(self, output: Any) -> list[StorePlan]:
+        if self.leader is None or self._keys is None:
+            return []
+        size = self._block_size
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        stores: list[StorePlan] = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            # Blocks this step completes. Tokens that are only guessed yet (speculation, asynchronous scheduling) have no
+            # key, so their blocks wait for a later step.
+            full = (computed[request_id] + scheduled) // size
+            if not self._config.offload_decode:
+                full = min(full, state.request.num_prompt_tokens // size)
+            if full <= state.stored:
+                continue
+            keys: Sequence[Key] = self._keys.of(state.request)
+            full = min(full, len(keys), len(state.blocks))
+            if full > state.stored:
+                plan = self.leader.offload(keys[state.stored : full], state.blocks[state.stored : full])
+                state.stored = full
+                if plan is not None:
+                    stores.append(plan)
+        return stores
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def apply(self, reports: Sequence[Report]) -> None:
+        if self.leader is None:
+            return
+        for report in reports:
+            for reason, times in report.faults.items():
+                self._faults.note(f"rank {report.rank}: {reason}", times)
+        self.leader.apply(reports)
+
+    def finished(self, request: Any) -> None:
+        state = self._requests.pop(request.request_id, None)
+        if state is None or self.leader is None or self._keys is None:
+            return
+        # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
+        keys = self._keys.of(request)
+        self.leader.manager.touch(keys[: state.stored])
+        self._keys.forget(request.request_id)
+
+    def reset(self) -> bool:
+        if self.leader is not None:
+            self.leader.reset()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Stores on their way: vLLM must go on stepping, or nobody would hear that they are done."""
+        return self.leader is not None and self.leader.stores_under_way
+

@@ -1,0 +1,1 @@
+"""Leader and worker: the halves that meet over plans and reports."""

@@ -1,0 +1,121 @@
+"""The host tier's memory on one rank: one slab of equal slots.
+
+One mapping, huge pages where the kernel gives them, faulted in by several threads before the engine starts to serve: a
+page that is touched for the first time while a request waits costs more than the copy into it. Fixed slots mean no
+allocator and no fragmentation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PIECE = 256 << 20  # one unit of faulting-in: small enough for progress lines, large enough to cost nothing
+_HUGE_PAGE = 2 << 20
+
+
+class HostMemoryError(MemoryError):
+    """The slab does not fit this machine; the text says what would."""
+
+
+class HostSlab:
+    """``slots`` equal slots of ``slot_bytes`` bytes. ``close`` gives the memory back; views must be gone by then."""
+
+    def __init__(self, slots: int, slot_bytes: int, threads: int = 2, setting: str = "DYN_KVBM_CPU_CACHE_GB") -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.size = slots * slot_bytes
+        refuse_if_too_large(self.size, setting)
+        length = -(-self.size // _HUGE_PAGE) * _HUGE_PAGE
+        self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                logger.info("no huge pages for the host tier: this kernel has them switched off")
+        # A buffer export, not a copy; it also keeps the mapping from moving.
+        self._buffer = (ctypes.c_uint8 * length).from_buffer(self._map)
+        self.address = ctypes.addressof(self._buffer)
+        _fault_in(self.address, length, threads)
+
+    def close(self) -> None:
+        del self._buffer
+        try:
+            self._map.close()
+        except BufferError:
+            # Somebody still holds a view. The memory goes back with it; freeing it under a reader would be worse.
+            logger.debug("host slab is still in use; it will be freed with its last view")
+
+
+def available_memory() -> int:
+    """Bytes this process can still take: free memory, or what its control group leaves if that is less."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":", 1)
+        fields[name] = int(value.split()[0]) * 1024
+    available = fields.get("MemAvailable", fields["MemFree"])
+    group = _control_group()
+    if group is not None:
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                used = int((group / "memory.current").read_text())
+                available = min(available, max(0, int(limit) - used))
+        except (OSError, ValueError):
+            pass
+    return available
+
+
+def _control_group() -> Path | None:
+    try:
+        entries = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for entry in entries:
+        if entry.startswith("0::"):
+            return Path("/sys/fs/cgroup") / entry[3:].lstrip("/")
+    return None
+
+
+def refuse_if_too_large(size: int, setting: str) -> None:
+    available = available_memory()
+    # Leave a twentieth for everybody else: a machine that swaps is slower than no cache.
+    usable = int(available * 0.95)
+    if size > usable:
+        raise HostMemoryError(
+            f"{setting} asks for {size / 1e9:.2f} GB of host memory on this rank, but only {usable / 1e9:.2f} GB can be had "
+            f"({available / 1e9:.2f} GB available). Lower {setting}: up to {usable / 1e9:.2f} GB a rank would fit."
+        )
+
+
+def _fault_in(address: int, length: int, threads: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+    def touch(start: int) -> int:
+        size = min(_PIECE, length - start)
+        if libc.madvise(address + start, size, _MADV_POPULATE_WRITE) != 0:
+            libc.memset(address + start, 0, size)  # older kernels: the pages come by being written
+        return size
+
+    began = last = time.monotonic()
+    done = 0
+    workers = max(1, min(threads, os.cpu_count() or 1))
+    # ctypes lets go of the interpreter during each call, so the threads really run side by side.
+    with ThreadPoolExecutor(workers, thread_name_prefix="kvbm-fault-in") as pool:
+        for size in pool.map(touch, range(0, length, _PIECE)):
+            done += size
+            now = time.monotonic()
+            if now - last >= 2 and done < length:
+                last = now
+                logger.info("host tier: %.1f of %.1f GB ready (%.0f s)", done / 1e9, length / 1e9, now - began)
+    logger.info("host tier: %.2f GB ready in %.1f s", length / 1e9, time.monotonic() - began)

@@ -1,0 +1,149 @@
+"""See an engine's KV tensors as blocks, whatever their layout.
+
+An engine hands over one tensor a layer. Which axis counts blocks, whether K and V lie together, heads before tokens or
+after, one storage a layer or one for all: it all comes down to where the bytes of block *b* are. This module answers
+with *segments*: byte ranges that begin at ``address + b * stride`` and go to a fixed offset of the block's slot. The
+slot keeps the segments in layer order, so a slot can be loaded layer by layer, and neighbours that touch in both places
+are merged, so that an engine which keeps all layers of a block together gets one copy a block.
+
+Bytes are kept in the order in which they lie in memory, not in the tensor's logical order: the description of that
+order is part of the namespace, and blocks of different layouts never meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+# Slots begin on page boundaries, so that a slot can be read and written with O_DIRECT later on.
+SLOT_ALIGNMENT = 4096
+
+
+class LayoutError(ValueError):
+    """The engine's tensors cannot be seen as blocks; the text says why."""
+
+
+class TensorSpec(NamedTuple):
+    """One layer's KV tensor as plain numbers, so that layouts can be tested without an engine."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+    itemsize: int
+    dtype: str
+
+
+class Segment(NamedTuple):
+    """A byte range of a block: at ``address + block * stride`` in the engine, at ``offset`` in the block's slot."""
+
+    layer: int
+    address: int
+    stride: int
+    offset: int
+    size: int
+
+
+class BlockLayout(NamedTuple):
+    """Everything a copier needs to know about the engine's blocks."""
+
+    layers: tuple[str, ...]
+    num_blocks: int
+    segments: tuple[Segment, ...]  # in layer order
+    block_bytes: int  # bytes of one block on this rank
+    description: str  # equal descriptions mean exchangeable bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def merged(self) -> tuple[Segment, ...]:
+        """Segments with neighbours joined across layers: the fewest copies that move a whole block."""
+        return _merge(self.segments)
+
+
+def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
+    """The layout of an engine's cache of ``num_blocks`` blocks."""
+    if not tensors:
+        raise LayoutError("the engine registered no KV tensors")
+    segments: list[Segment] = []
+    shapes: list[str] = []
+    offset = 0
+    for layer, tensor in enumerate(tensors):
+        stride, dims = _split_blocks(tensor, num_blocks)
+        starts, size = _contiguous(dims, tensor.itemsize)
+        for start in starts:
+            segments.append(Segment(layer, tensor.address + start, stride, offset, size))
+            offset += size
+        shapes.append(f"{tensor.dtype}{_order(dims)}")
+    return BlockLayout(
+        layers=tuple(tensor.name for tensor in tensors),
+        num_blocks=num_blocks,
+        segments=tuple(_merge(segments, across_layers=False)),
+        block_bytes=offset,
+        description=_describe(shapes),
+    )
+
+
+class _Dim(NamedTuple):
+    axis: int  # of the tensor; -1: the pages that make up one block
+    size: int
+    stride: int
+
+
+def _split_blocks(tensor: TensorSpec, num_blocks: int) -> tuple[int, list[_Dim]]:
+    """(bytes from one block to the next, what is inside a block, outermost in memory first)."""
+    for blocks in (0, 1):
+        if blocks < len(tensor.shape) and tensor.shape[blocks] and tensor.shape[blocks] % num_blocks == 0:
+            # A kernel may work on smaller pages than the scheduler: several of them make up one block.
+            pages = tensor.shape[blocks] // num_blocks
+            inside = [_Dim(-1, pages, tensor.strides[blocks])]
+            for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.strides, strict=True)):
+                if axis != blocks:
+                    inside.append(_Dim(axis, size, stride))
+            dims = sorted((dim for dim in inside if dim.size != 1), key=lambda dim: -dim.stride)
+            return tensor.strides[blocks] * pages, dims
+    raise LayoutError(
+        f"layer {tensor.name}: no axis of shape {tensor.shape} counts the engine's {num_blocks} blocks"
+        " (expected as the first or the second)"
+    )
+
+
+def _contiguous(dims: list[_Dim], itemsize: int) -> tuple[list[int], int]:
+    """(starts of the contiguous byte ranges of a block, size of each)."""
+    size, outer = itemsize, list(dims)
+    while outer and outer[-1].stride == size:
+        size *= outer.pop().size
+    starts = [sum(at) for at in product(*(range(0, dim.size * dim.stride, dim.stride) for dim in outer))]
+    return sorted(starts), size
+
+
+def _order(dims: list[_Dim]) -> str:
+    """Axes and sizes of a block from outermost to innermost in memory. The axis counts: 16 heads of 16 tokens are not 16
+    tokens of 16 heads. Gaps between them do not: a slot has none."""
+    return "".join(f"[{'p' if dim.axis < 0 else dim.axis}:{dim.size}]" for dim in dims)
+
+
+def _merge(segments: Iterable[Segment], across_layers: bool = True) -> tuple[Segment, ...]:
+    merged: list[Segment] = []
+    for segment in segments:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and (across_layers or last.layer == segment.layer)
+            and last.stride == segment.stride
+            and last.address + last.size == segment.address
+            and last.offset + last.size == segment.offset
+        ):
+            merged[-1] = last._replace(size=last.size + segment.size)
+        else:
+            merged.append(segment)
+    return tuple(merged)
+
+
+def _describe(shapes: list[str]) -> str:
+    if len(set(shapes)) == 1:
+        return f"{len(shapes)}*{shapes[0]}"
+    return f"{len(shapes)}*mixed-{hashlib.sha256('/'.join(shapes).encode()).hexdigest()[:16]}"

@@ -1,0 +1,119 @@
+"""The copier for engines whose cache lies in ordinary memory.
+
+Runs of neighbouring blocks are copied as one strided numpy assignment, which lets go of the interpreter while it runs.
+Loads and stores have a thread each, so that a request which waits for its blocks never stands behind an offload.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from kvbm.storage.host import HostSlab
+from kvbm.storage.layout import BlockLayout
+from kvbm.transfer.base import Copier, Ticket
+
+Bytes = np.ndarray
+
+
+class FutureTicket(Ticket):
+    def __init__(self, future: Future[None], blocks: int) -> None:
+        self._future = future
+        self._blocks = blocks
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.exception()
+
+    @property
+    def bad(self) -> Sequence[int]:
+        return range(self._blocks) if self._future.exception() is not None else ()
+
+    @property
+    def reason(self) -> str:
+        error = self._future.exception()
+        return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+class CpuCopier(Copier):
+    name = "cpu"
+
+    def __init__(self, layout: BlockLayout, slab: HostSlab) -> None:
+        self._slab = slab  # the arrays below are views of its memory and do not keep it alive themselves
+        self._pairs = [
+            (
+                _rows(segment.address, layout.num_blocks, segment.stride, segment.size),
+                _rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.size),
+            )
+            for segment in layout.merged()
+        ]
+        self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvbm-load")
+        self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvbm-store")
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
+        waiting = list(after)
+
+        def copy() -> None:
+            for ticket in waiting:
+                ticket.wait()
+            for slot, block, count in runs(slots, blocks):
+                for engine, host in self._pairs:
+                    engine[block : block + count] = host[slot : slot + count]
+
+        ticket = FutureTicket(self._loads.submit(copy), len(blocks))
+        if in_step:
+            # The forward pass runs on the same cores: there is nothing to overlap the copy with.
+            ticket.wait()
+        return ticket
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        def copy() -> None:
+            for slot, block, count in runs(slots, blocks):
+                for engine, host in self._pairs:
+                    host[slot : slot + count] = engine[block : block + count]
+
+        return FutureTicket(self._stores.submit(copy), len(blocks))
+
+    def fence(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.wait()
+
+    def wait_layer(self, layer: str) -> None:
+        return
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        for engine, _ in self._pairs:
+            for block in blocks:
+                engine[block] = 0
+
+    def close(self) -> None:
+        self._loads.shutdown()
+        self._stores.shutdown()
+        self._pairs.clear()
+        self._slab.close()
+
+
+def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first slot, first block, length) of stretches in which both count up by one."""
+    if not slots:
+        return
+    first_slot, first_block, count = slots[0], blocks[0], 1
+    for slot, block in zip(slots[1:], blocks[1:], strict=True):
+        if slot == first_slot + count and block == first_block + count:
+            count += 1
+        else:
+            yield first_slot, first_block, count
+            first_slot, first_block, count = slot, block, 1
+    yield first_slot, first_block, count
+
+
+def _rows(address: int, rows: int, stride: int, size: int) -> Bytes:
+    """``rows`` byte ranges of ``size`` bytes, ``stride`` apart, as an array over memory that somebody else owns."""
+    span = stride * (rows - 1) + size
+    buffer = (ctypes.c_uint8 * span).from_address(address)
+    return np.ndarray((rows, size), np.uint8, buffer, strides=(stride, 1))

@@ -1,0 +1,111 @@
+"""Deliberate faults, for tests: a copier that fails where it is told to.
+
+``KVBM_INJECT_FAULTS`` holds rules separated by commas, each ``kind[:rank=R][:every=N]``:
+
+- ``load``: every N-th block to be loaded does not arrive, and garbage lies in its place;
+- ``store``: every N-th store fails after it has written garbage;
+- ``zeros``: loads put zeros in place of the blocks and claim success. Nothing can notice that but the model's own
+  output: it is the control that shows a comparison of tokens would see wrong KV;
+- ``slow``: every N-th load takes a tenth of a second longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvbm.transfer.base import Copier, Ticket
+
+KINDS = ("load", "store", "zeros", "slow")
+
+
+class Fault(NamedTuple):
+    kind: str
+    rank: int | None
+    every: int
+
+    def strikes(self, kind: str, rank: int, count: int) -> bool:
+        return kind == self.kind and self.rank in (None, rank) and count % self.every == 0
+
+
+def parse(text: str) -> list[Fault]:
+    faults = []
+    for rule in filter(None, (part.strip() for part in text.split(","))):
+        kind, *options = rule.split(":")
+        values = dict(option.partition("=")[::2] for option in options)
+        try:
+            every, rank = int(values.pop("every", "1")), values.pop("rank", None)
+            fault = Fault(kind, None if rank is None else int(rank), every)
+        except ValueError:
+            fault = None
+        if fault is None or values or kind not in KINDS or fault.every < 1:
+            raise ValueError(
+                f"KVBM_INJECT_FAULTS: {rule!r} is not kind[:rank=R][:every=N] with kind one of {', '.join(KINDS)}"
+            )
+        faults.append(fault)
+    return faults
+
+
+class FaultyCopier(Copier):
+    """Stands in front of a real copier."""
+
+    def __init__(self, inner: Copier, faults: list[Fault], rank: int) -> None:
+        self.name = f"faulty {inner.name}"
+        self._inner = inner
+        self._faults = faults
+        self._rank = rank
+        self._counts = dict.fromkeys(KINDS, 0)
+
+    def _strikes(self, kind: str) -> bool:
+        self._counts[kind] += 1
+        return any(fault.strikes(kind, self._rank, self._counts[kind]) for fault in self._faults)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
+        if self._strikes("slow"):
+            time.sleep(0.1)
+        bad = [position for position in range(len(blocks)) if self._strikes("load")]
+        zeroed = self._strikes("zeros")
+        good = [position for position in range(len(blocks)) if position not in bad]
+        ticket = self._inner.load([slots[i] for i in good], [blocks[i] for i in good], after, in_step)
+        ticket.wait()  # so that what is scribbled now is not overwritten by the real block
+        self.scribble(blocks if zeroed else [blocks[position] for position in bad])
+        return _Spoiled(ticket, bad, "injected load fault") if bad else ticket
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        ticket = self._inner.store(blocks, slots)
+        return _Spoiled(ticket, range(len(blocks)), "injected store fault") if self._strikes("store") else ticket
+
+    def fence(self, tickets: Iterable[Ticket]) -> None:
+        self._inner.fence([ticket.inner if isinstance(ticket, _Spoiled) else ticket for ticket in tickets])
+
+    def wait_layer(self, layer: str) -> None:
+        self._inner.wait_layer(layer)
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._inner.scribble(blocks)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Spoiled(Ticket):
+    def __init__(self, inner: Ticket, bad: Sequence[int], reason: str) -> None:
+        self.inner = inner
+        self._bad = bad
+        self._reason = reason
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+    def wait(self) -> None:
+        self.inner.wait()
+
+    @property
+    def bad(self) -> Sequence[int]:
+        return self._bad
+
+    @property
+    def reason(self) -> str:
+        return self._reason

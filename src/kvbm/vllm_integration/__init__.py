@@ -1,0 +1,1 @@
+"""The module path vLLM deployments name; re-exports only."""

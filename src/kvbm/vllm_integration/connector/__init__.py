@@ -1,0 +1,5 @@
+"""``--kv-transfer-config`` points here: ``"kv_connector_module_path": "kvbm.vllm_integration.connector"``."""
+
+from kvbm.engines.vllm.connector import DynamoConnector, DynamoConnectorMetadata
+
+__all__ = ["DynamoConnector", "DynamoConnectorMetadata"]
