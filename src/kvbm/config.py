@@ -596,10 +596,12 @@ class _Reading:
         here: dict[str, _Given] = {}
         for name, raw in values.items():
             given = _Given(name, raw, source)
+            if raw is None:  # JSON's way to leave something out
+                continue
             if name.startswith(BACKEND_PREFIX):
                 self._add_backend(name.removeprefix(BACKEND_PREFIX), given)
             elif (setting := names.get(name)) is None:
-                self._warn_if_meant_for_us(name, source, names)
+                self._warn_if_meant_for_us(name, source)
             elif setting.retired:
                 self.warnings.append(f"{name} ({source}) has no effect: {setting.retired}; remove it")
             elif setting.key == "config_path" and source not in (ENVIRONMENT, EXTRA_CONFIG):
@@ -607,7 +609,7 @@ class _Reading:
             elif isinstance(setting.kind, Backends):
                 for backend, switch in (self._parse(setting, given) or {}).items():
                     self._add_backend(backend, _Given(f"{name}.{backend}", switch, source))
-            elif not _is_unset(setting, given):
+            elif not _is_empty_variable(setting, given):
                 here[setting.key] = self._one_of_two_names(setting, here.get(setting.key), given)
         self.given |= here
 
@@ -633,17 +635,22 @@ class _Reading:
         self.warnings.append(f"{dropped.name} ({given.source}) is ignored: {kept.name} sets the same thing there")
         return kept
 
-    def _warn_if_meant_for_us(self, name: str, source: str, names: Iterable[str]) -> None:
+    def _warn_if_meant_for_us(self, name: str, source: str) -> None:
         """The environment and the engine's JSON hold the names of others as well; a file holds only ours."""
+        prefixed = name.lower().startswith(("dyn_kvbm", "kvbm"))
         if source == ENVIRONMENT:
             ours = name.startswith("DYN_KVBM_")
             may_be_ours = name.startswith("KVBM_")  # programs around us use this prefix too
         else:
-            ours = source != EXTRA_CONFIG or name.lower().startswith(("kvbm", "dyn_kvbm"))
+            ours = source != EXTRA_CONFIG or prefixed
             may_be_ours = True
-        if ours or (may_be_ours and _closest(name, names, cutoff=0.85)):
-            near = _closest(name, names)
-            hint = f"did you mean {near}?" if near else "`kvbm config --all` lists the settings"
+        # Without the prefix, or everything that has it would look alike.
+        stem = name.lower().removeprefix("dyn_").removeprefix("kvbm_")
+        keys = [row.key for row in SETTINGS if not row.retired]
+        if ours or (may_be_ours and _closest(stem, keys, cutoff=0.85)):
+            hint = "`kvbm config --all` lists the settings"
+            if near := _closest(stem, keys):
+                hint = f"did you mean {_BY_KEY[near].env if prefixed else near}?"
             self.warnings.append(f"{name} ({source}) is not a setting and is ignored; {hint}")
 
     def finish(self) -> Config:
@@ -704,11 +711,9 @@ class _Reading:
                 self.warnings.append(f"{label(key)}: ports below 1024 usually need root; 1024 and above do not")
 
 
-def _is_unset(setting: Setting, given: _Given) -> bool:
-    """JSON's null, and a variable that is empty: compose files and charts cannot leave one out. Off, for a switch."""
-    if given.source == ENVIRONMENT and not isinstance(setting.kind, Switch):
-        return not str(given.raw).strip()
-    return given.raw is None
+def _is_empty_variable(setting: Setting, given: _Given) -> bool:
+    """Compose files and charts cannot leave a variable out, only empty. For a switch, empty is a value: off."""
+    return given.source == ENVIRONMENT and not isinstance(setting.kind, Switch) and not str(given.raw).strip()
 
 
 def _label(given: _Given, secret: bool = False) -> str:
@@ -716,9 +721,7 @@ def _label(given: _Given, secret: bool = False) -> str:
 
 
 def _closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The one of `names` most like `name` in whatever case, or nothing."""
+    """The one of `names` most like `name`, or nothing."""
     import difflib  # only needed when something is wrong
 
-    by_lower = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[found[0]] if found else ""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), "")

@@ -1,6 +1,9 @@
 """Equal keys mean equal KV: what must change a key, what must not, and what other software computes the same way."""
 
+from array import array
+
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,8 +40,10 @@ def test_every_full_block_has_a_key_and_a_partial_one_has_none():
 
 def test_keys_depend_on_nothing_but_their_inputs():
     # Keys name blocks on disk: they must be the same in another process, on another day.
-    assert keys_of()[0].hex() == "9ce82d5c7a47f7eff1dae0af4b5c80d02d3c82a0fb3c4d1bb7d10bb3d94a0af3"
-    assert keys_of() == keys_of()
+    scoped = keys_of(lora="a", cache_salt="s", multimodal=((5, "cat"),))
+    assert keys_of()[0].hex() == "b92e8acfa52abc3141ad3c66e39b02bd17aad2c75fc8f16041076692a287a476"
+    assert keys_of()[-1].hex() == "6ed828f86bc35ecb98a8f1c0c77cbe986a0bdcf509962a839961932fb45e8e6a"
+    assert scoped[-1].hex() == "f00ee0c6fe6588b233586c3f5c1cfb9b663b18a2b2db3e45c6d03d7176bd60e9"
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=60), st.lists(st.integers(0, 60), max_size=8))
@@ -76,12 +81,10 @@ def test_equal_blocks_at_different_places_have_different_keys():
 
 
 def test_a_longer_prompt_begins_with_the_keys_of_the_shorter():
-    assert keys_of(TOKENS + [1, 2, 3, 4])[:8] == keys_of()
+    assert keys_of([*TOKENS, 1, 2, 3, 4])[:8] == keys_of()
 
 
 def test_tokens_may_be_any_sequence_of_integers():
-    from array import array
-
     assert keys_of(tuple(TOKENS)) == keys_of(array("i", TOKENS)) == keys_of(range(100, 132)) == keys_of()
 
 
@@ -239,8 +242,6 @@ def test_upstream_salt_of_nothing():
 
 
 def test_upstream_salts_tell_adapters_and_salts_apart():
-    import xxhash
-
     assert dynamo_salt(cache_salt="s") == xxhash.xxh3_64_intdigest(b'{"salt":"s"}')
     assert dynamo_salt(lora_name="l") == xxhash.xxh3_64_intdigest(b'{"lora_name":"l"}')
     assert dynamo_salt("s", "l") == xxhash.xxh3_64_intdigest(b'{"salt":"s","lora_name":"l"}')

@@ -182,11 +182,9 @@ vllm serve Qwen/Qwen3-0.6B --kv-transfer-config '{{
 
 ## How values are read
 
-- A wrong value stops the engine at start, with a message that names the setting, its value, where it was set and what is
-  accepted. A value that a higher place replaces is not looked at.
-  ```
-  DYN_KVBM_CPU_CACHE_GB='abc' (environment): expected a number of gigabytes (1 GB = 1e9 bytes) >= 0, for example 20 or 0.5
-  ```
+- A wrong value stops the engine at start, with a message that names the setting, its value, where it was set and what
+  is accepted: `KVBM_COPY_THREADS='many' (environment): expected a whole number of threads from 1 to 64, for example 4`.
+  A value that a higher place replaces is not looked at.
 - A switch is on with `1`, `true`, `on` or `yes`, and off with `0`, `false`, `off`, `no` or nothing, in whatever case.
 - Numbers have no unit and no sign. Sizes are in GB of 1e9 bytes and need not be whole: `0.5` is half a GB.
 - A variable that is empty counts as not set, unless it is a switch. `null` in JSON counts as not set.

@@ -22,7 +22,7 @@ from kvbm.core.policy import LRU, EvictionPolicy
 
 
 class Pool:
-    """Allocates, publishes, finds, pins and evicts slots. Not thread-safe; never blocks; never raises for being full."""
+    """Allocates, publishes, finds, pins and evicts slots. Not thread-safe; never blocks; never raises when full."""
 
     def __init__(self, size: int, policy: EvictionPolicy | None = None) -> None:
         if size < 1:

@@ -56,6 +56,7 @@ class Leader:
         self.counts = Counts()
         self.faults: Counter[str] = Counter()
         self._ranks = ranks
+        self._lost: set[int] = set()
         self._max_pending = max_pending_blocks
         self._loads: dict[int, _Flight] = {}
         self._stores: dict[int, _Flight] = {}
@@ -75,6 +76,8 @@ class Leader:
         self._loads[plan.id] = _Flight(plan, self._ranks)
         if in_step:
             self._in_step.add(plan.id)
+        for rank in self._lost:
+            self._end_load(rank, plan.id, list(range(len(blocks))))
         return plan
 
     def offload(self, keys: Sequence[Key], blocks: Sequence[int]) -> StorePlan | None:
@@ -82,7 +85,7 @@ class Leader:
 
         The caller plans the loads of a step before its stores.
         """
-        if self._pending_blocks >= self._max_pending:
+        if self._lost or self._pending_blocks >= self._max_pending:
             # A bounded queue: under pressure a block is not kept, the engine is not slowed down.
             self.counts.refused_store_blocks += len(keys)
             return None
@@ -176,6 +179,25 @@ class Leader:
         elif tainted:
             self.counts.tainted_store_blocks += blocks
         self.counts.offloaded_blocks += self.manager.finish_store(plan_id, ok=not flight.bad and not tainted)
+
+    def fail_rank(self, rank: int) -> None:
+        """A rank is gone for good: what it still owed has failed, and the cache rests from here on.
+
+        The other ranks finish what they have begun. Nothing is found and nothing is kept any more: a rank that cannot be
+        reached can neither load nor store its share, and should it be alive after all, no slot that it may still be
+        writing is given to another block. May be called again for the same rank.
+        """
+        if rank in self._lost:
+            return
+        self._lost.add(rank)
+        self.faults["rank lost"] += 1
+        for plan_id, flight in list(self._loads.items()):
+            if rank in flight.ranks:
+                assert isinstance(flight.plan, LoadPlan)
+                self._end_load(rank, plan_id, list(range(len(flight.plan.blocks))))
+        for plan_id in list(self._stores):
+            self._end_store(rank, plan_id, ok=False)
+        self.manager.clear()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

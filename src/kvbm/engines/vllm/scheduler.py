@@ -218,6 +218,8 @@ class SchedulerHalf:
             # Blocks this step completes. Tokens that are only guessed yet (speculation, asynchronous scheduling) have no
             # key, so their blocks wait for a later step.
             full = (computed[request_id] + scheduled) // size
+            # vLLM may step back: after a failed load the blocks behind it are computed, and stored, once more.
+            state.stored = min(state.stored, computed[request_id] // size)
             if not self._config.offload_decode:
                 full = min(full, state.request.num_prompt_tokens // size)
             if full <= state.stored:

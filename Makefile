@@ -1,0 +1,78 @@
+# Everything starts from nothing: a target makes the virtual environment and the models it needs.
+# `make` alone lists the targets. Variables can be given on the command line: make demo VENV=/some/where
+
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+VLLM_VERSION ?= 0.31.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# The vLLM releases of `make test-matrix`.
+MATRIX ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
+# More arguments for pytest, for example PYTEST="-x -k config".
+PYTEST ?=
+
+# Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct.
+MODEL ?=
+PORT ?= 8000
+CPU_CACHE_GB ?= 2
+
+python := $(VENV)/bin/python
+setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
+
+.DEFAULT_GOAL := help
+.PHONY: help env models demo serve lint unit test test-engine test-matrix bench-core docs clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: ## make the virtual environment: vLLM for the CPU, this project, tools
+	@$(setup) --venv $(VENV) --vllm $(VLLM_VERSION)
+
+models: env
+	@$(python) scripts/models.py tiny > /dev/null
+
+demo: env ## show KVBM at work on this machine's CPU: answers, time to first token, a plot
+	@$(python) scripts/demo.py --out demo-results
+
+serve: env ## serve a model with KVBM until Ctrl-C: MODEL=, PORT=, CPU_CACHE_GB=
+	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb $(CPU_CACHE_GB)
+
+lint: env ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+unit: env ## run the tests that need no engine: seconds
+	$(python) -m pytest -m "not engine and not matrix and not gpu" $(PYTEST)
+
+test-engine: models ## run the tests with a real vLLM on the CPU: minutes
+	$(python) -m pytest -m "engine and not matrix and not gpu" $(PYTEST)
+
+test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
+	$(python) -m pytest -m "not matrix and not gpu" $(PYTEST)
+
+test-matrix: models ## run the matrix tests with every supported vLLM release
+	@summary=; status=0; \
+	for version in $(MATRIX); do \
+	  echo "=== vLLM $$version"; \
+	  if [ "$$version" = "$(VLLM_VERSION)" ]; then venv=$(VENV); else venv=.venvs/$$version; fi; \
+	  if { [ "$$venv" = "$(VENV)" ] || $(setup) --venv $$venv --vllm $$version --base $(VENV); } \
+	    && $$venv/bin/python -m pytest -m matrix $(PYTEST); \
+	  then result=passed; else result=FAILED; status=1; fi; \
+	  summary="$$summary  vLLM $$version  $$result\n"; \
+	done; \
+	printf "\n$$summary"; exit $$status
+
+bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
+	$(python) benchmarks/core.py
+
+docs: env ## write docs/configuration.md from the table of settings
+	$(VENV)/bin/kvbm config --docs > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
+
+clean: ## remove results and caches
+	rm -rf demo-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environments as well
+	rm -rf .venv .venvs

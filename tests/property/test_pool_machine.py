@@ -1,0 +1,206 @@
+"""Random histories of one pool beside a model that is too simple to be wrong.
+
+The model keeps a state for every slot and the exact order of eviction; after every step the pool must agree with it.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvbm.core.pool import Pool
+
+KEYS = [bytes([i]) for i in range(12)]
+FREE, WRITING, PUBLISHED, DOOMED = "free", "writing", "published", "doomed"
+
+some = st.integers(0, 11)
+few = st.integers(0, 4)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize(size=st.integers(1, 8))
+    def start(self, size):
+        self.pool = Pool(size)
+        self.state = [FREE] * size
+        self.key = [None] * size  # of slots being written or published
+        self.pins = [0] * size
+        self.order = []  # evictable slots, the first to go first
+        self.evictions = 0
+        self.writers = []  # lists of slots, each of one allocation
+        self.readers = []  # lists of slots, each of one pin
+
+    def slot_of(self, key, state):
+        return next((slot for slot, k in enumerate(self.key) if k == key and self.state[slot] == state), None)
+
+    def set_free(self, slot):
+        self.state[slot], self.key[slot] = FREE, None
+
+    def use(self, slots):
+        """These slots have just been used, the last of them goes first."""
+        for slot in reversed(slots):
+            if slot in self.order:
+                self.order.remove(slot)
+            self.order.append(slot)
+
+    # -- rules --------------------------------------------------------------------------------------------------------
+
+    @rule(at=some, count=few)
+    def allocate(self, at, count):
+        keys = (KEYS + KEYS)[at : at + count]
+        if any(key in self.key for key in keys):
+            with pytest.raises(ValueError, match="already holds"):
+                self.pool.allocate(keys)
+            return
+        slots = self.pool.allocate(keys)
+        free = self.state.count(FREE)
+        if count > free + len(self.order):
+            assert slots is None
+            return
+        for victim in self.order[: max(0, count - free)]:
+            self.set_free(victim)
+            self.order.remove(victim)
+            self.evictions += 1
+        assert len(slots) == count == len(set(slots))
+        for slot, key in zip(slots, keys, strict=True):
+            assert self.state[slot] == FREE
+            self.state[slot], self.key[slot] = WRITING, key
+        self.writers.append(slots)
+
+    @precondition(lambda self: self.writers)
+    @rule(which=some, well=st.booleans())
+    def finish_writing(self, which, well):
+        slots = self.writers.pop(which % len(self.writers))
+        if well:
+            self.pool.publish(slots)
+            for slot in slots:
+                self.state[slot] = PUBLISHED
+            self.use(slots)
+        else:
+            self.pool.abandon(slots)
+            for slot in slots:
+                self.set_free(slot)
+
+    def expected_match(self, keys):
+        slots = []
+        for key in keys:
+            slot = self.slot_of(key, PUBLISHED)
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    @rule(at=some, skip=few)
+    def match(self, at, skip):
+        keys = KEYS[at:]
+        assert self.pool.match(keys, skip) == self.expected_match(keys[skip:])
+
+    @rule(at=some, count=few)
+    def pin(self, at, count):
+        slots = self.pool.match((KEYS + KEYS)[at : at + count])
+        self.pool.pin(slots)
+        for slot in slots:
+            self.pins[slot] += 1
+            if slot in self.order:
+                self.order.remove(slot)
+        self.readers.append(slots)
+
+    @precondition(lambda self: self.readers)
+    @rule(which=some)
+    def unpin(self, which):
+        slots = self.readers.pop(which % len(self.readers))
+        self.pool.unpin(slots)
+        idle = []
+        for slot in slots:
+            self.pins[slot] -= 1
+            if not self.pins[slot]:
+                if self.state[slot] == DOOMED:
+                    self.set_free(slot)
+                else:
+                    idle.append(slot)
+        self.use(idle)
+
+    @rule(which=some)
+    def pin_what_cannot_be_found(self, which):
+        slots = [slot for slot, state in enumerate(self.state) if state != PUBLISHED]
+        if slots:
+            with pytest.raises(ValueError, match="no published block"):
+                self.pool.pin([*self.order, slots[which % len(slots)]])
+
+    @rule(at=some, count=few)
+    def touch(self, at, count):
+        keys = (KEYS + KEYS)[at : at + count]
+        self.pool.touch(keys)
+        slots = [self.slot_of(key, PUBLISHED) for key in keys]
+        self.use([slot for slot in slots if slot is not None and not self.pins[slot]])
+
+    def forget(self, slot):
+        if self.pins[slot]:
+            self.state[slot], self.key[slot] = DOOMED, None
+        else:
+            self.order.remove(slot)
+            self.set_free(slot)
+
+    @rule(which=some)
+    def drop(self, which):
+        slot = self.slot_of(KEYS[which], PUBLISHED)
+        assert self.pool.drop(KEYS[which]) == (slot is not None)
+        if slot is not None:
+            self.forget(slot)
+
+    @rule(really=some)
+    def clear(self, really):
+        if really:  # one time in twelve: a pool that is always empty tests nothing
+            return
+        published = [slot for slot, state in enumerate(self.state) if state == PUBLISHED]
+        assert self.pool.clear() == len(published)
+        for slot in published:
+            self.forget(slot)
+
+    # -- what always holds --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_slot_is_in_exactly_one_state(self):
+        pool = self.pool
+        held = [*pool._free, *pool._writing.values(), *pool._published.values(), *pool._doomed]
+        assert sorted(held) == list(range(pool.size))
+        count = Counter(self.state)
+        assert sorted(pool._free) == [slot for slot, state in enumerate(self.state) if state == FREE]
+        assert pool._doomed == {slot for slot, state in enumerate(self.state) if state == DOOMED}
+        assert (pool.free, pool.writing, pool.published) == (count[FREE], count[WRITING], count[PUBLISHED])
+
+    @invariant()
+    def exactly_the_published_blocks_are_found(self):
+        pool = self.pool
+        found = {key: slot for slot, key in enumerate(self.key) if self.state[slot] == PUBLISHED}
+        assert pool._published == found
+        assert pool._writing == {key: slot for slot, key in enumerate(self.key) if self.state[slot] == WRITING}
+        assert [pool.key_of(slot) for slot in range(pool.size)] == self.key
+
+    @invariant()
+    def exactly_the_idle_published_slots_are_evictable_in_the_order_of_use(self):
+        pool = self.pool
+        assert pool._pins == self.pins
+        assert list(pool._policy._order) == self.order
+        assert set(self.order) == {s for s, state in enumerate(self.state) if state == PUBLISHED and not self.pins[s]}
+        assert pool.pinned == sum(pins > 0 for pins in self.pins)
+        assert pool.available == pool.free + len(self.order)
+        assert pool.evictions == self.evictions
+
+    def teardown(self):
+        """When every writer and reader is done, nothing is left pinned or half written."""
+        if not hasattr(self, "pool"):
+            return
+        while self.writers:
+            self.finish_writing(0, False)
+        while self.readers:
+            self.unpin(0)
+        assert (self.pool.pinned, self.pool.writing) == (0, 0)
+        assert self.pool.free + self.pool.published == self.pool.available == self.pool.size
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(
+    max_examples=500, stateful_step_count=200, deadline=None, suppress_health_check=list(HealthCheck)
+)

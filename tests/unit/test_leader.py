@@ -1,0 +1,379 @@
+"""The leader believes only what every rank has confirmed, and lets nothing wrong be found."""
+
+import pytest
+
+from kvbm.core.manager import BlockManager
+from kvbm.core.pool import Pool
+from kvbm.plans import LoadResult, Report, StoreResult, Tier
+from kvbm.runtime.leader import Leader
+
+HOST, DISK = Tier.HOST, Tier.DISK
+
+
+def keys(text):
+    return [letter.encode() for letter in text]
+
+
+def make(ranks=2, host="", disk="", size=16, **options):
+    """A leader over two tiers that hold one published block a letter."""
+    manager = BlockManager({HOST: Pool(size), DISK: Pool(size)})
+    for tier, letters in ((HOST, host), (DISK, disk)):
+        pool = manager.pools[tier]
+        pool.publish(pool.allocate(keys(letters)))
+    return Leader(manager, ranks, **options)
+
+
+def onboard(leader, text, blocks=None, in_step=True):
+    match = leader.manager.lookup(keys(text))
+    assert match.blocks == len(text)
+    return leader.onboard(match, "r", blocks or range(len(text)), in_step)
+
+
+def offload(leader, text, blocks=None):
+    return leader.offload(keys(text), blocks or range(100, 100 + len(text)))
+
+
+def loaded(plan, *ranks, bad=()):
+    return [Report(rank, loads=[LoadResult(plan.id, list(bad))]) for rank in ranks]
+
+
+def stored(plan, *ranks, ok=True):
+    return [Report(rank, stores=[StoreResult(plan.id, ok)]) for rank in ranks]
+
+
+def found(leader, letters):
+    return "".join(letter for letter in letters if leader.manager.lookup(keys(letter)).blocks)
+
+
+def quiet(leader):
+    """Nothing under way, nothing held for a plan that is over."""
+    pools = leader.manager.pools.values()
+    held = [(pool.pinned, pool.writing) for pool in pools]
+    return not leader.busy and not leader.manager.busy and held == [(0, 0)] * len(pools)
+
+
+# -- storing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_block_is_found_only_after_every_rank_has_written_it(ranks):
+    leader = make(ranks)
+    plan = offload(leader, "ab")
+    for rank in reversed(range(ranks)):
+        assert found(leader, "ab") == ""
+        assert leader.stores_under_way
+        leader.apply(stored(plan, rank))
+    assert found(leader, "ab") == "ab"
+    assert leader.counts.offloaded_blocks == 2
+    assert quiet(leader)
+
+
+def test_one_rank_that_answers_twice_is_not_two_ranks():
+    leader = make()
+    plan = offload(leader, "a")
+    leader.apply(stored(plan, 0) + stored(plan, 0))
+    assert found(leader, "a") == ""
+    leader.apply(stored(plan, 1))
+    assert found(leader, "a") == "a"
+
+
+def test_a_rank_nobody_knows_confirms_nothing():
+    leader = make()
+    plan = offload(leader, "a")
+    leader.apply(stored(plan, 0, 2, 7, -1))
+    assert found(leader, "a") == ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_store_that_failed_on_one_rank_is_never_found(failing):
+    leader = make()
+    plan = offload(leader, "ab")
+    leader.apply(stored(plan, failing, ok=False))
+    leader.apply(stored(plan, 1 - failing))
+    assert found(leader, "ab") == ""
+    assert leader.counts.failed_store_blocks == 2
+    assert leader.counts.offloaded_blocks == 0
+    assert quiet(leader)
+
+
+def test_a_rank_that_takes_its_word_back_is_believed():
+    leader = make()
+    plan = offload(leader, "a")
+    leader.apply(stored(plan, 0) + stored(plan, 0, ok=False))
+    leader.apply(stored(plan, 1))
+    assert found(leader, "a") == ""
+    assert quiet(leader)
+
+
+def test_what_is_kept_already_is_not_offloaded():
+    leader = make(host="ab")
+    assert offload(leader, "ab") is None
+    assert not leader.busy
+
+
+def test_under_pressure_a_block_is_not_kept_rather_than_queued():
+    leader = make(max_pending_blocks=2)
+    plan = offload(leader, "ab")
+    assert offload(leader, "cde") is None
+    assert leader.counts.refused_store_blocks == 3
+    leader.apply(stored(plan, 0))
+    assert offload(leader, "cde") is None
+    leader.apply(stored(plan, 1))
+    assert offload(leader, "cde") is not None
+
+
+def test_a_failed_store_makes_room_for_the_next():
+    leader = make(ranks=1, max_pending_blocks=1)
+    leader.apply(stored(offload(leader, "a"), 0, ok=False))
+    assert offload(leader, "a") is not None
+
+
+# -- loading -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_holds_its_blocks_until_every_rank_has_them():
+    leader = make(host="ab", size=2)
+    plan = onboard(leader, "ab")
+    leader.apply(loaded(plan, 1))
+    assert offload(leader, "xy") is None
+    assert leader.busy
+    leader.apply(loaded(plan, 0))
+    assert quiet(leader)
+    assert found(leader, "ab") == "ab"
+    assert offload(leader, "xy") is not None
+
+
+def test_loaded_blocks_are_counted_once_and_by_tier():
+    leader = make(host="ac", disk="bd")
+    plan = onboard(leader, "abcd")
+    leader.apply(loaded(plan, 0, bad=[1]) + loaded(plan, 1, bad=[1]))
+    assert leader.counts.onboarded_blocks == {HOST: 2, DISK: 1}
+    assert leader.counts.failed_load_blocks == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_block_that_failed_to_load_on_one_rank_is_not_found_again(failing):
+    leader = make(host="ac", disk="bd")
+    plan = onboard(leader, "abcd")
+    leader.apply(loaded(plan, failing, bad=[1, 2]))
+    leader.apply(loaded(plan, 1 - failing))
+    assert found(leader, "abcd") == "ad"
+    assert quiet(leader)
+
+
+def test_every_block_that_failed_on_any_rank_is_dropped():
+    leader = make(ranks=3, host="abcd")
+    plan = onboard(leader, "abcd")
+    leader.apply(loaded(plan, 0, bad=[0]) + loaded(plan, 1, bad=[3]) + loaded(plan, 2))
+    assert found(leader, "abcd") == "bc"
+    assert leader.counts.failed_load_blocks == 2
+
+
+def test_reports_about_plans_that_are_over_change_nothing():
+    leader = make(ranks=1, host="a")
+    load, store = onboard(leader, "a"), offload(leader, "b")
+    leader.apply(loaded(load, 0) + stored(store, 0))
+    leader.apply(loaded(load, 0, bad=[0]) + stored(store, 0, ok=False))
+    leader.apply([Report(0, loads=[LoadResult(99, [0])], stores=[StoreResult(99)])])
+    assert found(leader, "ab") == "ab"
+    assert quiet(leader)
+
+
+def test_reasons_of_failures_add_up():
+    leader = make()
+    leader.apply([Report(0, faults={"checksum": 2}), Report(1, faults={"checksum": 1, "io": 1})])
+    assert leader.faults == {"checksum": 3, "io": 1}
+
+
+# -- a failed load and the stores beside it ------------------------------------------------------------------------------
+
+
+def test_a_failed_load_taints_stores_in_flight():
+    leader = make(host="a")
+    before = offload(leader, "b")
+    load = onboard(leader, "a")
+    beside = offload(leader, "c", blocks=[50])
+    leader.apply(loaded(load, 1, bad=[0]))
+    leader.apply(loaded(load, 0) + stored(before, 0, 1) + stored(beside, 0, 1))
+    assert found(leader, "abc") == ""
+    assert leader.counts.tainted_store_blocks == 2
+    assert leader.counts.offloaded_blocks == 0
+    assert quiet(leader)
+
+
+def test_a_failed_load_taints_the_stores_of_the_same_report():
+    leader = make(ranks=1, host="a")
+    load, store = onboard(leader, "a"), offload(leader, "b")
+    leader.apply([Report(0, loads=[LoadResult(load.id, [0])], stores=[StoreResult(store.id)])])
+    assert found(leader, "ab") == ""
+
+
+def test_a_failed_load_taints_the_stores_of_the_same_batch_of_reports():
+    leader = make(host="a")
+    load, store = onboard(leader, "a"), offload(leader, "b")
+    leader.apply(stored(store, 0, 1) + loaded(load, 0) + loaded(load, 1, bad=[0]))
+    assert found(leader, "ab") == ""
+
+
+def test_a_store_waits_for_the_load_its_step_computed_on():
+    leader = make(host="a")
+    load, store = onboard(leader, "a", in_step=True), offload(leader, "b")
+    leader.apply(stored(store, 0, 1) + loaded(load, 0))
+    assert found(leader, "b") == ""
+    assert leader.stores_under_way
+    leader.apply(loaded(load, 1))
+    assert found(leader, "ab") == "ab"
+    assert quiet(leader)
+
+
+def test_a_load_that_fails_after_the_stores_beside_it_have_been_confirmed_still_taints_them():
+    leader = make(host="a")
+    load, store = onboard(leader, "a", in_step=True), offload(leader, "b")
+    leader.apply(stored(store, 0, 1) + loaded(load, 0))
+    leader.apply(loaded(load, 1, bad=[0]))
+    assert found(leader, "ab") == ""
+    assert leader.counts.tainted_store_blocks == 1
+    assert quiet(leader)
+
+
+def test_a_store_waits_for_every_load_of_its_step():
+    leader = make(ranks=1, host="ab")
+    first, second = onboard(leader, "a"), onboard(leader, "b", blocks=[9])
+    store = offload(leader, "c")
+    leader.apply(stored(store, 0))
+    leader.apply(loaded(second, 0))
+    assert found(leader, "c") == ""
+    leader.apply(loaded(first, 0))
+    assert found(leader, "c") == "c"
+
+
+def test_a_store_does_not_wait_for_a_load_outside_the_step():
+    leader = make(ranks=1, host="a")
+    onboard(leader, "a", in_step=False)
+    leader.apply(stored(offload(leader, "b"), 0))
+    assert found(leader, "b") == "b"
+
+
+def test_a_store_that_waits_for_a_load_has_given_the_engine_its_blocks_back():
+    leader = make(ranks=1, host="a", max_pending_blocks=1)
+    load, store = onboard(leader, "a"), offload(leader, "b")
+    leader.apply(stored(store, 0))
+    leader.apply(stored(store, 0))
+    assert leader.fences(store.copy.blocks) == []
+    assert offload(leader, "c", blocks=[7]) is not None
+    assert offload(leader, "d", blocks=[8]) is None
+    leader.apply(loaded(load, 0))
+    assert found(leader, "b") == "b"
+
+
+def test_a_store_planned_while_ranks_still_answer_for_a_failed_load_is_tainted():
+    leader = make(host="a")
+    load = onboard(leader, "a")
+    leader.apply(loaded(load, 0, bad=[0]))
+    store = offload(leader, "b")
+    leader.apply(stored(store, 0, 1) + loaded(load, 1))
+    assert found(leader, "b") == ""
+
+
+def test_a_failed_load_leaves_later_stores_alone():
+    leader = make(ranks=1, host="a")
+    leader.apply(loaded(onboard(leader, "a"), 0, bad=[0]))
+    leader.apply(stored(offload(leader, "ab"), 0))
+    assert found(leader, "ab") == "ab"
+    assert leader.counts.tainted_store_blocks == 0
+
+
+def test_a_load_that_went_well_taints_nothing():
+    leader = make(ranks=1, host="a")
+    load, store = onboard(leader, "a"), offload(leader, "b")
+    leader.apply(loaded(load, 0) + stored(store, 0))
+    assert found(leader, "ab") == "ab"
+
+
+# -- engine blocks that are still being read -----------------------------------------------------------------------------
+
+
+def test_whoever_writes_a_block_is_told_which_stores_still_read_it():
+    leader = make(host="z")
+    first, second = offload(leader, "ab", blocks=[1, 2]), offload(leader, "c", blocks=[3])
+    assert leader.fences([1, 2]) == [first.id]
+    assert leader.fences([3, 2, 9]) == [first.id, second.id]
+    assert leader.fences([9]) == []
+    assert onboard(leader, "z", blocks=[3]).after == [second.id]
+
+
+def test_a_fence_falls_when_every_rank_has_read_the_block():
+    leader = make()
+    plan = offload(leader, "a", blocks=[1])
+    leader.apply(stored(plan, 0))
+    assert leader.fences([1]) == [plan.id]
+    leader.apply(stored(plan, 1))
+    assert leader.fences([1]) == []
+
+
+@pytest.mark.parametrize("how", ["failed", "tainted"])
+def test_a_fence_falls_however_the_store_ends(how):
+    leader = make(ranks=1)
+    plan = offload(leader, "a", blocks=[1])
+    if how == "tainted":
+        leader.reset()
+    leader.apply(stored(plan, 0, ok=how == "tainted"))
+    assert leader.fences([1]) == []
+
+
+def test_a_block_stored_again_is_fenced_by_its_last_store():
+    leader = make(ranks=1)
+    first = offload(leader, "a", blocks=[1])
+    second = offload(leader, "b", blocks=[1])
+    assert leader.fences([1]) == [second.id]
+    leader.apply(stored(first, 0))
+    assert leader.fences([1]) == [second.id]
+    leader.apply(stored(second, 0))
+    assert leader.fences([1]) == []
+
+
+def test_blocks_that_were_not_copied_are_not_fenced():
+    leader = make(host="a")
+    plan = offload(leader, "ab", blocks=[1, 2])
+    assert plan.copy.blocks == [2]
+    assert leader.fences([1]) == []
+
+
+# -- reset ---------------------------------------------------------------------------------------------------------------
+
+
+def test_reset_forgets_every_tier():
+    leader = make(host="ab", disk="cd")
+    leader.reset()
+    assert found(leader, "abcd") == ""
+    assert all(pool.free == pool.size for pool in leader.manager.pools.values())
+
+
+def test_reset_leaves_nothing_pinned_and_publishes_nothing_in_flight():
+    leader = make(host="ab", disk="c")
+    load, store = onboard(leader, "abc"), offload(leader, "xy")
+    leader.apply(stored(store, 0))
+    leader.reset()
+    assert found(leader, "abcxy") == ""
+    leader.apply(loaded(load, 0, 1) + stored(store, 1))
+    assert found(leader, "abcxy") == ""
+    assert leader.counts.tainted_store_blocks == 2
+    assert quiet(leader)
+    assert all(pool.free == pool.size for pool in leader.manager.pools.values())
+
+
+def test_reset_reaches_a_store_that_waits_for_a_load():
+    leader = make(ranks=1, host="a")
+    load, store = onboard(leader, "a"), offload(leader, "b")
+    leader.apply(stored(store, 0))
+    leader.reset()
+    leader.apply(loaded(load, 0))
+    assert found(leader, "ab") == ""
+    assert quiet(leader)
+
+
+def test_stores_after_a_reset_are_kept():
+    leader = make(ranks=1, host="a")
+    leader.reset()
+    leader.apply(stored(offload(leader, "ab"), 0))
+    assert found(leader, "ab") == "ab"

@@ -1,0 +1,359 @@
+"""One tier's slots: who may find them, who may take them, who goes first."""
+
+import pytest
+
+from kvbm.core.policy import LRU
+from kvbm.core.pool import Pool
+
+
+def keys(text):
+    return [letter.encode() for letter in text]
+
+
+def filled(text, size=None):
+    """A pool that holds one published block a letter, in the slots 0, 1, 2, ..."""
+    pool = Pool(size or len(text))
+    pool.publish(pool.allocate(keys(text)))
+    return pool
+
+
+def found(pool, letters):
+    """Which of these letters can be found, each on its own."""
+    return "".join(letter for letter in letters if pool.match(keys(letter)))
+
+
+# -- finding -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_pool_is_all_free():
+    pool = Pool(3)
+    assert (pool.free, pool.writing, pool.published, pool.pinned, pool.available) == (3, 0, 0, 0, 3)
+    assert pool.match(keys("a")) == []
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_pool_without_slots_is_refused(size):
+    with pytest.raises(ValueError, match="at least one slot"):
+        Pool(size)
+
+
+def test_a_block_is_not_found_while_it_is_written():
+    pool = Pool(2)
+    slots = pool.allocate(keys("ab"))
+    assert pool.match(keys("ab")) == []
+    assert b"a" not in pool
+    assert pool.find(b"a") is None
+    assert pool.holds(b"a")
+    assert pool.is_writing(b"a")
+    pool.publish(slots)
+    assert pool.match(keys("ab")) == slots
+    assert b"a" in pool
+    assert pool.find(b"a") == slots[0]
+    assert not pool.is_writing(b"a")
+
+
+def test_a_match_ends_at_the_first_block_that_is_missing():
+    pool = filled("abde")
+    assert pool.match(keys("abcde")) == [0, 1]
+    assert pool.match(keys("xab")) == []
+    assert pool.match([]) == []
+
+
+def test_a_match_may_begin_anywhere():
+    pool = filled("abcd")
+    assert pool.match(keys("abcd"), 2) == [2, 3]
+    assert pool.match(keys("xxcd"), 2) == [2, 3]
+    assert pool.match(keys("abcd"), 4) == []
+    assert pool.match(keys("abcd"), 9) == []
+
+
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 17, 99])
+@pytest.mark.parametrize("held", [0, 1, 15, 16, 17, 47, 48, 49, 100])
+def test_a_match_of_any_length_is_exact(start, held):
+    names = [str(i).encode() for i in range(200)]
+    pool = Pool(200)
+    pool.publish(pool.allocate(names[: start + held]))
+    assert pool.match(names, start) == list(range(start, start + held))
+
+
+def test_a_slot_knows_its_block():
+    pool = Pool(2)
+    (slot,) = pool.allocate(keys("a"))
+    assert pool.key_of(slot) == b"a"
+    pool.publish([slot])
+    assert pool.key_of(slot) == b"a"
+    pool.drop(b"a")
+    assert pool.key_of(slot) is None
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------
+
+
+def test_allocation_is_all_or_nothing():
+    pool = Pool(3)
+    writing = pool.allocate(keys("a"))
+    assert pool.allocate(keys("bcd")) is None
+    assert (pool.free, pool.writing, pool.evictions) == (2, 1, 0)
+    assert not pool.holds(b"b")
+    pool.publish(writing)
+    assert pool.allocate(keys("bcd")) is not None
+    assert pool.evictions == 1
+
+
+def test_allocation_that_cannot_succeed_evicts_nothing():
+    pool = filled("abc")
+    pool.pin([0])
+    assert pool.allocate(keys("xyz")) is None
+    assert found(pool, "abc") == "abc"
+    assert pool.evictions == 0
+
+
+def test_an_empty_allocation_is_no_allocation():
+    pool = filled("ab")
+    assert pool.allocate([]) == []
+    assert found(pool, "ab") == "ab"
+
+
+def test_no_slot_is_handed_out_twice():
+    pool = Pool(4)
+    assert sorted(pool.allocate(keys("ab")) + pool.allocate(keys("cd"))) == [0, 1, 2, 3]
+    assert pool.allocate(keys("e")) is None
+
+
+@pytest.mark.parametrize("wanted", ["xa", "xw", "xyx", "xyza"])
+def test_a_block_is_never_written_twice_and_a_refusal_changes_nothing(wanted):
+    # a is published, w is being written; three blocks can be had, and the last of them only by evicting a.
+    pool = filled("a", size=4)
+    pool.allocate(keys("w"))
+    with pytest.raises(ValueError, match="already holds"):
+        pool.allocate(keys(wanted))
+    assert (pool.free, pool.writing, pool.published, pool.evictions) == (2, 1, 1, 0)
+    assert found(pool, "a") == "a"
+
+
+def test_abandoned_slots_are_free_and_never_found():
+    pool = Pool(2)
+    slots = pool.allocate(keys("ab"))
+    pool.abandon(slots)
+    assert (pool.free, pool.writing, pool.published) == (2, 0, 0)
+    assert pool.match(keys("ab")) == []
+    assert not pool.holds(b"a")
+    assert pool.allocate(keys("ab")) is not None
+
+
+@pytest.mark.parametrize("end", [Pool.publish, Pool.abandon])
+def test_a_slot_that_is_not_being_written_can_be_neither_published_nor_abandoned(end):
+    pool = filled("a", size=2)
+    for slot in (0, 1):  # published, free
+        with pytest.raises((KeyError, ValueError)):
+            end(pool, [slot])
+    assert (pool.free, pool.writing, pool.published, pool.pinned) == (1, 0, 1, 0)
+
+
+# -- evicting ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_block_unused_for_longest_is_evicted_first():
+    pool = Pool(3)
+    for letter in "abc":
+        pool.publish(pool.allocate(keys(letter)))
+    pool.allocate(keys("x"))
+    assert found(pool, "abc") == "bc"
+    pool.allocate(keys("y"))
+    assert found(pool, "abc") == "c"
+
+
+def test_last_blocks_of_a_prefix_are_evicted_first():
+    pool = filled("abcd")
+    for letter, left in zip("wxyz", ["abc", "ab", "a", ""], strict=True):
+        pool.allocate(keys(letter))
+        assert found(pool, "abcd") == left
+
+
+def test_reading_a_prefix_leaves_its_last_blocks_the_first_to_go():
+    pool = filled("ab", size=4)
+    pool.publish(pool.allocate(keys("cd")))
+    slots = pool.match(keys("ab"))
+    pool.pin(slots)
+    pool.unpin(slots)
+    for letter, left in zip("wxyz", ["abc", "ab", "a", ""], strict=True):
+        pool.allocate(keys(letter))
+        assert found(pool, "abcd") == left
+
+
+def test_touching_a_prefix_makes_it_the_last_to_go():
+    pool = filled("abcd")
+    pool.touch(keys("xcdy"))
+    for letter, left in zip("1234", ["acd", "cd", "c", ""], strict=True):
+        pool.allocate(keys(letter))
+        assert found(pool, "abcd") == left
+
+
+def test_touching_finds_neither_pinned_nor_unwritten_blocks():
+    pool = filled("ab", size=3)
+    pool.allocate(keys("w"))
+    pool.pin([0])
+    pool.touch(keys("abw"))
+    assert pool.available == 1
+    pool.allocate(keys("x"))
+    assert pool.allocate(keys("y")) is None
+    assert found(pool, "ab") == "a"
+
+
+def test_evictions_are_counted():
+    pool = filled("abc")
+    pool.allocate(keys("xy"))
+    assert pool.evictions == 2
+
+
+def test_only_idle_published_blocks_are_evictable():
+    pool = filled("ab", size=4)
+    pool.allocate(keys("w"))
+    pool.pin([1])
+    assert [letter for letter in "abwz" if pool.is_evictable(letter.encode())] == ["a"]
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_allocation_never_evicts_a_pinned_block():
+    pool = filled("abcd")
+    pool.pin([1, 2])
+    assert pool.available == 2
+    assert set(pool.allocate(keys("xy"))) == {0, 3}
+    assert pool.allocate(keys("z")) is None
+    assert found(pool, "abcd") == "bc"
+
+
+def test_a_pinned_block_can_be_found_and_pinned_again():
+    pool = filled("a")
+    pool.pin([0])
+    assert pool.match(keys("a")) == [0]
+    pool.pin([0])
+    pool.unpin([0])
+    assert pool.allocate(keys("x")) is None
+    pool.unpin([0])
+    assert pool.allocate(keys("x")) == [0]
+
+
+def test_two_readers_of_a_slot_count_as_one_pinned_slot():
+    pool = filled("ab")
+    pool.pin([0])
+    pool.pin([0])
+    assert (pool.pinned, pool.published) == (1, 2)
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_nobody_lets_go_of_what_he_does_not_hold(slot):
+    pool = filled("ab", size=3)
+    with pytest.raises(ValueError, match="is not pinned"):
+        pool.unpin([slot])
+
+
+def test_only_blocks_that_can_be_found_can_be_pinned_and_a_refusal_pins_nothing():
+    pool = filled("abd", size=5)
+    (writing,) = pool.allocate(keys("w"))
+    pool.pin([2])
+    pool.drop(b"d")
+    free = 4
+    for slot in (writing, free, 2):
+        with pytest.raises(ValueError, match=f"slot {slot} holds no published block"):
+            pool.pin([0, slot])
+    assert pool.pinned == 1
+    assert pool.available == 3
+    pool.unpin([2])
+    assert pool.pinned == 0
+
+
+# -- forgetting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_block_is_gone_and_its_slot_free():
+    pool = filled("ab")
+    assert pool.drop(b"a")
+    assert found(pool, "ab") == "b"
+    assert not pool.holds(b"a")
+    assert (pool.free, pool.published) == (1, 1)
+    assert not pool.drop(b"a")
+
+
+def test_a_block_dropped_under_its_reader_is_gone_at_once_and_its_slot_later():
+    pool = filled("ab")
+    pool.pin([0])
+    pool.pin([0])
+    assert pool.drop(b"a")
+    assert found(pool, "ab") == "b"
+    assert (pool.free, pool.published, pool.pinned, pool.available) == (0, 1, 1, 1)
+    pool.unpin([0])
+    assert pool.free == 0
+    pool.unpin([0])
+    assert (pool.free, pool.pinned) == (1, 0)
+
+
+def test_a_block_dropped_under_its_reader_can_be_stored_elsewhere_meanwhile():
+    pool = filled("a", size=2)
+    pool.pin([0])
+    pool.drop(b"a")
+    slots = pool.allocate(keys("a"))
+    assert slots == [1]
+    pool.publish(slots)
+    pool.unpin([0])
+    assert pool.match(keys("a")) == [1]
+    assert pool.free == 1
+
+
+def test_dropping_does_not_reach_a_block_that_is_being_written():
+    pool = Pool(1)
+    slots = pool.allocate(keys("a"))
+    assert not pool.drop(b"a")
+    pool.publish(slots)
+    assert found(pool, "a") == "a"
+
+
+def test_clearing_forgets_every_published_block():
+    pool = filled("abc", size=5)
+    pool.pin([1])
+    writing = pool.allocate(keys("w"))
+    assert pool.clear() == 3
+    assert found(pool, "abc") == ""
+    assert (pool.free, pool.writing, pool.published, pool.pinned) == (3, 1, 0, 1)
+    pool.unpin([1])
+    assert pool.pinned == 0
+    pool.publish(writing)
+    assert found(pool, "w") == "w"
+    assert pool.clear() == 1
+    assert pool.free == 5
+
+
+def test_clearing_is_not_evicting():
+    pool = filled("abc")
+    pool.clear()
+    assert pool.evictions == 0
+
+
+# -- the policy ----------------------------------------------------------------------------------------------------------
+
+
+def test_lru_takes_in_the_order_of_last_use():
+    lru = LRU()
+    lru.add([1, 2, 3])
+    lru.add([1])
+    lru.remove(2)
+    assert len(lru) == 2
+    assert 1 in lru
+    assert 2 not in lru
+    assert [lru.take(), lru.take()] == [3, 1]
+    with pytest.raises(KeyError):
+        lru.take()
+
+
+def test_a_pool_evicts_by_the_policy_it_is_given():
+    class Newest(LRU):
+        def take(self):
+            return self._order.popitem(last=True)[0]
+
+    pool = Pool(2, Newest())
+    pool.publish(pool.allocate(keys("a")))
+    pool.publish(pool.allocate(keys("b")))
+    pool.allocate(keys("c"))
+    assert found(pool, "ab") == "a"
