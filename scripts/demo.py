@@ -30,6 +30,8 @@ from typing import Any
 import models
 from serve import BLOCK_SIZE, ENGINE_BLOCKS, Server, ServerError, leave_on_signals, sample_request
 
+import kvbm
+
 MAX_TOKENS = 16
 REQUIRED_SPEED_UP = 4.0
 QUESTIONS = (
@@ -186,7 +188,8 @@ def machine() -> str:
 
 
 def versions() -> str:
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("kvbm", "vllm", "torch"))
+    engine = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("vllm", "torch"))
+    return f"kvbm {kvbm.__version__}, {engine}"
 
 
 def print_table(alone: Run, cached: Run, equal: int) -> None:

@@ -61,11 +61,12 @@ class Server:
         self.log = log
         self.cpu_cache_gb = cpu_cache_gb
         self._process: subprocess.Popen[bytes] | None = None
+        self._healthy = False
 
     def command(self) -> list[str]:
         command = [str(Path(sys.executable).parent / "vllm"), "serve", self.model]
         command += ["--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
-        # float32: on a CPU without AMX bfloat16 is five to ten times slower.
+        # float32: where the CPU cannot multiply bfloat16 (AVX2), that is five to ten times slower.
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
         command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(ENGINE_BLOCKS)]
         # Without a timeout the API server kills its engine instead of letting it finish.
@@ -87,6 +88,8 @@ class Server:
         return {**os.environ, **settings}
 
     def __enter__(self) -> Server:
+        if not is_free(self.port):  # else whoever listens there would pass for ours
+            raise ServerError(f"port {self.port} is in use: choose another, for example PORT={self.port + 1}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
         with self.log.open("wb") as log:
@@ -113,7 +116,7 @@ class Server:
         # The API server ends its engine in good order; whatever is left of the group after that is killed.
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=20 if self._healthy else 2)  # while it starts it does not listen
         except subprocess.TimeoutExpired:
             pass
         finally:  # also when a second Ctrl-C cuts the wait short
@@ -137,6 +140,7 @@ class Server:
                 raise self.failure(f"vllm serve ended with status {self._process.returncode} before it was ready")
             try:
                 with HTTP.open(f"{self.url}/health", timeout=2):
+                    self._healthy = True
                     progress.end(f"server is up after {elapsed:.0f} s")
                     return
             except OSError:
@@ -212,6 +216,16 @@ def compute_cpus() -> str:
         cores.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
     cpus = list(cores.values())
     return ",".join(map(str, cpus[:-1] if 1 < len(cpus) == len(allowed) else cpus))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def free_port() -> int:

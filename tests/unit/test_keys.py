@@ -26,7 +26,7 @@ def shared_prefix(a, b):
     return n
 
 
-# -- the chain ----------------------------------------------------------------------------------------------------------
+# -- the chain --------------------------------------------------------------------------------------------------------
 
 
 def test_every_full_block_has_a_key_and_a_partial_one_has_none():
@@ -101,7 +101,7 @@ def test_the_largest_token_is_accepted():
     assert len(keys_of([2**32 - 1] * 4)) == 1
 
 
-# -- what all blocks of an engine have in common ---------------------------------------------------------------------------
+# -- what all blocks of an engine have in common ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_no_field_of_the_namespace_runs_into_the_next():
         assert a.digest() != other.digest()
 
 
-# -- what sets a request apart ---------------------------------------------------------------------------------------------
+# -- what sets a request apart ----------------------------------------------------------------------------------------
 
 
 def test_adapters_and_salts_share_no_block():
@@ -180,7 +180,7 @@ def test_a_salt_cannot_pass_for_tokens():
     assert not set(with_token) & set(with_salt)
 
 
-# -- images ----------------------------------------------------------------------------------------------------------------
+# -- images -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 7, 8, 28, 31])
@@ -234,7 +234,7 @@ def test_images_and_salts_do_not_mix():
     assert not set(keys_of(lora="a", multimodal=((0, "cat"),))) & set(keys_of(multimodal=((0, "cat"),)))
 
 
-# -- upstream's numbers ----------------------------------------------------------------------------------------------------
+# -- upstream's numbers -----------------------------------------------------------------------------------------------
 
 
 def test_upstream_salt_of_nothing():

@@ -52,7 +52,7 @@ def quiet(leader):
     return not leader.busy and not leader.manager.busy and held == [(0, 0)] * len(pools)
 
 
-# -- storing -------------------------------------------------------------------------------------------------------------
+# -- storing ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -128,7 +128,7 @@ def test_a_failed_store_makes_room_for_the_next():
     assert offload(leader, "a") is not None
 
 
-# -- loading -------------------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_load_holds_its_blocks_until_every_rank_has_them():
@@ -185,7 +185,7 @@ def test_reasons_of_failures_add_up():
     assert leader.faults == {"checksum": 3, "io": 1}
 
 
-# -- a failed load and the stores beside it ------------------------------------------------------------------------------
+# -- a failed load and the stores beside it ---------------------------------------------------------------------------
 
 
 def test_a_failed_load_taints_stores_in_flight():
@@ -290,7 +290,7 @@ def test_a_load_that_went_well_taints_nothing():
     assert found(leader, "ab") == "ab"
 
 
-# -- engine blocks that are still being read -----------------------------------------------------------------------------
+# -- engine blocks that are still being read --------------------------------------------------------------------------
 
 
 def test_whoever_writes_a_block_is_told_which_stores_still_read_it():
@@ -339,7 +339,7 @@ def test_blocks_that_were_not_copied_are_not_fenced():
     assert leader.fences([1]) == []
 
 
-# -- reset ---------------------------------------------------------------------------------------------------------------
+# -- reset ------------------------------------------------------------------------------------------------------------
 
 
 def test_reset_forgets_every_tier():

@@ -41,7 +41,7 @@ def kept(manager, letters, tier=HOST):
     return "".join(letter for letter in letters if letter.encode() in manager.pools[tier])
 
 
-# -- lookup --------------------------------------------------------------------------------------------------------------
+# -- lookup -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_manager_without_tiers_is_refused():
@@ -129,7 +129,7 @@ def test_a_match_cut_short_is_not_waiting_for_anything():
     assert not match.cut(1).pending
 
 
-# -- loading -------------------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_load_names_slots_and_engine_blocks_in_order():
@@ -233,7 +233,9 @@ def test_a_load_from_an_alternating_match_leaves_the_front_of_the_prefix_the_las
         assert kept(manager, "abe") == left
 
 
-@pytest.mark.parametrize("change", ["evicted", "evicted and replaced", "dropped", "dropped under a reader", "rewritten"])
+@pytest.mark.parametrize(
+    "change", ["evicted", "evicted and replaced", "dropped", "dropped under a reader", "rewritten"]
+)
 def test_a_match_that_is_out_of_date_is_never_loaded(change):
     manager = tiers(host="ab", size=2)
     host = manager.pools[HOST]
@@ -267,7 +269,7 @@ def test_a_match_is_good_while_other_blocks_come_and_go():
     assert manager.load(match, "r", [0, 1], in_step=False, after=[]).copies[0].slots == [0, 1]
 
 
-# -- keeping -------------------------------------------------------------------------------------------------------------
+# -- keeping ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_store_is_found_when_it_has_ended_well():
@@ -381,7 +383,7 @@ def test_last_blocks_of_a_stored_prefix_are_evicted_first():
         assert kept(manager, "abc") == left
 
 
-# -- housekeeping --------------------------------------------------------------------------------------------------------
+# -- housekeeping -----------------------------------------------------------------------------------------------------
 
 
 def test_touched_blocks_go_last_in_every_tier():

@@ -22,7 +22,7 @@ def found(pool, letters):
     return "".join(letter for letter in letters if pool.match(keys(letter)))
 
 
-# -- finding -------------------------------------------------------------------------------------------------------------
+# -- finding ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_pool_is_all_free():
@@ -86,7 +86,7 @@ def test_a_slot_knows_its_block():
     assert pool.key_of(slot) is None
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def test_allocation_is_all_or_nothing():
@@ -150,7 +150,7 @@ def test_a_slot_that_is_not_being_written_can_be_neither_published_nor_abandoned
     assert (pool.free, pool.writing, pool.published, pool.pinned) == (1, 0, 1, 0)
 
 
-# -- evicting ------------------------------------------------------------------------------------------------------------
+# -- evicting ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_block_unused_for_longest_is_evicted_first():
@@ -213,7 +213,7 @@ def test_only_idle_published_blocks_are_evictable():
     assert [letter for letter in "abwz" if pool.is_evictable(letter.encode())] == ["a"]
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def test_allocation_never_evicts_a_pinned_block():
@@ -265,7 +265,7 @@ def test_only_blocks_that_can_be_found_can_be_pinned_and_a_refusal_pins_nothing(
     assert pool.pinned == 0
 
 
-# -- forgetting ----------------------------------------------------------------------------------------------------------
+# -- forgetting -------------------------------------------------------------------------------------------------------
 
 
 def test_a_dropped_block_is_gone_and_its_slot_free():
@@ -331,7 +331,7 @@ def test_clearing_is_not_evicting():
     assert pool.evictions == 0
 
 
-# -- the policy ----------------------------------------------------------------------------------------------------------
+# -- the policy -------------------------------------------------------------------------------------------------------
 
 
 def test_lru_takes_in_the_order_of_last_use():

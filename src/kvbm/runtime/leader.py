@@ -76,8 +76,6 @@ class Leader:
         self._loads[plan.id] = _Flight(plan, self._ranks)
         if in_step:
             self._in_step.add(plan.id)
-        for rank in self._lost:
-            self._end_load(rank, plan.id, list(range(len(blocks))))
         return plan
 
     def offload(self, keys: Sequence[Key], blocks: Sequence[int]) -> StorePlan | None:
@@ -86,7 +84,7 @@ class Leader:
         The caller plans the loads of a step before its stores.
         """
         if self._lost or self._pending_blocks >= self._max_pending:
-            # A bounded queue: under pressure a block is not kept, the engine is not slowed down.
+            # A bounded queue: under pressure a block is not kept, the engine is not slowed down. With a rank gone, none is.
             self.counts.refused_store_blocks += len(keys)
             return None
         plan = self.manager.store(keys, blocks)

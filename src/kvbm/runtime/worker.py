@@ -41,8 +41,8 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
-        if plan.fences:
-            self._copier.fence([self._stores[i] for i in plan.fences if i in self._stores])
+        if plan:
+            self._copier.begin_step([self._stores[i] for i in plan.fences if i in self._stores])
 
     def start_loads(self, plan: StepPlan) -> None:
         for load in plan.loads:

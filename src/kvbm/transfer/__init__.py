@@ -11,10 +11,18 @@ from kvbm.transfer.faults import FaultyCopier, parse
 def open_copier(device: str, layout: BlockLayout, slab: HostSlab, rank: int, faults: str = "") -> Copier:
     """The copier for an engine whose cache lies on ``device`` ("cpu", "cuda:0", ...)."""
     kind = device.split(":")[0]
-    if kind != "cpu":
-        raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu")
-    from kvbm.transfer.cpu import CpuCopier
+    copier: Copier
+    if kind == "cpu":
+        from kvbm.transfer.cpu import CpuCopier
 
-    copier: Copier = CpuCopier(layout, slab)
+        copier = CpuCopier(layout, slab)
+    elif kind == "cuda":
+        import torch
+
+        from kvbm.transfer.cuda import CudaCopier
+
+        copier = CudaCopier(layout, slab, torch.device(device))
+    else:
+        raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu, cuda")
     rules = parse(faults)
     return FaultyCopier(copier, rules, rank) if rules else copier

@@ -2,11 +2,11 @@
 
 The worker calls it from the engine's own thread, in this order each step::
 
-    fence       before the engine writes anything: some blocks still being read have changed hands
-    load        before the forward pass if the step computes on the blocks, after it otherwise
-    wait_layer  from the attention layers, when loads of this step are to be there
-    store       after the forward pass has been submitted
-    ticket.done polled at the end of every step
+    begin_step   before the engine writes anything
+    load         before the forward pass if the step computes on the blocks, maybe after it otherwise
+    wait_layer   from the attention layers, when loads of this step are to be there
+    store        after the forward pass has been submitted
+    ticket.done  polled at the end of every step
 
 No method may wait for a transfer unless it says so, and none raises for a transfer that fails: that is in the ticket.
 """
@@ -57,8 +57,11 @@ class Copier(ABC):
         """Copy the engine's blocks into slots, after everything the engine has submitted so far."""
 
     @abstractmethod
-    def fence(self, tickets: Iterable[Ticket]) -> None:
-        """Nothing the engine submits from now on may overwrite what these stores still read. May wait for them."""
+    def begin_step(self, tickets: Iterable[Ticket]) -> None:
+        """Nothing the engine submits from now on may overwrite what these stores still read. May wait for them.
+
+        Called for every step that has anything to do, with or without tickets, before its loads.
+        """
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:

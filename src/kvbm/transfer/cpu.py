@@ -79,7 +79,7 @@ class CpuCopier(Copier):
 
         return FutureTicket(self._stores.submit(copy), len(blocks))
 
-    def fence(self, tickets: Iterable[Ticket]) -> None:
+    def begin_step(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
             ticket.wait()
 

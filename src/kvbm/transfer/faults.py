@@ -76,8 +76,8 @@ class FaultyCopier(Copier):
         ticket = self._inner.store(blocks, slots)
         return _Spoiled(ticket, range(len(blocks)), "injected store fault") if self._strikes("store") else ticket
 
-    def fence(self, tickets: Iterable[Ticket]) -> None:
-        self._inner.fence([ticket.inner if isinstance(ticket, _Spoiled) else ticket for ticket in tickets])
+    def begin_step(self, tickets: Iterable[Ticket]) -> None:
+        self._inner.begin_step([ticket.inner if isinstance(ticket, _Spoiled) else ticket for ticket in tickets])
 
     def wait_layer(self, layer: str) -> None:
         self._inner.wait_layer(layer)

@@ -1,0 +1,239 @@
+"""The copier for engines whose cache lies on a CUDA device.
+
+Two streams of our own, one for loads, one of low priority for stores; events order them against the engine's stream and
+nothing ever makes the CPU wait for the GPU. Everything the hot path needs (index buffers, events, compiled kernels) is
+made at start.
+
+A load for the step that is about to run is issued layer by layer with an event behind each layer; the engine's stream
+waits for a layer's event just before that layer's attention. So the copy of layer *i+1* runs under the computation of
+layer *i*, and a prompt costs the longer of the two instead of their sum.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import torch
+
+from kvbm.storage.host import HostSlab
+from kvbm.storage.layout import BlockLayout, Segment
+from kvbm.transfer.base import Copier, Ticket
+from kvbm.transfer.kernels import copy_pieces, tile_of, word_of
+
+logger = logging.getLogger("kvbm")
+
+# Found with benchmarks/gpu/copies.py: more programs gain nothing, more warps keep more of the bus in flight.
+_PROGRAMS = 8
+_WARPS = 8
+_TILE = 4096
+_BATCH = 8192  # blocks of one launch; a longer transfer takes several
+_BUFFERS = 32  # index buffers; when all are in use the next transfer waits for the oldest on the GPU, not here
+
+
+class EventTicket(Ticket):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+        self._over = False
+
+    def done(self) -> bool:
+        self._over = self._over or self.event.query()
+        return self._over
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def bad(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def reason(self) -> str:
+        return ""
+
+
+class _Launch:
+    """Consecutive segments of equal size: what one kernel launch can move."""
+
+    def __init__(self, segments: Sequence[Segment], first: int, slot_bytes: int, host: int) -> None:
+        self.first = first
+        self.segments = len(segments)
+        self.layer = segments[0].layer
+        size = segments[0].size
+        numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
+        self.word_bytes, self.word = word_of(size, slot_bytes, host, *numbers)
+        self.words = size // self.word_bytes
+        self.tile = tile_of(self.words, _TILE * 8 // self.word_bytes)
+
+
+class CudaCopier(Copier):
+    name = "triton"
+
+    def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device, programs: int = _PROGRAMS) -> None:
+        self._layout = layout
+        self._slab = slab
+        self._device = device
+        self._programs = programs
+        self._layer_index = {name: i for i, name in enumerate(layout.layers)}
+        with torch.cuda.device(device):
+            low, high = torch.cuda.Stream.priority_range()
+            self._load_stream = torch.cuda.Stream(device, priority=high)
+            self._store_stream = torch.cuda.Stream(device, priority=low)
+            self._pinned = _register(slab)
+            table = [[s.address, s.stride, s.offset] for s in layout.segments]
+            self._table = torch.tensor(table, dtype=torch.int64, device=device)
+            self._layers = self._group(by_layer=True)
+            self._whole = self._group(by_layer=False)
+            self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
+            self._events = [torch.cuda.Event() for _ in layout.layers]
+            self._step_began = torch.cuda.Event()
+            self._forward_ended = torch.cuda.Event()
+            torch.cuda.current_stream().synchronize()
+        self._warm_up()
+
+    def _group(self, by_layer: bool) -> list[_Launch]:
+        launches: list[_Launch] = []
+        first = 0
+        for _, group in groupby(self._layout.segments, key=lambda s: (s.layer if by_layer else 0, s.size)):
+            segments = list(group)
+            launches.append(_Launch(segments, first, self._slab.slot_bytes, self._slab.address))
+            first += len(segments)
+        return launches
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, tickets: Iterable[Ticket]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for ticket in tickets:
+            assert isinstance(ticket, EventTicket)
+            stream.wait_event(ticket.event)
+        self._step_began.record(stream)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
+        stream = self._load_stream
+        # Steps the engine submitted earlier may still be using the blocks; the one that begins now does not.
+        stream.wait_event(self._step_began)
+        for ticket in after:
+            assert isinstance(ticket, EventTicket)
+            stream.wait_event(ticket.event)
+        with torch.cuda.stream(stream):
+            buffers = self._upload(slots, blocks)
+            for launch in self._layers if in_step else self._whole:
+                self._launch(launch, buffers, to_device=True)
+                if in_step:
+                    self._events[launch.layer].record(stream)
+            self._release(buffers)
+            return _ticket(stream)
+
+    def wait_layer(self, layer: str) -> None:
+        index = self._layer_index.get(layer)
+        if index is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._events[index])
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        stream = self._store_stream
+        self._forward_ended.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(self._forward_ended)
+        with torch.cuda.stream(stream):
+            buffers = self._upload(slots, blocks)
+            for launch in self._whole:
+                self._launch(launch, buffers, to_device=False)
+            self._release(buffers)
+            return _ticket(stream)
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        zeros = torch.zeros(self._slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(self._load_stream):
+            buffers = self._upload([0] * len(blocks), blocks)
+            for launch in self._whole:
+                self._launch(launch, buffers, to_device=True, host=zeros.data_ptr())
+            self._release(buffers)
+        self._load_stream.synchronize()
+
+    def close(self) -> None:
+        self._load_stream.synchronize()
+        self._store_stream.synchronize()
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+        self._slab.close()
+
+    # -- the work -----------------------------------------------------------------------------------------------------
+
+    def _upload(self, slots: Sequence[int], blocks: Sequence[int]) -> list[_IndexBuffer]:
+        """Put the indices on the device, on the current stream."""
+        filled = []
+        for i in range(0, len(slots), _BATCH):
+            buffer = self._buffers[0]
+            self._buffers.rotate(-1)
+            buffer.fill(slots[i : i + _BATCH], blocks[i : i + _BATCH])
+            filled.append(buffer)
+        return filled
+
+    def _release(self, buffers: list[_IndexBuffer]) -> None:
+        for buffer in buffers:
+            buffer.release()
+
+    def _launch(self, launch: _Launch, buffers: list[_IndexBuffer], to_device: bool, host: int | None = None) -> None:
+        for buffer in buffers:
+            copy_pieces[(min(self._programs, launch.segments * buffer.count),)](
+                self._table, buffer.device, host or self._slab.address, self._slab.slot_bytes, launch.first,
+                launch.segments, buffer.count, WORD=launch.word, WORDS=launch.words, TILE=launch.tile,
+                TO_DEVICE=to_device, num_warps=_WARPS,
+            )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """Compile every kernel now. Block 0 goes to slot 0 and back: nobody has put anything in either yet."""
+        with torch.cuda.stream(self._load_stream):
+            buffers = self._upload([0], [0])
+            for launch in self._whole + self._layers:
+                for to_device in (False, True):
+                    self._launch(launch, buffers, to_device)
+            self._release(buffers)
+        self._load_stream.synchronize()
+
+
+class _IndexBuffer:
+    """Slots and blocks of one transfer on their way to the device: memory made once, used again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.empty(2 * _BATCH, dtype=torch.int64, device=device)
+        self.count = 0
+        self._pinned = torch.empty(2 * _BATCH, dtype=torch.int64, pin_memory=True)
+        self._array = self._pinned.numpy()
+        self._free = torch.cuda.Event()
+
+    def fill(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        # The transfer that had this buffer last was _BUFFERS transfers ago. Should it still be running, then there is far
+        # too much under way, and waiting here is right: the leader's limit on pending blocks is what prevents it.
+        self._free.synchronize()
+        count = self.count = len(slots)
+        self._array[:count] = slots
+        self._array[count : 2 * count] = blocks
+        self.device[: 2 * count].copy_(self._pinned[: 2 * count], non_blocking=True)
+
+    def release(self) -> None:
+        self._free.record()
+
+
+def _ticket(stream: torch.cuda.Stream) -> EventTicket:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return EventTicket(event)
+
+
+def _register(slab: HostSlab, piece: int = 4 << 30) -> list[int]:
+    """Pin the slab for the device, in pieces: one registration of hundreds of gigabytes may be refused."""
+    runtime = torch.cuda.cudart()
+    addresses = []
+    for start in range(0, slab.size, piece):
+        address, size = slab.address + start, min(piece, slab.size - start)
+        error = int(runtime.cudaHostRegister(address, size, 1))  # 1: portable, usable from every context
+        if error:
+            raise RuntimeError(
+                f"CUDA refused to pin {size / 1e9:.1f} GB of host memory (error {error}); lower DYN_KVBM_CPU_CACHE_GB"
+            )
+        addresses.append(address)
+    return addresses

@@ -1,0 +1,61 @@
+"""A copy kernel for scattered blocks, in Triton.
+
+One launch moves any number of blocks of any number of segments between the engine's cache and pinned host memory: each
+program takes pieces in turn and streams them through registers. A handful of programs fills the bus (benchmarks/gpu),
+so the rest of the GPU stays with the engine; and a launch costs the CPU microseconds where a batched copy costs 0.8 µs
+a piece, which for a 32k-token prompt of an 8B model is 60 ms.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+@triton.jit
+def copy_pieces(
+    table,  # int64[segments, 3]: device address of block 0, bytes between blocks, offset in a slot
+    pairs,  # int64[2 * count]: slots, then blocks
+    host,  # device-visible address of slot 0
+    slot_bytes,
+    first,  # first segment of this launch
+    segments,  # how many
+    count,  # pieces a segment
+    WORD: tl.constexpr,
+    WORDS: tl.constexpr,  # words in a piece
+    TILE: tl.constexpr,  # words moved at a time; divides WORDS
+    TO_DEVICE: tl.constexpr,
+):
+    lane = tl.arange(0, TILE)
+    for piece in range(tl.program_id(0), segments * count, tl.num_programs(0)):
+        # Pieces of one segment lie together in the order of work: the first segments are complete first.
+        segment = first + piece // count
+        pair = piece % count
+        address = tl.load(table + segment * 3)
+        stride = tl.load(table + segment * 3 + 1)
+        offset = tl.load(table + segment * 3 + 2)
+        slot = tl.load(pairs + pair)
+        block = tl.load(pairs + count + pair)
+        device_words = (address + block * stride).to(tl.pointer_type(WORD))
+        host_words = (host + slot * slot_bytes + offset).to(tl.pointer_type(WORD))
+        for tile in range(0, WORDS, TILE):
+            at = tl.max_contiguous(tl.multiple_of(tile + lane, TILE), TILE)
+            if TO_DEVICE:
+                tl.store(device_words + at, tl.load(host_words + at))
+            else:
+                tl.store(host_words + at, tl.load(device_words + at))
+
+
+def word_of(*numbers: int) -> tuple[int, tl.dtype]:
+    """The widest word (bytes, type) of which all these addresses, strides and sizes are multiples."""
+    for size, dtype in _WORDS.items():
+        if all(number % size == 0 for number in numbers):
+            return size, dtype
+    raise AssertionError("every number is a multiple of one")
+
+
+def tile_of(words: int, limit: int) -> int:
+    """The largest power of two, at most ``limit``, that divides ``words``."""
+    return min(limit, words & -words)

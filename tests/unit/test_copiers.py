@@ -1,0 +1,206 @@
+"""All copiers keep the same promises, whatever the engine's layout: one suite, every backend, every layout."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvbm.storage.host import HostSlab  # noqa: E402
+from kvbm.storage.layout import TensorSpec, describe  # noqa: E402
+from kvbm.transfer import open_copier  # noqa: E402
+
+BLOCKS = 24
+SLOTS = 40
+
+
+def packed_nhd(device):
+    """[blocks, heads, tokens, 2 * dim], tokens outermost in memory: vLLM's default on GPUs."""
+    return [torch.empty(BLOCKS, 16, 2, 64, dtype=torch.bfloat16, device=device).permute(0, 2, 1, 3) for _ in range(3)]
+
+
+def packed_hnd(device):
+    return [torch.empty(BLOCKS, 2, 16, 64, dtype=torch.float32, device=device) for _ in range(3)]
+
+
+def k_and_v_apart(device):
+    return [torch.empty(2, BLOCKS, 16, 2, 32, dtype=torch.bfloat16, device=device) for _ in range(3)]
+
+
+def mla(device):
+    return [torch.empty(BLOCKS, 16, 576, dtype=torch.bfloat16, device=device) for _ in range(4)]
+
+
+def fp8(device):
+    return [torch.empty(BLOCKS, 2, 16, 48, dtype=torch.uint8, device=device) for _ in range(2)]
+
+
+def cross_layer(device):
+    """One storage, all layers of a block together."""
+    storage = torch.empty(BLOCKS, 4, 16, 2, 64, dtype=torch.bfloat16, device=device)
+    return [storage[:, layer].permute(0, 2, 1, 3) for layer in range(4)]
+
+
+def one_storage(device):
+    """One storage, layer after layer."""
+    storage = torch.empty(3, BLOCKS, 2, 16, 64, dtype=torch.float32, device=device)
+    return list(storage)
+
+
+def small_pages(device):
+    """The kernel's pages are half a block."""
+    return [torch.empty(BLOCKS * 2, 2, 8, 64, dtype=torch.float32, device=device) for _ in range(2)]
+
+
+def head_outside(device):
+    """Heads before layers, as in a cross-layer HND cache: a block of one layer is scattered."""
+    storage = torch.empty(BLOCKS, 2, 3, 16, 64, dtype=torch.bfloat16, device=device)
+    return [storage[:, :, layer] for layer in range(3)]
+
+
+def unequal_layers(device):
+    return [torch.empty(BLOCKS, 16, width, dtype=torch.bfloat16, device=device) for width in (64, 576, 24)]
+
+
+def odd_bytes(device):
+    return [torch.empty(BLOCKS, 7, 3, dtype=torch.uint8, device=device) for _ in range(2)]
+
+
+LAYOUTS = [packed_nhd, packed_hnd, k_and_v_apart, mla, fp8, cross_layer, one_storage, small_pages, head_outside,
+           unequal_layers, odd_bytes]  # fmt: skip
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda:0",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
+    ),
+]
+
+
+def spec(name, tensor):
+    size = tensor.element_size()
+    strides = tuple(stride * size for stride in tensor.stride())
+    return TensorSpec(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
+
+
+class Cache:
+    """An engine's cache with a copier on it."""
+
+    def __init__(self, make, device):
+        self.tensors = make(device)
+        self.layout = describe([spec(f"layer{i}", t) for i, t in enumerate(self.tensors)], BLOCKS)
+        self.copier = open_copier(device, self.layout, HostSlab(SLOTS, self.layout.slot_bytes), rank=0)
+        for tensor in self.tensors:
+            tensor.copy_(torch.randint(0, 100, tensor.shape, dtype=torch.int64).to(tensor.dtype))
+
+    def block(self, tensor, block):
+        axis = 0 if tensor.shape[0] % BLOCKS == 0 else 1
+        pages = tensor.shape[axis] // BLOCKS
+        return tensor.narrow(axis, block * pages, pages)
+
+    def read(self, block):
+        return [self.block(tensor, block).cpu().clone() for tensor in self.tensors]
+
+    def wipe(self, block):
+        for tensor in self.tensors:
+            self.block(tensor, block).zero_()
+
+    def store(self, blocks, slots):
+        self.copier.begin_step([])
+        ticket = self.copier.store(blocks, slots)
+        ticket.wait()
+        assert ticket.done()
+        assert not list(ticket.bad)
+
+    def load(self, slots, blocks, in_step=False):
+        self.copier.begin_step([])
+        ticket = self.copier.load(slots, blocks, [], in_step)
+        if in_step:
+            for name in self.layout.layers:
+                self.copier.wait_layer(name)
+        ticket.wait()
+        assert ticket.done()
+        assert not list(ticket.bad)
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__)
+def cache(request, device):
+    made = Cache(request.param, device)
+    yield made
+    made.copier.close()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def same(left, right):
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_blocks_come_back_bit_for_bit_and_others_stay_untouched(cache, in_step):
+    order = random.Random(3)
+    blocks = order.sample(range(BLOCKS), 10)
+    slots = order.sample(range(SLOTS), 10)
+    targets = order.sample([b for b in range(BLOCKS) if b not in blocks], 10)
+    before = [cache.read(block) for block in range(BLOCKS)]
+    cache.store(blocks, slots)
+    for block in blocks:
+        cache.wipe(block)
+    cache.load(slots, targets, in_step)
+    for block, target in zip(blocks, targets, strict=True):
+        assert same(cache.read(target), before[block])
+    for block in range(BLOCKS):
+        if block not in blocks and block not in targets:
+            assert same(cache.read(block), before[block])
+
+
+def test_neighbouring_blocks_are_copied_as_runs_and_still_right(cache):
+    before = [cache.read(block) for block in range(BLOCKS)]
+    cache.store(list(range(12)), list(range(5, 17)))
+    cache.load(list(range(5, 17)), list(range(12, 24)))
+    assert all(same(cache.read(12 + i), before[i]) for i in range(12))
+
+
+def test_stores_to_different_slots_do_not_mix(cache):
+    before = [cache.read(block) for block in range(BLOCKS)]
+    for block in range(BLOCKS):
+        cache.store([block], [SLOTS - 1 - block])
+    for block in range(BLOCKS):
+        cache.wipe(block)
+    cache.load([SLOTS - 1 - block for block in range(BLOCKS)], list(range(BLOCKS)))
+    assert all(same(cache.read(block), before[block]) for block in range(BLOCKS))
+
+
+def test_a_fenced_store_has_read_its_block_before_the_engine_writes_on(cache):
+    before = cache.read(3)
+    cache.copier.begin_step([])
+    ticket = cache.copier.store([3], [7])
+    cache.copier.begin_step([ticket])
+    cache.wipe(3)
+    cache.load([7], [4])
+    assert same(cache.read(4), before)
+
+
+def test_a_load_waits_for_the_stores_that_read_its_targets(cache):
+    first, second = cache.read(1), cache.read(2)
+    cache.store([2], [0])
+    cache.copier.begin_step([])
+    reading = cache.copier.store([1], [1])
+    ticket = cache.copier.load([0], [1], [reading], in_step=False)
+    ticket.wait()
+    cache.load([1], [5])
+    assert same(cache.read(1), second)
+    assert same(cache.read(5), first)
+
+
+def test_scribbling_destroys_just_the_blocks_named(cache):
+    before = [cache.read(block) for block in range(BLOCKS)]
+    cache.copier.scribble([2, 9])
+    for block in range(BLOCKS):
+        wanted = [torch.zeros_like(part) for part in before[block]] if block in (2, 9) else before[block]
+        assert same(cache.read(block), wanted)
