@@ -73,11 +73,11 @@ def _built_once(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _build_smollm2(target: Path) -> None:
-    gguf = _download_gguf(target.parent)
-    _say("smollm2: converting GGUF to safetensors (about half a minute)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    gguf = _download_gguf(target.parent)
+    _say("smollm2: converting GGUF to safetensors (about half a minute)")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # transformers marks a model read from GGUF as quantised and refuses to save it, although its weights are plain
@@ -148,7 +148,10 @@ def main() -> int:
     try:
         print(MODELS[parser.parse_args().model]())
     except RuntimeError as error:
-        print(f"[models] {error}", file=sys.stderr)
+        _say(str(error))
+        return 1
+    except ImportError as error:
+        _say(f"{error}; run this with the Python of the virtual environment that `make env` makes")
         return 1
     return 0
 

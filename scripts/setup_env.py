@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -57,6 +58,9 @@ def main() -> int:
         print(f"\n{failure}\n", file=sys.stderr)
         say("the environment is NOT ready; what was installed is kept, so a second try goes on from here")
         return 1
+    except KeyboardInterrupt:
+        say("stopped; a second try goes on from here")
+        return 130
     stamp.write_text(wanted)
     say(f"{args.venv} is ready")
     return 0
@@ -92,7 +96,8 @@ def install_torch(venv: Path, torch_index: str) -> None:
             # Extra, not instead: the index of PyTorch need not hold all that torch depends on.
             pip(venv, "install", "--extra-index-url", torch_index, TORCH)
         except StepError as second:
-            raise StepError(f"{first}\n\n{second}") from None
+            hint = "Name an index that has it (TORCH_INDEX=...), or put the wheel where pip looks (PIP_FIND_LINKS=...)."
+            raise StepError(f"{first}\n\n{second}\n\n{hint}") from None
 
 
 def make_overlay(venv: Path, base: Path, vllm: str) -> None:
@@ -141,13 +146,21 @@ def pip(venv: Path, *arguments: str) -> None:
     run(str(venv / "bin" / "python"), "-m", "pip", *arguments)
 
 
-def run(*command: str) -> str:
-    """Run to the end, in silence; a failure carries everything that was printed."""
+def run(*command: str) -> None:
+    """Run to the end, saying only that it goes on; a failure carries everything that was printed."""
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    if done.returncode:
-        raise StepError(f"$ {' '.join(command)}\n{done.stdout.rstrip()}\n(exit status {done.returncode})")
-    return done.stdout
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        while True:
+            try:
+                status = process.wait(timeout=30)
+                break
+            except subprocess.TimeoutExpired:
+                say("  ... still at it")
+        if status:
+            output.seek(0)
+            text = output.read().decode(errors="replace").rstrip()
+            raise StepError(f"$ {' '.join(command)}\n{text}\n(exit status {status})")
 
 
 def say(line: str) -> None:

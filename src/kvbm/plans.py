@@ -42,6 +42,9 @@ class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
     in_step: bool
     # Store plans that still read the engine blocks this load is about to overwrite.
     after: list[int] = []
+    # Whether attention may wait for its own layer only. Not when the step could be replayed from a full CUDA graph, in
+    # which no layer asks: then the whole load comes before the step. Means nothing outside of a step.
+    layered: bool = False
 
     @property
     def blocks(self) -> list[int]:
@@ -72,6 +75,7 @@ class LoadResult(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     bad: list[int] = []
+    seconds: float = 0.0  # how long the copy took, where that is known
 
 
 class StoreResult(msgspec.Struct, frozen=True, array_like=True):

@@ -1,151 +1,360 @@
-"""Runs a real vLLM on the CPU through a list of operations and prints what happened as one JSON line.
+"""Runs a real vLLM on the CPU through lists of operations, each list in a process of its own.
 
-    python driver.py '{"engine": {...}, "kvbm": {...} or null, "steps": [...]}'
+    python driver.py            # then a JSON line a scenario on stdin
 
-Every scenario gets a process of its own: engines do not share memory, threads or environment, and one that hangs can be
-killed. Steps: ``generate`` (prompts as token ids, greedy), ``reset`` (vLLM's prefix cache, optionally ours too),
-``abort`` (start requests and abort them while they load), ``metrics``.
+Importing vLLM takes longer than starting it on a tiny model. So this process imports it once and forks a child for every
+scenario: no two engines share memory, threads or environment, one that hangs can be killed, and a start costs four
+seconds instead of twelve. A scenario is an object with these keys, and its result is written as JSON to ``result``::
+
+    engine   arguments of vllm.LLM
+    kvbm     settings of KVBM (kv_connector_extra_config); null runs vLLM without it
+    env      environment variables of the engine's processes
+    steps    a list of {"do": name, ...}: the methods of Scenario below
+    log      file that takes everything the engine prints
+    result   {"steps": [what each step returned], "log": [[level, message], ...] of KVBM, "refused": why there is no engine}
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import json
+import logging
 import os
 import sys
 import time
+import traceback
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+DEFAULTS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",
+}
+# What the engine imports anyway when it starts; a release that has moved one of them only starts a little slower.
+WARM_UP = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.models.qwen3",
+    "kvbm.vllm_integration.connector",
+)
 
-MARK = "RESULT "
+
+class Collector(logging.Handler):
+    """Keeps what KVBM says, for tests that promise a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
 
 
-def make_engine(engine: dict, kvbm: dict | None):
-    from vllm import LLM
+class Scenario:
+    """One engine. Every public method is a step that a test can ask for by name."""
 
-    arguments = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 1024,
-        "block_size": 32,
-        "enable_prefix_caching": True,
-        "disable_log_stats": False,
-        "seed": 0,
-        **engine,
-    }
-    if kvbm is not None:
-        from vllm.config import KVTransferConfig
+    def __init__(self, engine: dict, kvbm: dict | None) -> None:
+        from vllm import LLM
 
-        policy = kvbm.pop("kv_load_failure_policy", "recompute")
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="DynamoConnector",
-            kv_connector_module_path="kvbm.vllm_integration.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config=kvbm,
+        arguments = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "block_size": 32,
+            "num_gpu_blocks_override": 256,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            **engine,
+        }
+        if kvbm is not None:
+            from vllm.config import KVTransferConfig
+
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="DynamoConnector",
+                kv_connector_module_path="kvbm.vllm_integration.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy=kvbm.pop("kv_load_failure_policy", "recompute"),
+                kv_connector_extra_config=kvbm,
+            )
+        self.llm = LLM(**arguments)
+        self._mends: list[tuple[object, str, object]] = []
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self):
+        return self.llm.llm_engine
+
+    @property
+    def core(self):
+        return self.engine.engine_core.engine_core
+
+    @property
+    def scheduler(self):
+        return self.core.scheduler
+
+    @property
+    def half(self):
+        return self.scheduler.connector._half
+
+    def generate(self, prompts: list, max_tokens: int = 16, salts: list | None = None, lora: list | None = None, **params):
+        """Greedy, all prompts at once. ``salts`` and ``lora`` ([name, number, path]) are lists like ``prompts``."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+        for request, salt in zip(requests, salts or (), strict=False):
+            if salt is not None:
+                request["cache_salt"] = salt
+        sampling = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **params})
+        adapters = [LoRARequest(*adapter) if adapter else None for adapter in lora] if lora else None
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False, lora_request=adapters)
+        result = {
+            "tokens": [[list(sample.token_ids) for sample in output.outputs] for output in outputs],
+            "finish": [output.outputs[0].finish_reason for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+        if sampling.prompt_logprobs is not None:
+            result["prompt_logprobs"] = [_logprobs(output.prompt_logprobs) for output in outputs]
+        return result
+
+    def add(self, names: list[str], prompts: list, max_tokens: int = 16) -> None:
+        """Hand requests to the engine without letting it work."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for name, tokens in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+
+    def step(self, times: int = 1) -> dict:
+        """Single engine steps; returns the tokens of what has finished."""
+        tokens: dict[str, list[int]] = {}
+        for _ in range(times):
+            for output in self.engine.step():
+                if output.finished:
+                    tokens[output.request_id] = list(output.outputs[0].token_ids)
+        return tokens
+
+    def finish(self, seconds: float = 60) -> dict:
+        """Steps until every request is done."""
+        tokens: dict[str, list[int]] = {}
+        deadline = time.monotonic() + seconds
+        while self.engine.has_unfinished_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"requests left after {seconds} s: {list(self.scheduler.requests)}")
+            tokens.update(self.step())
+        return tokens
+
+    def abort(self, names: list[str]) -> None:
+        self.engine.abort_request(names)
+
+    def drain(self, seconds: float = 30) -> int:
+        """Steps as vLLM's own loop does when it has no requests: as long as the connector says there is work."""
+        deadline = time.monotonic() + seconds
+        steps = 0
+        while self.scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"still busy after {seconds} s")
+            self.engine.step()
+            steps += 1
+        return steps
+
+    def reset(self, connector: bool = False, running: bool = False) -> bool:
+        """vLLM's prefix cache and, if asked to, KVBM's."""
+        options = {"reset_connector": True} if connector else {}
+        if running:
+            options["reset_running_requests"] = True
+        return self.llm.reset_prefix_cache(**options)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    # -- what to look at ----------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict:
+        """Counters and gauges of vLLM and KVBM in this process, summed over their labels."""
+        from prometheus_client import REGISTRY
+
+        found: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            if family.name.startswith(("vllm:", "kvbm_")) and family.type in ("counter", "gauge"):
+                for sample in family.samples:
+                    if not sample.name.endswith("_created"):
+                        found[family.name] = found.get(family.name, 0) + sample.value
+        return found
+
+    def state(self) -> dict:
+        """What the leader holds. Needs the scheduler in this process."""
+        from kvbm.plans import Tier
+
+        half = self.half
+        if half is None or half.leader is None:
+            return {"bypassed": True}
+        leader = half.leader
+        pool = leader.manager.pools[Tier.HOST]
+        return {
+            "bypassed": False,
+            "size": pool.size,
+            "free": pool.free,
+            "published": pool.published,
+            "pinned": pool.pinned,
+            "writing": pool.writing,
+            "evictions": pool.evictions,
+            "busy": leader.busy,
+            "requests": len(half._requests),
+            "chains": len(half._keys._chains),
+            "engine_requests": len(self.scheduler.requests),
+            "engine_blocks_free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "faults": dict(self.scheduler.connector._faults.counts),
+            "failed_load_blocks": leader.counts.failed_load_blocks,
+            "failed_store_blocks": leader.counts.failed_store_blocks,
+            "tainted_store_blocks": leader.counts.tainted_store_blocks,
+            "onboarded": sum(leader.counts.onboarded_blocks.values()),
+            "offloaded": leader.counts.offloaded_blocks,
+            "engine_hashes": half._keys.reuses_engine_hashes,
+        }
+
+    def held(self, prompts: list, salts: list | None = None) -> list[list[bool]]:
+        """Which blocks of each prompt KVBM would find."""
+        from kvbm.plans import Tier
+
+        pool = self.half.leader.manager.pools[Tier.HOST]
+        found = []
+        for i, tokens in enumerate(prompts):
+            request = self._request(f"held-{i}", tokens, salts[i] if salts else None)
+            found.append([key in pool for key in self.half._keys.of(request)])
+            self.half._keys.forget(request.request_id)
+        return found
+
+    def _request(self, name: str, tokens: list[int], salt: str | None = None):
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        return Request(
+            request_id=name,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self.core.request_block_hasher,
         )
-    return LLM(**arguments)
+
+    # -- breaking things ----------------------------------------------------------------------------------------------
+
+    def break_(self, what: str, times: int | None = None) -> None:
+        """Let ``module:Class.method`` raise, always or the first ``times`` times it is called."""
+        module, _, path = what.partition(":")
+        *parents, name = path.split(".")
+        owner = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        real = original.fget if isinstance(original, property) else original
+        left = [times]
+
+        def broken(*args, **kwargs):
+            if left[0] is None or left[0] > 0:
+                if left[0] is not None:
+                    left[0] -= 1
+                raise RuntimeError(f"{path} was broken on purpose")
+            return real(*args, **kwargs)
+
+        self._mends.append((owner, name, original))
+        setattr(owner, name, property(broken) if isinstance(original, property) else broken)
+
+    def mend(self) -> None:
+        while self._mends:
+            owner, name, original = self._mends.pop()
+            setattr(owner, name, original)
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
 
 
-def generate(llm, step: dict) -> dict:
-    from vllm import SamplingParams
-
-    prompts = []
-    for tokens in step["prompts"]:
-        prompt = {"prompt_token_ids": tokens}
-        if step.get("cache_salt") is not None:
-            prompt["cache_salt"] = step["cache_salt"]
-        prompts.append(prompt)
-    params = SamplingParams(temperature=0, max_tokens=step.get("max_tokens", 16), ignore_eos=True)
-    began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return {
-        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "finish": [output.outputs[0].finish_reason for output in outputs],
-        "cached": [output.num_cached_tokens for output in outputs],
-        "seconds": time.perf_counter() - began,
-    }
+def _logprobs(prompt_logprobs) -> list[float | None]:
+    return [
+        None if position is None else round(next(iter(position.values())).logprob, 3) for position in prompt_logprobs or []
+    ]
 
 
-def abort(llm, step: dict) -> dict:
-    """Add requests, let the engine take a step or two so that their loads begin, then abort them."""
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    names = [f"doomed-{i}" for i in range(len(step["prompts"]))]
-    for name, tokens in zip(names, step["prompts"], strict=True):
-        engine.add_request(name, {"prompt_token_ids": tokens}, params)
-    for _ in range(step.get("steps", 1)):
-        engine.step()
+def run(scenario: dict) -> dict:
+    collector = Collector()
+    logger = logging.getLogger("kvbm")
+    logger.addHandler(collector)
+    logger.setLevel(logging.INFO)
+    result: dict = {"steps": [], "log": collector.lines, "refused": None}
     try:
-        engine.abort_request(names)
-    except TypeError:
-        engine.abort_request(names, internal=False)
-    for _ in range(50):
-        if not engine.has_unfinished_requests():
-            break
-        engine.step()
-    return {"left": engine.has_unfinished_requests()}
+        running = Scenario(scenario["engine"], scenario.get("kvbm"))
+    except Exception as error:
+        traceback.print_exc()
+        result["refused"] = f"{type(error).__name__}: {error}"
+        return result
+    try:
+        for step in scenario["steps"]:
+            arguments = dict(step)
+            name = arguments.pop("do")
+            print(f"---- {name} {str(arguments)[:200]}", flush=True)
+            result["steps"].append(getattr(running, f"{name}_" if name == "break" else name)(**arguments))
+    finally:
+        running.close()
+    return result
 
 
-def metrics(llm) -> dict:
-    found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        if hasattr(metric, "value") and metric.name.startswith(("kvbm_", "vllm:")):
-            found[metric.name] = found.get(metric.name, 0) + metric.value
-    return found
-
-
-def scheduler_state(llm) -> dict:
-    """What the leader holds, for tests that run in one process."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    half = scheduler.connector._half
-    if half is None or half.leader is None:
-        return {"bypassed": True}
-    from kvbm.plans import Tier
-
-    leader = half.leader
-    pool = leader.manager.pools[Tier.HOST]
-    return {
-        "published": pool.published,
-        "pinned": pool.pinned,
-        "writing": pool.writing,
-        "evictions": pool.evictions,
-        "busy": leader.busy,
-        "requests": len(half._requests),
-        "faults": dict(scheduler.connector._faults.counts),
-        "failed_load_blocks": leader.counts.failed_load_blocks,
-        "failed_store_blocks": leader.counts.failed_store_blocks,
-        "tainted_store_blocks": leader.counts.tainted_store_blocks,
-        "onboarded": sum(leader.counts.onboarded_blocks.values()),
-        "offloaded": leader.counts.offloaded_blocks,
-        "engine_hashes": half._keys.reuses_engine_hashes,
-    }
+def child(scenario: dict) -> None:
+    os.setsid()
+    log = os.open(scenario["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(scenario.get("env", {}))
+    status = 1
+    try:
+        result = run(scenario)
+        with open(scenario["result"], "w") as file:
+            json.dump(result, file)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    # The end of an ordinary interpreter, without the seconds it spends on taking a forked one apart.
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> None:
-    scenario = json.loads(sys.argv[1])
-    llm = make_engine(scenario["engine"], scenario.get("kvbm"))
-    results = []
-    for step in scenario["steps"]:
-        kind = step["do"]
-        if kind == "generate":
-            results.append(generate(llm, step))
-        elif kind == "reset":
-            results.append(llm.reset_prefix_cache(**({"reset_connector": True} if step.get("connector") else {})))
-        elif kind == "abort":
-            results.append(abort(llm, step))
-        elif kind == "metrics":
-            results.append(metrics(llm))
-        elif kind == "state":
-            results.append(scheduler_state(llm))
-        else:
-            raise ValueError(f"unknown step {kind!r}")
-    print(MARK + json.dumps(results), flush=True)
+    # Answers go where stdout went; what libraries print on import goes to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    os.environ.update({name: os.environ.get(name, value) for name, value in DEFAULTS.items()})
+    for module in WARM_UP:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            traceback.print_exc()
+    say({"ready": sys.modules["vllm"].__version__})
+    for line in sys.stdin:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            child(json.loads(line))
+        say({"pid": pid})
+        _, status = os.waitpid(pid, 0)
+        say({"status": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":

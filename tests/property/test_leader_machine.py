@@ -53,6 +53,7 @@ class LeaderMachine(RuleBasedStateMachine):
         self.written = {}  # (rank, tier, slot) -> the key whose bytes lie there, None while they are being replaced
         self.failed = {HOST: set(), DISK: set()}  # keys whose last load failed, until they are stored again
         self.reader = {}  # engine block -> the last store that reads it
+        self.lost = set()
         self.old_match = None
         self.over = []  # plans that have ended
         self.strangers = 0
@@ -148,13 +149,14 @@ class LeaderMachine(RuleBasedStateMachine):
         free = pool.free
         pending = sum(len(store.blocks) for store in self.stores.values() if store.waiting)
         plan = self.leader.offload(keys, blocks)
-        if pending >= self.max_pending:
+        if self.lost or pending >= self.max_pending:
             assert plan is None
         if plan is None:
             # Nothing new, too much under way, or no room but what is pinned, being written or in front of it.
             in_front = keys[: keys.index(fresh[0])] if fresh else []
             assert (
                 not fresh
+                or self.lost
                 or pending >= self.max_pending
                 or pool.available <= sum(pool.is_evictable(key) for key in in_front)
             )
@@ -307,6 +309,8 @@ class LeaderMachine(RuleBasedStateMachine):
             result = results[which % len(results)]
             kind = "loads" if isinstance(result, LoadResult) else "stores"
             self.leader.apply([Report(rank, **{kind: [result]})])
+            if kind == "loads" and (result.bad or (result.id in self.loads and self.loads[result.id].bad)):
+                self.spoil_stores()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -321,6 +325,24 @@ class LeaderMachine(RuleBasedStateMachine):
         self.leader.reset()
         self.spoil_stores()
         self.found = {HOST: {}, DISK: {}}
+
+    @rule(which=st.integers(0, 99))
+    def lose_a_rank(self, which):
+        """Rarely: nothing much happens in the rest of the history."""
+        rank = which - 50
+        if rank not in self.ranks:
+            return
+        self.leader.fail_rank(rank)
+        if rank not in self.lost:
+            self.lost.add(rank)
+            for plan, load in list(self.loads.items()):
+                if rank in load.waiting:
+                    self.end_load(rank, plan, range(len(load.keys)))
+            self.spoil_stores()
+            for plan, store in list(self.stores.items()):
+                store.waiting.discard(rank)
+                self.settle(plan)
+            self.found = {HOST: {}, DISK: {}}
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
@@ -341,7 +363,7 @@ class LeaderMachine(RuleBasedStateMachine):
         }
         for tier, pool in self.manager.pools.items():
             pinned = self.pinned(tier)
-            assert [pinned[slot] for slot in range(pool.size)] == pool._pins
+            assert [pinned[slot] for slot in range(pool.size)] == list(pool._pins)
             assert pool._writing == (writing if tier is HOST else {})
             assert pool._doomed == pinned.keys() - set(self.found[tier].values())
             held = [*pool._free, *pool._writing.values(), *pool._published.values(), *pool._doomed]

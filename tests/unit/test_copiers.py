@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from kvbm.storage.host import HostSlab  # noqa: E402
 from kvbm.storage.layout import TensorSpec, describe  # noqa: E402
 from kvbm.transfer import open_copier  # noqa: E402
+from kvbm.transfer.base import When  # noqa: E402
 
 BLOCKS = 24
 SLOTS = 40
@@ -91,7 +92,7 @@ class Cache:
     def __init__(self, make, device):
         self.tensors = make(device)
         self.layout = describe([spec(f"layer{i}", t) for i, t in enumerate(self.tensors)], BLOCKS)
-        self.copier = open_copier(device, self.layout, HostSlab(SLOTS, self.layout.slot_bytes), rank=0)
+        self.copier = open_copier(device, self.layout, HostSlab(SLOTS * self.layout.slot_bytes).carve(SLOTS, self.layout.slot_bytes), rank=0)
         for tensor in self.tensors:
             tensor.copy_(torch.randint(0, 100, tensor.shape, dtype=torch.int64).to(tensor.dtype))
 
@@ -114,12 +115,13 @@ class Cache:
         assert ticket.done()
         assert not list(ticket.bad)
 
-    def load(self, slots, blocks, in_step=False):
+    def load(self, slots, blocks, when=When.LATER):
         self.copier.begin_step([])
-        ticket = self.copier.load(slots, blocks, [], in_step)
-        if in_step:
+        ticket = self.copier.load(slots, blocks, [], when)
+        if when is When.BY_LAYER:
             for name in self.layout.layers:
                 self.copier.wait_layer(name)
+        assert self.copier.end_loads()
         ticket.wait()
         assert ticket.done()
         assert not list(ticket.bad)
@@ -141,8 +143,8 @@ def same(left, right):
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-def test_blocks_come_back_bit_for_bit_and_others_stay_untouched(cache, in_step):
+@pytest.mark.parametrize("when", list(When))
+def test_blocks_come_back_bit_for_bit_and_others_stay_untouched(cache, when):
     order = random.Random(3)
     blocks = order.sample(range(BLOCKS), 10)
     slots = order.sample(range(SLOTS), 10)
@@ -151,7 +153,7 @@ def test_blocks_come_back_bit_for_bit_and_others_stay_untouched(cache, in_step):
     cache.store(blocks, slots)
     for block in blocks:
         cache.wipe(block)
-    cache.load(slots, targets, in_step)
+    cache.load(slots, targets, when)
     for block, target in zip(blocks, targets, strict=True):
         assert same(cache.read(target), before[block])
     for block in range(BLOCKS):
@@ -191,11 +193,26 @@ def test_a_load_waits_for_the_stores_that_read_its_targets(cache):
     cache.store([2], [0])
     cache.copier.begin_step([])
     reading = cache.copier.store([1], [1])
-    ticket = cache.copier.load([0], [1], [reading], in_step=False)
+    ticket = cache.copier.load([0], [1], [reading], When.LATER)
     ticket.wait()
     cache.load([1], [5])
     assert same(cache.read(1), second)
     assert same(cache.read(5), first)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_layer_that_never_asked_spoils_the_load(device):
+    cache = Cache(packed_nhd, device)
+    try:
+        cache.store([1], [1])
+        cache.copier.begin_step([])
+        ticket = cache.copier.load([1], [2], [], When.BY_LAYER)
+        cache.copier.wait_layer("layer0")
+        assert not cache.copier.end_loads()
+        assert cache.copier.end_loads()
+        ticket.wait()
+    finally:
+        cache.copier.close()
 
 
 def test_scribbling_destroys_just_the_blocks_named(cache):

@@ -275,6 +275,15 @@ def test_a_store_planned_while_ranks_still_answer_for_a_failed_load_is_tainted()
     assert found(leader, "b") == ""
 
 
+def test_a_failed_load_nobody_planned_here_taints_stores_all_the_same():
+    # An engine that could not plan a load has the workers report it failed under an id of its own.
+    leader = make(ranks=1)
+    store = offload(leader, "a")
+    leader.apply([Report(0, loads=[LoadResult(-1, [0])], stores=[StoreResult(store.id)])])
+    assert found(leader, "a") == ""
+    assert quiet(leader)
+
+
 def test_a_failed_load_leaves_later_stores_alone():
     leader = make(ranks=1, host="a")
     leader.apply(loaded(onboard(leader, "a"), 0, bad=[0]))
@@ -300,6 +309,16 @@ def test_whoever_writes_a_block_is_told_which_stores_still_read_it():
     assert leader.fences([3, 2, 9]) == [first.id, second.id]
     assert leader.fences([9]) == []
     assert onboard(leader, "z", blocks=[3]).after == [second.id]
+
+
+def test_stores_that_every_rank_has_confirmed_are_not_in_flight():
+    leader = make(ranks=1, host="z")
+    onboard(leader, "z")
+    first, second = offload(leader, "a"), offload(leader, "b")
+    assert leader.stores_in_flight() == [first.id, second.id]
+    leader.apply(stored(first, 0))  # waits for the load
+    assert leader.stores_in_flight() == [second.id]
+    assert leader.stores_under_way
 
 
 def test_a_fence_falls_when_every_rank_has_read_the_block():

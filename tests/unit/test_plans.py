@@ -10,25 +10,27 @@ from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, Stor
 
 numbers = st.integers(0, 2**63 - 1)
 lists = st.lists(numbers, max_size=4)
+flags = st.booleans()
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-copies = st.builds(Copy, st.sampled_from(Tier), lists, lists)
-steps = st.builds(
-    StepPlan,
-    st.lists(st.builds(LoadPlan, numbers, text, st.lists(copies, max_size=3), st.booleans(), lists), max_size=3),
-    st.lists(st.builds(StorePlan, numbers, copies), max_size=3),
-    lists,
+copies = st.builds(Copy, tier=st.sampled_from(Tier), slots=lists, blocks=lists)
+loads = st.builds(
+    LoadPlan, id=numbers, request=text, copies=st.lists(copies, max_size=3), in_step=flags, layered=flags, after=lists
 )
+stores = st.builds(StorePlan, id=numbers, copy=copies)
+steps = st.builds(StepPlan, loads=st.lists(loads, max_size=3), stores=st.lists(stores, max_size=3), fences=lists)
 reports = st.lists(
     st.builds(
         Report,
-        numbers,
-        st.lists(st.builds(LoadResult, numbers, lists), max_size=3),
-        st.lists(st.builds(StoreResult, numbers, st.booleans()), max_size=3),
-        st.dictionaries(text, numbers, max_size=3),
+        rank=numbers,
+        loads=st.lists(st.builds(LoadResult, id=numbers, bad=lists), max_size=3),
+        stores=st.lists(st.builds(StoreResult, id=numbers, ok=flags), max_size=3),
+        faults=st.dictionaries(text, numbers, max_size=3),
     ),
     max_size=3,
 )
-hellos = st.builds(Hello, numbers, numbers, st.dictionaries(st.sampled_from(Tier), numbers), text)
+hellos = st.builds(
+    Hello, rank=numbers, block_bytes=numbers, slots=st.dictionaries(st.sampled_from(Tier), numbers), layout=text
+)
 
 MESSAGES = [(steps, plans.decode_step), (reports, plans.decode_reports), (hellos, plans.decode_hello)]
 DECODERS = [decode for _, decode in MESSAGES]

@@ -1,6 +1,8 @@
 """One tier's slots: who may find them, who may take them, who goes first."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvbm.core.policy import LRU
 from kvbm.core.pool import Pool
@@ -335,24 +337,60 @@ def test_clearing_is_not_evicting():
 
 
 def test_lru_takes_in_the_order_of_last_use():
-    lru = LRU()
-    lru.add([1, 2, 3])
-    lru.add([1])
+    lru = LRU(5)
+    lru.add([1, 2, 3, 0])
+    lru.add([1, 1])
     lru.remove(2)
-    assert len(lru) == 2
+    assert len(lru) == 3
     assert 1 in lru
-    assert 2 not in lru
-    assert [lru.take(), lru.take()] == [3, 1]
+    assert [slot for slot in (2, 4, 5, -1) if slot in lru] == []
+    assert [lru.take() for _ in range(3)] == [3, 0, 1]
+    assert len(lru) == 0
+
+
+def test_lru_has_nothing_to_give_but_what_it_was_given():
+    lru = LRU(3)
     with pytest.raises(KeyError):
         lru.take()
+    with pytest.raises(KeyError):
+        lru.remove(1)
+    lru.add([])
+    with pytest.raises(KeyError):
+        lru.take()
+    lru.add([1])
+    lru.remove(1)
+    with pytest.raises(KeyError):
+        lru.remove(1)
+    assert len(lru) == 0
+
+
+@given(st.lists(st.one_of(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 6)), max_size=60))
+@settings(deadline=None)
+def test_lru_keeps_the_order_of_use_whatever_comes(history):
+    lru, order = LRU(6), []
+    for event in history:
+        if isinstance(event, list):
+            lru.add(event)
+            for slot in event:
+                order = [*(s for s in order if s != slot), slot]
+        elif event in order:
+            lru.remove(event)
+            order.remove(event)
+        elif order:
+            assert lru.take() == order.pop(0)
+        assert len(lru) == len(order)
+        assert [slot for slot in range(6) if slot in lru] == sorted(order)
+    assert [lru.take() for _ in range(len(lru))] == order
 
 
 def test_a_pool_evicts_by_the_policy_it_is_given():
-    class Newest(LRU):
+    class HighestSlot(LRU):
         def take(self):
-            return self._order.popitem(last=True)[0]
+            slot = max(slot for slot in range(2) if slot in self)
+            self.remove(slot)
+            return slot
 
-    pool = Pool(2, Newest())
+    pool = Pool(2, HighestSlot(2))
     pool.publish(pool.allocate(keys("a")))
     pool.publish(pool.allocate(keys("b")))
     pool.allocate(keys("c"))

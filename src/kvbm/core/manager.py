@@ -104,7 +104,9 @@ class BlockManager:
         pending = at < end and any(pool.is_writing(keys[at]) for pool in self.pools.values())
         return Match(start, runs, pending, wanted)
 
-    def load(self, match: Match, request: str, blocks: Sequence[int], in_step: bool, after: list[int]) -> LoadPlan:
+    def load(
+        self, match: Match, request: str, blocks: Sequence[int], in_step: bool, after: list[int], layered: bool = False
+    ) -> LoadPlan:
         """Plan to fill the engine's ``blocks`` from a match of the same length, and pin its slots until the end.
 
         Raises ValueError, and plans nothing, when the match is out of date: its slots may hold other blocks by now.
@@ -122,7 +124,7 @@ class BlockManager:
             self.pools[tier].pin(slots)
             copies.append(Copy(tier, slots, list(blocks[at : at + len(slots)])))
             at += len(slots)
-        plan = LoadPlan(self._new_id(), request, copies, in_step, after)
+        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered)
         self._loads[plan.id] = _Load(match.runs)
         return plan
 

@@ -70,9 +70,11 @@ class Leader:
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
-    def onboard(self, match: Match, request: str, blocks: Sequence[int], in_step: bool) -> LoadPlan:
+    def onboard(
+        self, match: Match, request: str, blocks: Sequence[int], in_step: bool, layered: bool = False
+    ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, whatever happens to the request."""
-        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks))
+        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered)
         self._loads[plan.id] = _Flight(plan, self._ranks)
         if in_step:
             self._in_step.add(plan.id)
@@ -119,13 +121,13 @@ class Leader:
 
     def _end_load(self, rank: int, plan_id: int, bad: list[int]) -> None:
         flight = self._loads.get(plan_id)
+        if bad or (flight is not None and flight.bad):
+            # Whoever planned it, and again with every further rank: the engine may have gone on until it heard of it.
+            self._tainted.update(self._stores)
         if flight is None:
             return
         flight.ranks.discard(rank)
         flight.bad.update(bad)
-        if flight.bad:
-            # Again with every further rank: the engine may have gone on until it heard of the failure.
-            self._tainted.update(self._stores)
         if flight.ranks:
             return
         del self._loads[plan_id]
@@ -206,7 +208,7 @@ class Leader:
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
-        return list(self._stores)
+        return [plan_id for plan_id, flight in self._stores.items() if flight.ranks]
 
     @property
     def stores_under_way(self) -> bool:

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvbm.plans import LoadPlan, LoadResult, Report, StepPlan, StoreResult, Tier
-from kvbm.transfer.base import Copier, Ticket
+from kvbm.transfer.base import Copier, Ticket, When
 
 
 class Outcome(NamedTuple):
@@ -21,10 +21,35 @@ class Outcome(NamedTuple):
     bad_blocks: set[int]  # engine blocks that hold nothing usable
 
 
-class _Load(NamedTuple):
-    plan: LoadPlan
-    tickets: list[tuple[int, int, Ticket]]  # (first position, blocks, ticket) of each copy that could be started
-    bad: list[int]  # positions that could not
+class _Part(NamedTuple):
+    """A stretch of a load's blocks and the transfer that brings them."""
+
+    first: int  # position in the plan of the first block
+    count: int
+    ticket: Ticket
+    offset: int  # position in the transfer of that block
+
+
+class _Load:
+    """A load under way."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan = plan
+        self.parts: list[_Part] = []
+        self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
+
+    def spoil(self) -> None:
+        self.bad.update(range(len(self.plan.blocks)))
+
+    def done(self) -> bool:
+        return all(part.ticket.done() for part in self.parts)
+
+    def lost(self) -> list[int]:
+        """Positions that did not arrive; valid when done."""
+        bad = set(self.bad)
+        for part in self.parts:
+            bad.update(part.first + p - part.offset for p in part.ticket.bad if part.offset <= p < part.offset + part.count)
+        return sorted(bad)
 
 
 class Worker:
@@ -37,7 +62,7 @@ class Worker:
         self._stores: dict[int, Ticket] = {}
         self._failed_stores: list[int] = []
         self._faults: Counter[str] = Counter()
-        self._layers_wanted = False
+        self._by_layer: list[_Load] = []  # loads of this step that attention waits for layer by layer
 
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
@@ -45,17 +70,27 @@ class Worker:
             self._copier.begin_step([self._stores[i] for i in plan.fences if i in self._stores])
 
     def start_loads(self, plan: StepPlan) -> None:
+        """Start all loads of a step. Those the step needs go first, and as one: layer 1 of every request comes before
+        layer 2 of any."""
+        groups: dict[When, list[LoadPlan]] = {}
         for load in plan.loads:
-            self._start_load(load)
-            self._layers_wanted |= load.in_step
+            when = When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
+            groups.setdefault(when, []).append(load)
+        for when in (When.NOW, When.BY_LAYER):
+            if when in groups:
+                loads = self._start(groups[when], when)
+                if when is When.BY_LAYER:
+                    self._by_layer = loads
+        for load in groups.get(When.LATER, ()):
+            self._start([load], When.LATER)
 
     def wait_layer(self, layer: str) -> None:
-        if self._layers_wanted:
+        if self._by_layer:
             self._copier.wait_layer(layer)
 
     def start_stores(self, plan: StepPlan) -> None:
-        """After the forward pass has been submitted. In-step loads are over for the engine from here on."""
-        self._layers_wanted = False
+        """After the forward pass has been submitted."""
+        self._end_loads()
         for store in plan.stores:
             try:
                 self._check(store.copy.tier, store.copy.slots, store.copy.blocks)
@@ -69,16 +104,14 @@ class Worker:
         loads: list[LoadResult] = []
         arrived: set[str] = set()
         bad_blocks: set[int] = set()
-        for load in [load for load in self._loads.values() if all(ticket.done() for _, _, ticket in load.tickets)]:
+        for load in [load for load in self._loads.values() if load.done()]:
             del self._loads[load.plan.id]
-            bad = list(load.bad)
-            for first, _, ticket in load.tickets:
-                bad.extend(first + position for position in ticket.bad)
-                if ticket.reason:
-                    self._faults[f"load: {ticket.reason}"] += 1
+            bad = load.lost()
             blocks = load.plan.blocks
             bad_blocks.update(blocks[position] for position in bad)
-            loads.append(LoadResult(load.plan.id, sorted(bad)))
+            seconds = max((part.ticket.seconds for part in load.parts), default=0.0)
+            loads.append(LoadResult(load.plan.id, bad, seconds))
+            self._faults.update(f"load: {reason}" for reason in {part.ticket.reason for part in load.parts} if reason)
             if not load.plan.in_step:
                 arrived.add(load.plan.request)
         stores = [StoreResult(i, ok=False) for i in self._failed_stores]
@@ -95,21 +128,54 @@ class Worker:
     def close(self) -> None:
         self._copier.close()
 
-    def _start_load(self, plan: LoadPlan) -> None:
-        tickets: list[tuple[int, int, Ticket]] = []
-        bad: list[int] = []
-        after = [self._stores[i] for i in plan.after if i in self._stores]
-        first = 0
-        for copy in plan.copies:
-            try:
-                self._check(copy.tier, copy.slots, copy.blocks)
-                ticket = self._copier.load(copy.slots, copy.blocks, after, plan.in_step)
-                tickets.append((first, len(copy.blocks), ticket))
-            except Exception as error:
-                bad.extend(range(first, first + len(copy.blocks)))
-                self._faults[f"load: {type(error).__name__}: {error}"] += 1
-            first += len(copy.blocks)
-        self._loads[plan.id] = _Load(plan, tickets, bad)
+    def _start(self, plans: list[LoadPlan], when: When) -> list[_Load]:
+        """One transfer for all these plans. What cannot be started has failed."""
+        loads: list[_Load] = []
+        slots: list[int] = []
+        blocks: list[int] = []
+        places: list[tuple[_Load, int, int, int]] = []
+        after: dict[int, Ticket] = {}
+        for plan in plans:
+            load = self._loads[plan.id] = _Load(plan)
+            loads.append(load)
+            after.update((i, self._stores[i]) for i in plan.after if i in self._stores)
+            first = 0
+            for copy in plan.copies:
+                try:
+                    self._check(copy.tier, copy.slots, copy.blocks)
+                    places.append((load, first, len(copy.blocks), len(blocks)))
+                    slots += copy.slots
+                    blocks += copy.blocks
+                except Exception as error:
+                    load.bad.update(range(first, first + len(copy.blocks)))
+                    self._faults[f"load: {type(error).__name__}: {error}"] += 1
+                first += len(copy.blocks)
+        if not blocks:
+            return loads
+        try:
+            ticket = self._copier.load(slots, blocks, after.values(), when)
+        except Exception as error:
+            self._faults[f"load: {type(error).__name__}: {error}"] += 1
+            for load in loads:
+                load.spoil()
+            return loads
+        for load, first, count, offset in places:
+            load.parts.append(_Part(first, count, ticket, offset))
+        return loads
+
+    def _end_loads(self) -> None:
+        if not self._by_layer:
+            return
+        try:
+            complete = self._copier.end_loads()
+        except Exception as error:
+            complete = False
+            self._faults[f"load: {type(error).__name__}: {error}"] += 1
+        if not complete:
+            self._faults["load: a layer was computed without waiting for its blocks"] += 1
+            for load in self._by_layer:
+                load.spoil()
+        self._by_layer = []
 
     def _check(self, tier: Tier, slots: list[int], blocks: list[int]) -> None:
         # A wrong number here would copy somebody else's KV, or scribble over it; nothing later could notice.

@@ -11,15 +11,21 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from kvbm.storage import numa
 
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PIECE = 256 << 20  # one unit of faulting-in: small enough for progress lines, large enough to cost nothing
 _HUGE_PAGE = 2 << 20
+_PIN_PIECE = 4 << 30
+_THREADS = 16  # faulting-in scales with threads until memory bandwidth ends it
 
 
 class HostMemoryError(MemoryError):
@@ -27,14 +33,18 @@ class HostMemoryError(MemoryError):
 
 
 class HostSlab:
-    """``slots`` equal slots of ``slot_bytes`` bytes. ``close`` gives the memory back; views must be gone by then."""
+    """``size`` bytes of memory, carved into equal slots.
 
-    def __init__(self, slots: int, slot_bytes: int, threads: int = 2, setting: str = "DYN_KVBM_CPU_CACHE_GB") -> None:
-        self.slots = slots
-        self.slot_bytes = slot_bytes
-        self.size = slots * slot_bytes
-        refuse_if_too_large(self.size, setting)
-        length = -(-self.size // _HUGE_PAGE) * _HUGE_PAGE
+    The pages are faulted in by threads of their own from the moment the slab is made, so that an engine can go on with
+    its own start meanwhile; :meth:`carve` waits for them.
+    """
+
+    def __init__(self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None) -> None:
+        self.size = size
+        self.slots = 0
+        self.slot_bytes = 0
+        refuse_if_too_large(size, setting)
+        length = -(-size // _HUGE_PAGE) * _HUGE_PAGE
         self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
@@ -44,10 +54,39 @@ class HostSlab:
         # A buffer export, not a copy; it also keeps the mapping from moving.
         self._buffer = (ctypes.c_uint8 * length).from_buffer(self._map)
         self.address = ctypes.addressof(self._buffer)
-        _fault_in(self.address, length, threads)
+        if node is not None:
+            numa.prefer(self.address, length, node)
+        self._unpin: Callable[[int], None] | None = None
+        self._pinned: list[int] = []
+        self._filling = threading.Thread(target=_fault_in, args=(self.address, length), name="kvbm-host-tier", daemon=True)
+        self._filling.start()
+
+    def carve(self, slots: int, slot_bytes: int) -> HostSlab:
+        """Divide the slab into slots. Waits until all its memory is there."""
+        if slots * slot_bytes > self.size:
+            raise ValueError(f"{slots} slots of {slot_bytes} bytes do not fit into {self.size} bytes")
+        self._filling.join()
+        self.slots, self.slot_bytes = slots, slot_bytes
+        return self
+
+    def pin(self, pin: Callable[[int, int], None], unpin: Callable[[int], None]) -> None:
+        """Make the memory known to a device, in pieces of whole slots: hundreds of gigabytes at once may be refused."""
+        self._unpin = unpin
+        piece = max(1, _PIN_PIECE // self.slot_bytes) * self.slot_bytes
+        for start in range(0, self.slots * self.slot_bytes, piece):
+            size = min(piece, self.slots * self.slot_bytes - start)
+            pin(self.address + start, size)
+            self._pinned.append(self.address + start)
 
     def close(self) -> None:
-        del self._buffer
+        """Give the memory back; nobody may be using it any more."""
+        self._filling.join()
+        if self._unpin is not None:
+            for address in self._pinned:
+                self._unpin(address)
+            self._pinned.clear()
+        if hasattr(self, "_buffer"):
+            del self._buffer
         try:
             self._map.close()
         except BufferError:
@@ -96,7 +135,7 @@ def refuse_if_too_large(size: int, setting: str) -> None:
         )
 
 
-def _fault_in(address: int, length: int, threads: int) -> None:
+def _fault_in(address: int, length: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -109,7 +148,7 @@ def _fault_in(address: int, length: int, threads: int) -> None:
 
     began = last = time.monotonic()
     done = 0
-    workers = max(1, min(threads, os.cpu_count() or 1))
+    workers = min(_THREADS, len(os.sched_getaffinity(0)))
     # ctypes lets go of the interpreter during each call, so the threads really run side by side.
     with ThreadPoolExecutor(workers, thread_name_prefix="kvbm-fault-in") as pool:
         for size in pool.map(touch, range(0, length, _PIECE)):

@@ -4,8 +4,9 @@ The worker calls it from the engine's own thread, in this order each step::
 
     begin_step   before the engine writes anything
     load         before the forward pass if the step computes on the blocks, maybe after it otherwise
-    wait_layer   from the attention layers, when loads of this step are to be there
-    store        after the forward pass has been submitted
+    wait_layer   from the attention layers, when loads of this step are to be there layer by layer
+    end_loads    after the forward pass has been submitted
+    store        after that
     ticket.done  polled at the end of every step
 
 No method may wait for a transfer unless it says so, and none raises for a transfer that fails: that is in the ticket.
@@ -15,6 +16,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from enum import Enum
+
+
+class When(Enum):
+    """By when the engine needs what a load brings."""
+
+    LATER = "later"  # not in this step: the request waits outside of the batch
+    NOW = "now"  # before the forward pass that is about to begin
+    BY_LAYER = "by layer"  # each layer before its own attention, which calls ``wait_layer``
 
 
 class Ticket(ABC):
@@ -29,32 +39,25 @@ class Ticket(ABC):
         """Return when it is over."""
 
     @property
-    @abstractmethod
     def bad(self) -> Sequence[int]:
         """Positions of blocks that did not arrive. Valid once :meth:`done` is True."""
+        return ()
 
     @property
-    @abstractmethod
     def reason(self) -> str:
         """Why, in a few words; empty when nothing went wrong."""
+        return ""
+
+    @property
+    def seconds(self) -> float:
+        """How long the copy itself took, where that is known; else 0. Valid once :meth:`done` is True."""
+        return 0.0
 
 
 class Copier(ABC):
     """Moves blocks. Made by :func:`kvbm.transfer.open_copier`, which picks the one that fits the engine's device."""
 
     name: str
-
-    @abstractmethod
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
-        """Copy slots into the engine's blocks once the ``after`` tickets are over.
-
-        ``in_step``: the forward pass that is about to begin reads the blocks; it is kept from reading a layer too early
-        by :meth:`wait_layer`, and the call itself may wait where there is nothing to overlap with.
-        """
-
-    @abstractmethod
-    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        """Copy the engine's blocks into slots, after everything the engine has submitted so far."""
 
     @abstractmethod
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
@@ -64,8 +67,24 @@ class Copier(ABC):
         """
 
     @abstractmethod
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
+        """Copy slots into the engine's blocks once the ``after`` tickets are over. One call a step with ``BY_LAYER``."""
+
+    @abstractmethod
     def wait_layer(self, layer: str) -> None:
-        """Nothing the engine submits from now on may read this layer before its in-step loads are there."""
+        """Nothing the engine submits from now on may read this layer before its ``BY_LAYER`` loads are there."""
+
+    @abstractmethod
+    def end_loads(self) -> bool:
+        """The forward pass has been submitted. False when it may have read a ``BY_LAYER`` load too early.
+
+        That is so when a layer was not waited for: the engine replayed a CUDA graph, say, in which no layer asks. The
+        caller must then treat what was loaded as bad.
+        """
+
+    @abstractmethod
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        """Copy the engine's blocks into slots, after everything the engine has submitted so far."""
 
     @abstractmethod
     def scribble(self, blocks: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
-from kvbm.transfer.base import Copier, Ticket
+from kvbm.transfer.base import Copier, Ticket, When
 
 Bytes = np.ndarray
 
@@ -55,7 +55,7 @@ class CpuCopier(Copier):
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvbm-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvbm-store")
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         waiting = list(after)
 
         def copy() -> None:
@@ -66,7 +66,7 @@ class CpuCopier(Copier):
                     engine[block : block + count] = host[slot : slot + count]
 
         ticket = FutureTicket(self._loads.submit(copy), len(blocks))
-        if in_step:
+        if when is not When.LATER:
             # The forward pass runs on the same cores: there is nothing to overlap the copy with.
             ticket.wait()
         return ticket
@@ -85,6 +85,9 @@ class CpuCopier(Copier):
 
     def wait_layer(self, layer: str) -> None:
         return
+
+    def end_loads(self) -> bool:
+        return True
 
     def scribble(self, blocks: Sequence[int]) -> None:
         for engine, _ in self._pairs:

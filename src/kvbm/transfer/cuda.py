@@ -20,38 +20,35 @@ import torch
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout, Segment
-from kvbm.transfer.base import Copier, Ticket
+from kvbm.transfer.base import Copier, Ticket, When
 from kvbm.transfer.kernels import copy_pieces, tile_of, word_of
 
 logger = logging.getLogger("kvbm")
 
-# Found with benchmarks/gpu/copies.py: more programs gain nothing, more warps keep more of the bus in flight.
-_PROGRAMS = 8
-_WARPS = 8
-_TILE = 4096
+# Found with benchmarks/gpu/copies.py: four programs of this shape fill the bus, more gain nothing, two do not.
+_PROGRAMS = 4
+_WARPS = 16
+_TILE_BYTES = 64 << 10
 _BATCH = 8192  # blocks of one launch; a longer transfer takes several
 _BUFFERS = 32  # index buffers; when all are in use the next transfer waits for the oldest on the GPU, not here
 
 
 class EventTicket(Ticket):
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._began = began
+        self.ended = ended
         self._over = False
 
     def done(self) -> bool:
-        self._over = self._over or self.event.query()
+        self._over = self._over or self.ended.query()
         return self._over
 
     def wait(self) -> None:
-        self.event.synchronize()
+        self.ended.synchronize()
 
     @property
-    def bad(self) -> Sequence[int]:
-        return ()
-
-    @property
-    def reason(self) -> str:
-        return ""
+    def seconds(self) -> float:
+        return float(self._began.elapsed_time(self.ended)) / 1e3
 
 
 class _Launch:
@@ -65,13 +62,14 @@ class _Launch:
         numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
         self.word_bytes, self.word = word_of(size, slot_bytes, host, *numbers)
         self.words = size // self.word_bytes
-        self.tile = tile_of(self.words, _TILE * 8 // self.word_bytes)
+        self.tile = tile_of(self.words, _TILE_BYTES // self.word_bytes)
 
 
 class CudaCopier(Copier):
     name = "triton"
 
     def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device, programs: int = _PROGRAMS) -> None:
+        slab.pin(_cuda_pin, _cuda_unpin)
         self._layout = layout
         self._slab = slab
         self._device = device
@@ -81,16 +79,16 @@ class CudaCopier(Copier):
             low, high = torch.cuda.Stream.priority_range()
             self._load_stream = torch.cuda.Stream(device, priority=high)
             self._store_stream = torch.cuda.Stream(device, priority=low)
-            self._pinned = _register(slab)
             table = [[s.address, s.stride, s.offset] for s in layout.segments]
             self._table = torch.tensor(table, dtype=torch.int64, device=device)
             self._layers = self._group(by_layer=True)
             self._whole = self._group(by_layer=False)
             self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
-            self._events = [torch.cuda.Event() for _ in layout.layers]
+            self._layer_loaded = [torch.cuda.Event() for _ in layout.layers]
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
+        self._unasked: set[int] = set()  # layers of a load in this step that attention has not asked for yet
         self._warm_up()
 
     def _group(self, by_layer: bool) -> list[_Launch]:
@@ -108,40 +106,54 @@ class CudaCopier(Copier):
         stream = torch.cuda.current_stream(self._device)
         for ticket in tickets:
             assert isinstance(ticket, EventTicket)
-            stream.wait_event(ticket.event)
+            stream.wait_event(ticket.ended)
         self._step_began.record(stream)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         stream = self._load_stream
         # Steps the engine submitted earlier may still be using the blocks; the one that begins now does not.
         stream.wait_event(self._step_began)
         for ticket in after:
             assert isinstance(ticket, EventTicket)
-            stream.wait_event(ticket.event)
+            stream.wait_event(ticket.ended)
+        by_layer = when is When.BY_LAYER
         with torch.cuda.stream(stream):
+            began = _mark(stream)
             buffers = self._upload(slots, blocks)
-            for launch in self._layers if in_step else self._whole:
+            for launch in self._layers if by_layer else self._whole:
                 self._launch(launch, buffers, to_device=True)
-                if in_step:
-                    self._events[launch.layer].record(stream)
+                if by_layer:
+                    self._layer_loaded[launch.layer].record(stream)
             self._release(buffers)
-            return _ticket(stream)
+            ended = _mark(stream)
+        if by_layer:
+            self._unasked = set(range(len(self._layer_loaded)))
+        elif when is When.NOW:
+            torch.cuda.current_stream(self._device).wait_event(ended)
+        return EventTicket(began, ended)
 
     def wait_layer(self, layer: str) -> None:
         index = self._layer_index.get(layer)
-        if index is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._events[index])
+        if index in self._unasked:
+            self._unasked.discard(index)
+            torch.cuda.current_stream(self._device).wait_event(self._layer_loaded[index])
+
+    def end_loads(self) -> bool:
+        complete = not self._unasked
+        self._unasked.clear()
+        return complete
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
         stream = self._store_stream
         self._forward_ended.record(torch.cuda.current_stream(self._device))
         stream.wait_event(self._forward_ended)
         with torch.cuda.stream(stream):
+            began = _mark(stream)
             buffers = self._upload(slots, blocks)
             for launch in self._whole:
                 self._launch(launch, buffers, to_device=False)
             self._release(buffers)
-            return _ticket(stream)
+            return EventTicket(began, _mark(stream))
 
     def scribble(self, blocks: Sequence[int]) -> None:
         zeros = torch.zeros(self._slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
@@ -155,9 +167,6 @@ class CudaCopier(Copier):
     def close(self) -> None:
         self._load_stream.synchronize()
         self._store_stream.synchronize()
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
-        self._pinned.clear()
         self._slab.close()
 
     # -- the work -----------------------------------------------------------------------------------------------------
@@ -218,22 +227,19 @@ class _IndexBuffer:
         self._free.record()
 
 
-def _ticket(stream: torch.cuda.Stream) -> EventTicket:
-    event = torch.cuda.Event()
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
-    return EventTicket(event)
+    return event
 
 
-def _register(slab: HostSlab, piece: int = 4 << 30) -> list[int]:
-    """Pin the slab for the device, in pieces: one registration of hundreds of gigabytes may be refused."""
-    runtime = torch.cuda.cudart()
-    addresses = []
-    for start in range(0, slab.size, piece):
-        address, size = slab.address + start, min(piece, slab.size - start)
-        error = int(runtime.cudaHostRegister(address, size, 1))  # 1: portable, usable from every context
-        if error:
-            raise RuntimeError(
-                f"CUDA refused to pin {size / 1e9:.1f} GB of host memory (error {error}); lower DYN_KVBM_CPU_CACHE_GB"
-            )
-        addresses.append(address)
-    return addresses
+def _cuda_pin(address: int, size: int) -> None:
+    error = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # 1: portable, usable from every context
+    if error:
+        raise RuntimeError(
+            f"CUDA refused to pin {size / 1e9:.1f} GB of host memory (error {error}); lower DYN_KVBM_CPU_CACHE_GB"
+        )
+
+
+def _cuda_unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

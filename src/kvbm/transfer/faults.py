@@ -6,18 +6,22 @@
 - ``store``: every N-th store fails after it has written garbage;
 - ``zeros``: loads put zeros in place of the blocks and claim success. Nothing can notice that but the model's own
   output: it is the control that shows a comparison of tokens would see wrong KV;
-- ``slow``: every N-th load takes a tenth of a second longer.
+- ``slow``: every N-th load begins a tenth of a second late;
+- ``slow-store``: every N-th store begins a second late, or when the engine is about to overwrite its blocks: where that
+  is not said in time, the wrong bytes are kept.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvbm.transfer.base import Copier, Ticket
+from kvbm.transfer.base import Copier, Ticket, When
 
-KINDS = ("load", "store", "zeros", "slow")
+KINDS = ("load", "store", "zeros", "slow", "slow-store")
+LOAD_DELAY_SECONDS = 0.1
+STORE_DELAY_SECONDS = 1.0
 
 
 class Fault(NamedTuple):
@@ -61,26 +65,44 @@ class FaultyCopier(Copier):
         self._counts[kind] += 1
         return any(fault.strikes(kind, self._rank, self._counts[kind]) for fault in self._faults)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], in_step: bool) -> Ticket:
-        if self._strikes("slow"):
-            time.sleep(0.1)
+    def begin_step(self, tickets: Iterable[Ticket]) -> None:
+        self._inner.begin_step([_real(ticket) for ticket in tickets])
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         bad = [position for position in range(len(blocks)) if self._strikes("load")]
         zeroed = self._strikes("zeros")
         good = [position for position in range(len(blocks)) if position not in bad]
-        ticket = self._inner.load([slots[i] for i in good], [blocks[i] for i in good], after, in_step)
-        ticket.wait()  # so that what is scribbled now is not overwritten by the real block
-        self.scribble(blocks if zeroed else [blocks[position] for position in bad])
-        return _Spoiled(ticket, bad, "injected load fault") if bad else ticket
+        sources = [_real(ticket) for ticket in after]
+
+        def begin() -> Ticket:
+            ticket = self._inner.load([slots[i] for i in good], [blocks[i] for i in good], sources, when)
+            if zeroed or bad:
+                ticket.wait()  # so that what is scribbled now is not overwritten by the real block
+                self.scribble(blocks if zeroed else [blocks[position] for position in bad])
+            return _Spoiled(ticket, bad, "injected load fault") if bad else ticket
+
+        if not self._strikes("slow"):
+            return begin()
+        late = _Late(begin, LOAD_DELAY_SECONDS)
+        if when is not When.LATER:
+            late.wait_until_due()
+            late.begin()
+        return late
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        ticket = self._inner.store(blocks, slots)
-        return _Spoiled(ticket, range(len(blocks)), "injected store fault") if self._strikes("store") else ticket
+        spoiled = self._strikes("store")
 
-    def begin_step(self, tickets: Iterable[Ticket]) -> None:
-        self._inner.begin_step([ticket.inner if isinstance(ticket, _Spoiled) else ticket for ticket in tickets])
+        def begin() -> Ticket:
+            ticket = self._inner.store(blocks, slots)
+            return _Spoiled(ticket, range(len(blocks)), "injected store fault") if spoiled else ticket
+
+        return _Late(begin, STORE_DELAY_SECONDS) if self._strikes("slow-store") else begin()
 
     def wait_layer(self, layer: str) -> None:
         self._inner.wait_layer(layer)
+
+    def end_loads(self) -> bool:
+        return self._inner.end_loads()
 
     def scribble(self, blocks: Sequence[int]) -> None:
         if blocks:
@@ -88,6 +110,45 @@ class FaultyCopier(Copier):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _real(ticket: Ticket) -> Ticket:
+    """What the copier behind has given out; begins now if it was to begin late."""
+    if isinstance(ticket, _Late):
+        return _real(ticket.begin())
+    return ticket.inner if isinstance(ticket, _Spoiled) else ticket
+
+
+class _Late(Ticket):
+    """A transfer that has not begun yet. It begins in the thread that asks for it, as copiers expect."""
+
+    def __init__(self, begin: Callable[[], Ticket], delay: float) -> None:
+        self._begin = begin
+        self._at = time.monotonic() + delay
+        self._inner: Ticket | None = None
+
+    def begin(self) -> Ticket:
+        if self._inner is None:
+            self._inner = self._begin()
+        return self._inner
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._at and self.begin().done()
+
+    def wait_until_due(self) -> None:
+        time.sleep(max(0.0, self._at - time.monotonic()))
+
+    def wait(self) -> None:
+        self.wait_until_due()
+        self.begin().wait()
+
+    @property
+    def bad(self) -> Sequence[int]:
+        return self.begin().bad
+
+    @property
+    def reason(self) -> str:
+        return self.begin().reason
 
 
 class _Spoiled(Ticket):

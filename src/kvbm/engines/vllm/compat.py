@@ -67,3 +67,15 @@ def hashes_are_stable(environ: dict[str, str]) -> bool:
 def resumed_requests(cached: Any) -> set[str]:
     """Requests of a step that come back from preemption with a new block table."""
     return set(getattr(cached, "resumed_req_ids", ()) or ())
+
+
+def layer_hooks(vllm_config: Any) -> tuple[int, bool]:
+    """(tokens a request has at most in a decode step, whether attention layers call us in all other steps).
+
+    In a full CUDA graph they do not. By default only decode steps are replayed from full graphs; a step that brings a
+    request with more tokens than a decode has is not one of them.
+    """
+    speculative = getattr(vllm_config, "num_speculative_tokens", 0) or 0
+    mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+    mixed = mode.mixed_mode() if mode is not None and hasattr(mode, "mixed_mode") else None
+    return 1 + speculative, getattr(mixed, "name", "NONE") != "FULL"

@@ -148,9 +148,8 @@ class DynamoConnector(KVConnectorBase_V1):
             self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if self._half is None or self._worker.hello is None:
-            return None
-        return WorkerHello(encode(self._worker.hello))
+        hello = None if self._half is None else self._worker.meet()
+        return None if hello is None else WorkerHello(encode(hello))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -56,7 +56,8 @@ class SchedulerHalf:
         self._hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadPlan] = []
-        self._running = 0
+        self._active: set[str] = set()  # requests that have been in a batch and are not finished
+        self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         self._keys: RequestKeys | None = None
 
     # -- start --------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class SchedulerHalf:
         if not blocks:
             return 0, False
         state.match = found
-        state.in_step = self._load_in_step()
+        state.in_step = self._load_in_step(request.request_id)
         return blocks * self._block_size, not state.in_step
 
     def _may_wait(self, state: _Request) -> bool:
@@ -129,10 +130,10 @@ class SchedulerHalf:
             state.patience_ends = now + PATIENCE_SECONDS
         return now < state.patience_ends
 
-    def _load_in_step(self) -> bool:
+    def _load_in_step(self, request_id: str) -> bool:
         if self._config.onboard == "auto":
             # With nobody decoding there is nobody to hold up, and waiting outside costs the request a step.
-            return self._running == 0
+            return not self._active - {request_id}
         return self._config.onboard == "sync"
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
@@ -147,7 +148,9 @@ class SchedulerHalf:
             raise RuntimeError(f"vLLM expects {external_tokens} tokens that were never offered")
         targets = table[match.start : match.start + count]
         try:
-            plan = self.leader.onboard(match.cut(count), request.request_id, targets, state.in_step)
+            left = request.num_tokens - (match.start + count) * self._block_size
+            layered = self._may_layer and left > self._decode_tokens
+            plan = self.leader.onboard(match.cut(count), request.request_id, targets, state.in_step, layered)
         except Exception as error:
             # vLLM counts on these blocks already. A plan that no worker can follow makes them all report a failed load,
             # which is how vLLM learns to compute them.
@@ -200,7 +203,7 @@ class SchedulerHalf:
             else:
                 state.blocks.extend(fresh[0])
                 written += fresh[0]
-        self._running = len(output.num_scheduled_tokens)
+        self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
     def _plan_stores(self, output: Any) -> list[StorePlan]:
@@ -245,6 +248,7 @@ class SchedulerHalf:
 
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
+        self._active.discard(request.request_id)
         if state is None or self.leader is None or self._keys is None:
             return
         # What the request has used is recent now, wherever it was found; its last blocks are the first to go.

@@ -11,8 +11,9 @@ import torch
 from kvbm.config import Config, slots_for
 from kvbm.plans import Hello, StepPlan, Tier
 from kvbm.runtime.worker import Outcome, Worker
+from kvbm.storage import numa
 from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import LayoutError, TensorSpec, describe
+from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.transfer import open_copier
 
 logger = logging.getLogger("kvbm")
@@ -27,14 +28,16 @@ class WorkerHalf:
         self.ranks = parallel.world_size
         self.rank = parallel.rank % self.ranks
         self._engine_blocks = kv_cache_config.num_blocks
+        self._layout: BlockLayout | None = None
+        self._device = ""
+        self._slab: HostSlab | None = None
         self._worker: Worker | None = None
-        self._hello: Hello | None = None
-        self._outcome: Outcome | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the engine's tensors, allocate the host tier. Raises when the tier cannot be had: better now than later."""
-        tensors = [_spec(name, tensor) for name, tensor in kv_caches.items()]
-        layout = describe(tensors, self._engine_blocks)
+        """Take the engine's tensors and ask for the host tier's memory. Raises when it cannot be had: better now than
+        later. The memory is faulted in while vLLM goes on with its own start."""
+        self._layout = layout = describe([_spec(name, tensor) for name, tensor in kv_caches.items()], self._engine_blocks)
+        self._device = str(next(iter(kv_caches.values())).device)
         config = self._config
         slots = slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, layout.block_bytes * self.ranks)
         if slots < 1:
@@ -42,19 +45,27 @@ class WorkerHalf:
                 f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} holds no block: one block takes "
                 f"{layout.block_bytes * self.ranks / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
             )
-        device = next(iter(kv_caches.values())).device
-        slab = HostSlab(slots, layout.slot_bytes, config.copy_threads)
-        copier = open_copier(str(device), layout, slab, self.rank, config.inject_faults)
-        self._worker = Worker(self.rank, copier, {Tier.HOST: slots}, layout.num_blocks)
-        self._hello = Hello(self.rank, layout.block_bytes, {Tier.HOST: slots}, layout.description)
-        logger.info(
-            "rank %d: %d layers, %d bytes a block, %d host slots, %s copies", self.rank, len(layout.layers),
-            layout.block_bytes, slots, copier.name,
-        )  # fmt: skip
+        node = None if config.disable_numa else _numa_node(self._device)
+        self._slots = slots
+        self._slab = HostSlab(slots * layout.slot_bytes, node=node)
 
-    @property
-    def hello(self) -> Hello | None:
-        return self._hello
+    def meet(self) -> Hello | None:
+        """Finish the start: vLLM has warmed up and captured its graphs, so this is the time to make CUDA calls of our own.
+
+        Returns what the leader must know; None when there is no cache to serve.
+        """
+        layout, slab = self._layout, self._slab
+        if layout is None or slab is None:
+            return None
+        if self._worker is None:
+            slab.carve(self._slots, layout.slot_bytes)
+            copier = open_copier(self._device, layout, slab, self.rank, self._config.inject_faults)
+            self._worker = Worker(self.rank, copier, {Tier.HOST: slab.slots}, layout.num_blocks)
+            logger.info(
+                "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies", self.rank,
+                len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, copier.name,
+            )  # fmt: skip
+        return Hello(self.rank, layout.block_bytes, {Tier.HOST: slab.slots}, layout.description)
 
     def begin(self, plan: StepPlan) -> None:
         if self._worker is not None:
@@ -79,6 +90,9 @@ class WorkerHalf:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        elif self._slab is not None:
+            self._slab.close()
+        self._slab = None
 
 
 def _spec(name: str, tensor: Any) -> TensorSpec:
@@ -93,3 +107,15 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
         itemsize=itemsize,
         dtype=str(tensor.dtype).removeprefix("torch."),
     )
+
+
+def _numa_node(device: str) -> int | None:
+    """The NUMA node of this rank's own GPU."""
+    if not device.startswith("cuda"):
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        bus_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+    return numa.node_of_pci(bus_id)

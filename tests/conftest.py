@@ -1,0 +1,27 @@
+"""For all tests: the run fails when it leaves something behind, and tests get temporary folders of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary
+from processes import Process
+
+__all__ = ["pytest_configure", "pytest_sessionfinish", "pytest_terminal_summary"]
+
+
+@pytest.fixture
+def start_process(tmp_path: Path) -> Iterator:
+    """Starts programs; those that still run when the test is over are killed with all their children."""
+    started: list[Process] = []
+
+    def start(command: list[str], env: dict[str, str] | None = None) -> Process:
+        process = Process(command, tmp_path / f"process-{len(started)}.log", env)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.end()

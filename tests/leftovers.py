@@ -1,0 +1,119 @@
+"""Fails a test run that leaves something behind: a process, a shared memory segment or a temporary file.
+
+The run gets a temporary directory of its own, which every process it starts inherits as TMPDIR, and a mark in the
+environment by which its processes are known even when their parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+MARK = "KVBM_TEST_RUN"
+PATIENCE_SECONDS = 10
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="kvbm-tests-"))
+        self.temporary = self.root / "tmp"
+        self.temporary.mkdir()
+        self.mark = f"{MARK}={uuid.uuid4()}"
+        self.segments = _segments()
+        self.found: list[str] = []
+        self._before = {name: os.environ.get(name) for name in ("TMPDIR", MARK)}
+        os.environ["TMPDIR"] = str(self.temporary)
+        os.environ[MARK] = self.mark.partition("=")[2]
+        tempfile.tempdir = None
+
+    def end(self) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (left := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.found += [f"process {pid}: {command}" for pid, command in left.items()]
+        self.found += [f"shared memory {SHARED_MEMORY / name}" for name in self._new_segments()]
+        self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir())]
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _processes(self) -> dict[int, str]:
+        """Live processes of this run: those that carry its mark, and children that were forked without a new program."""
+        helpers = {
+            os.getpid(),
+            # They serve the interpreter and end with it.
+            getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None),
+            getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None),
+        }
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            # A process may end, or belong to somebody else, while we look.
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(process.name)
+                state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+                ours = int(parent) == os.getpid() or self.mark.encode() in (process / "environ").read_bytes().split(b"\0")
+                if ours and pid not in helpers and state not in "ZX":
+                    found[pid] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        return found
+
+    def _new_segments(self) -> list[str]:
+        """Segments that have appeared since the start, without those that another program has open right now."""
+        new = _segments() - self.segments
+        if not new:
+            return []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() not in (process / "environ").read_bytes() and int(process.name) != os.getpid():
+                    maps = (process / "maps").read_text(errors="replace")
+                    new = {name for name in new if f"{SHARED_MEMORY / name}" not in maps}
+        return sorted(new)
+
+
+def _segments() -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(SHARED_MEMORY):
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    found.add(entry.name)
+    return found
+
+
+_watch = pytest.StashKey[Watch]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    watch = config.stash[_watch] = Watch()
+    if config.option.basetemp is None:
+        config.option.basetemp = str(watch.root / "cases")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    watch = session.config.stash[_watch]
+    watch.end()
+    if watch.found:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    watch = config.stash[_watch]
+    if watch.found:
+        terminalreporter.section("left behind", red=True)
+        for line in watch.found:
+            terminalreporter.line(line)
