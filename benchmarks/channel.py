@@ -2,9 +2,9 @@
 
     python benchmarks/channel.py [--ranks 3] [--plans 20000] [--blocks 32]
 
-Prints round trips (a plan out, the last rank's report back, nothing else under way), the rate with many plans under way,
-and what one call costs the engine's thread. In-band: only what encoding and decoding cost, since the engine carries the
-bytes.
+Prints round trips (a plan out, the last rank's report back, nothing else under way), the rate with many plans under
+way, and what one call costs the engine's thread. In-band: only what encoding and decoding cost, since the engine
+carries the bytes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
         rate, sends, receives = stream(leader, plans, blocks)
         print(f"zeromq   send()            {microseconds(sends)}")
         print(f"zeromq   receive()         {microseconds(receives)}")
-        print(f"zeromq   throughput        {rate:,.0f} plans/s to every rank, {rate * options.ranks:,.0f} reports/s back")
+        print(f"zeromq   throughput        {rate:,.0f} plans/s to every rank and as many reports/s back from each")
         for worker in workers:
             worker.kill()
             worker.join()

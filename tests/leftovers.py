@@ -52,7 +52,7 @@ class Watch:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _processes(self) -> dict[int, str]:
-        """Live processes of this run: those that carry its mark, and children that were forked without a new program."""
+        """Live processes of this run: those that carry its mark, and children forked without a new program."""
         helpers = {
             os.getpid(),
             # They serve the interpreter and end with it.
@@ -65,8 +65,8 @@ class Watch:
             with contextlib.suppress(OSError, ValueError):
                 pid = int(process.name)
                 state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-                ours = int(parent) == os.getpid() or self.mark.encode() in (process / "environ").read_bytes().split(b"\0")
-                if ours and pid not in helpers and state not in "ZX":
+                marked = self.mark.encode() in (process / "environ").read_bytes()
+                if (marked or int(parent) == os.getpid()) and pid not in helpers and state not in "ZX":
                     found[pid] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
         return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROJECT, Driver, Outcome
+from engines import PROJECT, Driver, Outcome, generate
 
 
 @pytest.fixture(scope="session")
@@ -30,37 +30,49 @@ def model() -> str:
     return made.stdout.strip()
 
 
-@pytest.fixture
-def run_scenario(driver: Driver, model: str, tmp_path: Path):
-    """Runs steps in an engine of their own: ``run_scenario(steps, kvbm={...}, engine={...}, env={...})``."""
+@pytest.fixture(scope="session")
+def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFactory):
+    """Runs steps in an engine of their own: ``run_scenario(steps, kvbm={...}, engine={...}, env={...})``.
+
+    ``kvbm=None`` is vLLM without KVBM; ``refused`` says that the engine is not to start.
+    """
 
     def run(
         steps: list[dict],
         kvbm: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
+        refused: bool = False,
         timeout: float = 120,
     ) -> Outcome:
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
-        return driver.run(scenario, tmp_path, timeout)
+        outcome = driver.run(scenario, tmp_path_factory.mktemp("engine"), timeout)
+        assert (outcome.refused is not None) is refused, outcome.refused
+        return outcome
 
     return run
 
 
 @pytest.fixture(scope="session")
-def baseline(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFactory):
-    """Tokens of vLLM without KVBM: ``baseline(prompts, max_tokens, engine)``. Each set of questions is asked once."""
+def baseline(run_scenario):
+    """Tokens of vLLM without KVBM: ``baseline(prompts, max_tokens, engine)``. Every question is asked once.
+
+    One prompt at a time, so that nothing but the prompt decides.
+    """
     known: dict[str, list[list[int]]] = {}
 
-    def ask(prompts: list[list[int]], max_tokens: int = 16, engine: dict[str, Any] | None = None, **options: Any):
+    def ask(
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        engine: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> list[list[int]]:
         question = json.dumps([prompts, max_tokens, engine, options], sort_keys=True)
         if question not in known:
-            env = options.pop("env", {})
-            steps = [{"do": "generate", "prompts": prompts, "max_tokens": max_tokens, **options}]
-            scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": None, "env": env, "steps": steps}
-            outcome = driver.run(scenario, tmp_path_factory.mktemp("baseline"), 120)
-            assert outcome.refused is None, outcome.refused
-            known[question] = [samples[0] for samples in outcome.steps[0]["tokens"]]
+            steps = [generate(t, name=str(i), max_tokens=max_tokens, **options) for i, t in enumerate(prompts)]
+            outcome = run_scenario(steps, None, engine, env)
+            known[question] = [outcome.tokens(str(i))[0] for i in range(len(prompts))]
         return known[question]
 
     return ask

@@ -2,16 +2,17 @@
 
     python driver.py            # then a JSON line a scenario on stdin
 
-Importing vLLM takes longer than starting it on a tiny model. So this process imports it once and forks a child for every
-scenario: no two engines share memory, threads or environment, one that hangs can be killed, and a start costs four
-seconds instead of twelve. A scenario is an object with these keys, and its result is written as JSON to ``result``::
+Importing vLLM takes longer than starting it on a tiny model. So this process imports it once and forks a child for
+every scenario: no two engines share memory, threads or environment, one that hangs can be killed, and a start costs
+four seconds instead of twelve. A scenario is an object with these keys, and its result is written as JSON to
+``result``::
 
     engine   arguments of vllm.LLM
     kvbm     settings of KVBM (kv_connector_extra_config); null runs vLLM without it
     env      environment variables of the engine's processes
     steps    a list of {"do": name, ...}: the methods of Scenario below
     log      file that takes everything the engine prints
-    result   {"steps": [what each step returned], "log": [[level, message], ...] of KVBM, "refused": why there is no engine}
+    result   {"steps": [what each step returned], "log": [[level, message] of KVBM], "refused": why no engine started}
 """
 
 from __future__ import annotations
@@ -280,9 +281,8 @@ class Scenario:
 
 
 def _logprobs(prompt_logprobs) -> list[float | None]:
-    return [
-        None if position is None else round(next(iter(position.values())).logprob, 3) for position in prompt_logprobs or []
-    ]
+    first = (None if position is None else next(iter(position.values())) for position in prompt_logprobs or ())
+    return [None if entry is None else round(entry.logprob, 3) for entry in first]
 
 
 def run(scenario: dict) -> dict:

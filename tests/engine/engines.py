@@ -26,17 +26,21 @@ class EngineFailedError(AssertionError):
 class Outcome(NamedTuple):
     """What became of a scenario."""
 
-    steps: list[Any]  # what each step returned
+    steps: dict[str, Any]  # what each named step returned
     log: list[tuple[str, str]]  # (level, message) of everything KVBM said in the scheduler's process
     refused: str | None  # why the engine did not start
     output: str  # everything the engine printed
 
-    def of(self, kind: str, steps: list[dict]) -> list[Any]:
-        """The results of the steps of one kind."""
-        return [result for step, result in zip(steps, self.steps, strict=True) if step["do"] == kind]
+    def __getitem__(self, name: str) -> Any:
+        return self.steps[name]
 
-    def said(self, text: str, level: str | None = None) -> list[str]:
-        return [message for at, message in self.log if text in message and level in (None, at)]
+    def tokens(self, name: str) -> list[list[int]]:
+        """What a ``generate`` step gave for each of its prompts."""
+        return [samples[0] for samples in self.steps[name]["tokens"]]
+
+    def said(self, text: str) -> list[str]:
+        """Everything KVBM logged that holds ``text``."""
+        return [message for _, message in self.log if text in message]
 
 
 class Driver:
@@ -72,10 +76,11 @@ class Driver:
         return json.loads(self._lines.get(timeout=timeout))
 
     def run(self, scenario: dict[str, Any], folder: Path, timeout: float) -> Outcome:
-        number = len(list(folder.glob("engine-*.log")))
-        log, result = folder / f"engine-{number}.log", folder / f"engine-{number}.json"
+        log, result = folder / "engine.log", folder / "engine.json"
+        names = [step.get("name") for step in scenario["steps"]]
+        steps = [{key: value for key, value in step.items() if key != "name"} for step in scenario["steps"]]
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**scenario, "log": str(log), "result": str(result)}) + "\n")
+        self._process.stdin.write(json.dumps({**scenario, "steps": steps, "log": str(log), "result": str(result)}) + "\n")
         self._process.stdin.flush()
         pid = self._hear(30)["pid"]
         try:
@@ -89,8 +94,9 @@ class Driver:
         if status:
             raise EngineFailedError(f"the engine ended with status {status}:\n{_tail(log)}")
         found = json.loads(result.read_text())
+        returned = dict(zip(names, found["steps"], strict=False))
         said = [(level, message) for level, message in found["log"]]
-        return Outcome(found["steps"], said, found["refused"], log.read_text(errors="replace"))
+        return Outcome(returned, said, found["refused"], log.read_text(errors="replace"))
 
     def close(self) -> None:
         end_group(self._process.pid)
@@ -105,3 +111,12 @@ def prompt(seed: int, tokens: int) -> list[int]:
     """Tokens that no other seed shares."""
     source = random.Random(seed)
     return [source.randrange(100, 49_000) for _ in range(tokens)]
+
+
+def do(what: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """A step of a scenario: a method of driver.Scenario, and the name under which its result is found."""
+    return {"do": what, "name": name, **arguments}
+
+
+def generate(*prompts: list[int], name: str | None = None, **options: Any) -> dict[str, Any]:
+    return do("generate", name, prompts=list(prompts), **options)

@@ -193,7 +193,12 @@ def test_a_worker_that_wakes_up_too_late_learns_that_it_was_given_up():
     ],
 )
 def test_a_process_that_forgets_to_close_still_ends(unclosed):
-    code = f"from kvbm.runtime.channel import *; from kvbm.plans import Hello; import time; c = {unclosed}; time.sleep(0.3)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=False)
+    code = (
+        f"import time; from kvbm.plans import *; from kvbm.runtime.channel import *; end = {unclosed}; time.sleep(0.3)"
+    )
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=False, env=path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

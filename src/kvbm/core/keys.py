@@ -4,7 +4,7 @@ A key names the KV of one block: it stands for every token up to and including t
 changes the numbers: the *namespace* (model, dtype, layout, block size, parallel degree: fixed for an engine) and the
 request's *scope* (LoRA adapter, cache salt, multimodal inputs). Equal keys mean equal KV, so the hash must resist
 collisions even when a tenant chooses the tokens: SHA-256, one running hasher a request, one digest a block. That costs
-3.5 ms for 131,072 tokens; hashing each block with its parent's digest as vLLM does costs four times that
+3 ms for 131,072 tokens; hashing each block with its parent's digest as vLLM does costs more than three times that
 (benchmarks/core.py).
 
 ``dynamo_hashes`` is upstream's XXH3 scheme, for routers that expect those numbers. It is 64 bits wide, not collision
@@ -17,6 +17,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
+from struct import iter_unpack
 
 import msgspec
 import xxhash
@@ -67,29 +68,26 @@ class KeyChain:
         # msgpack is self-delimiting and tells None from "": no two scopes give the same bytes.
         self._hasher = hashlib.sha256(namespace.digest() + msgspec.msgpack.encode((scope.lora, scope.cache_salt)))
         self._multimodal = list(scope.multimodal)
-        self._hashed = 0
 
     def extend(self, tokens: Sequence[int]) -> list[Key]:
         """Take the whole sequence so far and return the keys of all its full blocks.
 
         Tokens that have been hashed already must not change; they are not looked at again.
         """
-        size = self.block_size
+        size, keys, images = self.block_size, self.keys, self._multimodal
+        hashed = len(keys) * size
         full = len(tokens) // size * size
-        if full <= self._hashed:
-            return self.keys
-        fresh = array("I", tokens[self._hashed : full]).tobytes()
-        step = size * 4
-        append = self.keys.append
+        if full <= hashed:
+            return keys
+        fresh = array("I", tokens if full - hashed == len(tokens) else tokens[hashed:full])
         update, digest = self._hasher.update, self._hasher.digest
-        for offset in range(0, len(fresh), step):
-            if self._multimodal and self._multimodal[0][0] < self._hashed + offset // 4 + size:
-                self._enter_images(self._hashed + offset // 4 + size)
+        for (block,) in iter_unpack(f"{size * fresh.itemsize}s", fresh):
+            if images and images[0][0] < (len(keys) + 1) * size:
+                self._enter_images((len(keys) + 1) * size)
                 update, digest = self._hasher.update, self._hasher.digest
-            update(fresh[offset : offset + step])
-            append(digest())
-        self._hashed = full
-        return self.keys
+            update(block)
+            keys.append(digest())
+        return keys
 
     def _enter_images(self, end: int) -> None:
         # A new hasher, seeded by the old one's digest: were the image's bytes simply fed in between the tokens, a

@@ -21,7 +21,8 @@ the name of a function, its sender (protocol, rank, session), and a msgpack payl
     ping    last  _Ping    I live; heard so far            beat    last _Beat    I live; heard so far
 
 Sessions are random. A worker obeys only the leader that has admitted it, and a leader believes only the workers it has
-admitted, so two engines that were given the same ports cannot move each other's blocks.
+admitted, so two engines that were given the same ports cannot move each other's blocks. Neither side can be restarted
+alone.
 
 PUB drops what a slow or reconnecting subscriber cannot take, so plans and reports are numbered and kept until the other
 side has *taken* them, and whoever sees a gap asks for everything behind it again. Pings and beats carry the last number
@@ -83,6 +84,9 @@ class Timing(msgspec.Struct, frozen=True):
     # A rank that was silent for so long is lost. Long, because there is no way back from it, and because a thread of a
     # healthy worker may go without the interpreter for many seconds while an engine compiles or loads kernels.
     silence: float = 60.0
+
+
+TIMING = Timing()
 
 
 # -- the contract -----------------------------------------------------------------------------------------------------
@@ -346,7 +350,6 @@ class _Zmq(ABC):
         self._last_malformed = ""
         self._context = zmq.Context(io_threads=1)
         self._out_box = _Outbox()
-        self._linger = 0
         self._told = float("-inf")  # when the last ping or beat went out
         self._taken_since = 0  # messages handed to the caller since then
         self._begun = time.monotonic()
@@ -427,7 +430,7 @@ class _Zmq(ABC):
             self._settled.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._context.destroy(linger=self._linger)
+        self._context.destroy(linger=0)
 
     # What the two ends do differently.
     _in: zmq.Socket[bytes]
@@ -509,7 +512,7 @@ class ZmqLeader(_Zmq, LeaderChannel):
         pub_url: str = PUB_URL,
         ack_url: str = ACK_URL,
         timeout: float = 1800.0,
-        timing: Timing = Timing(),  # noqa: B008 (frozen)
+        timing: Timing = TIMING,
     ) -> None:
         super().__init__(0, timeout, timing)
         self.ranks = ranks
@@ -538,8 +541,9 @@ class ZmqLeader(_Zmq, LeaderChannel):
             logger.warning(
                 "KVBM: the leader listens on %s, beyond this machine. The channel is unauthenticated: whoever reaches "
                 "the port can make workers move blocks. Keep %s on 127.0.0.1 unless workers run on other machines",
-                url, HOST_SETTING,
-            )  # fmt: skip
+                url,
+                HOST_SETTING,
+            )
         socket = self._socket(kind, url)
         try:
             socket.bind(url)
@@ -550,8 +554,8 @@ class ZmqLeader(_Zmq, LeaderChannel):
                     f"host. Every leader on a host needs its own pair of ports: set {setting} to a free one"
                 ) from error
             raise ChannelError(
-                f"the leader cannot listen on {url}: {error.strerror or error}. {HOST_SETTING} (here {host!r}) must be "
-                f"an IP address of the machine the leader runs on, and {setting} a port it may use"
+                f"the leader cannot listen on {url}: {zmq.strerror(error.errno or 0)}. {HOST_SETTING} (here {host!r}) "
+                f"must be an IP address of the machine the leader runs on, and {setting} a port it may use"
             ) from error
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -579,12 +583,11 @@ class ZmqLeader(_Zmq, LeaderChannel):
     def _shake_hands(self, now: float) -> None:
         if self._error is None and now - self._begun > self._timeout:
             self._end(HandshakeTimeoutError(self._late()))
+            self._round = float("-inf")
         if now - self._round < self._timing.round:
             return
         self._round = now
         if self._error is not None:
-            # Worth a moment at close, and nothing else is: without it the workers wait until their own time is up.
-            self._linger = 200
             self._post(0, b"refused", str(self._error).encode())
         elif self._agreement is None:
             self._post(0, b"hello")
@@ -637,8 +640,11 @@ class ZmqLeader(_Zmq, LeaderChannel):
                 logger.warning(
                     "KVBM: a worker that calls itself rank %d came to the leader on %s after its own workers had met. "
                     "It is ignored; if it belongs to another engine on this host, give that engine its own %s and %s",
-                    hello.rank, self.ack_url, PUB_SETTING, ACK_SETTING,
-                )  # fmt: skip
+                    hello.rank,
+                    self.ack_url,
+                    PUB_SETTING,
+                    ACK_SETTING,
+                )
             return
         try:
             if known is not None:
@@ -658,7 +664,7 @@ class ZmqLeader(_Zmq, LeaderChannel):
         except ChannelError as error:
             self._end(error)
         if self._agreement is not None or self._error is not None:
-            self._round = float("-inf")  # tell them now
+            self._round = float("-inf")  # tell them in this turn, before anybody closes
 
     # -- working ------------------------------------------------------------------------------------------------------
 
@@ -818,7 +824,7 @@ class ZmqWorker(_Zmq, WorkerChannel):
         pub_url: str = PUB_URL,
         ack_url: str = ACK_URL,
         timeout: float = 1800.0,
-        timing: Timing = Timing(),  # noqa: B008 (frozen)
+        timing: Timing = TIMING,
     ) -> None:
         super().__init__(hello.rank, timeout, timing)
         self.hello = hello
@@ -840,7 +846,7 @@ class ZmqWorker(_Zmq, WorkerChannel):
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ChannelError(
-                f"rank {hello.rank} cannot connect to {pub_url} and {ack_url}: {error.strerror or error}; check "
+                f"rank {hello.rank} cannot connect to {pub_url} and {ack_url}: {zmq.strerror(error.errno or 0)}; check "
                 f"{HOST_SETTING}, {PUB_SETTING} and {ACK_SETTING}"
             ) from error
         self._in_url = pub_url
@@ -891,8 +897,11 @@ class ZmqWorker(_Zmq, WorkerChannel):
             logger.warning(
                 "KVBM: the leader on %s works with other workers; rank %d keeps waiting for its own. If another engine "
                 "on this host uses the same ports, give each its own %s and %s",
-                self.pub_url, self.hello.rank, PUB_SETTING, ACK_SETTING,
-            )  # fmt: skip
+                self.pub_url,
+                self.hello.rank,
+                PUB_SETTING,
+                ACK_SETTING,
+            )
 
     # -- working ------------------------------------------------------------------------------------------------------
 
@@ -960,6 +969,8 @@ class ZmqWorker(_Zmq, WorkerChannel):
 
     def _handle(self, number: int, function: bytes, sender: bytes, payload: bytes) -> None:
         if self._leader is None:
+            if self._error is not None:
+                return  # wait() has ended badly: nobody is going to allocate any more
             if function == b"hello":
                 self._post(0, b"hello", encode(self.hello))
             elif function == b"agreed":

@@ -86,7 +86,7 @@ class Leader:
         The caller plans the loads of a step before its stores.
         """
         if self._lost or self._pending_blocks >= self._max_pending:
-            # A bounded queue: under pressure a block is not kept, the engine is not slowed down. With a rank gone, none is.
+            # A bounded queue: under pressure a block is not kept, the engine is not slowed down.
             self.counts.refused_store_blocks += len(keys)
             return None
         plan = self.manager.store(keys, blocks)
@@ -183,9 +183,9 @@ class Leader:
     def fail_rank(self, rank: int) -> None:
         """A rank is gone for good: what it still owed has failed, and the cache rests from here on.
 
-        The other ranks finish what they have begun. Nothing is found and nothing is kept any more: a rank that cannot be
-        reached can neither load nor store its share, and should it be alive after all, no slot that it may still be
-        writing is given to another block. May be called again for the same rank.
+        The other ranks finish what they have begun. Nothing is found and nothing is kept any more: a rank out of reach
+        can neither load nor store its share, and should it be alive after all, no slot that it may still be writing is
+        given to another block. May be called again for the same rank.
         """
         if rank in self._lost:
             return

@@ -1,7 +1,8 @@
 """The worker: moves bytes on one rank and says what became of them. No policy.
 
-Called from the engine's worker thread, in the order :mod:`kvbm.transfer.base` describes. Nothing raises into the engine:
-a load that cannot even be started is a load that failed, and is reported like any other.
+Called from the engine's worker thread, in the order :mod:`kvbm.transfer.base` describes. Nothing raises into the
+engine: a load that cannot even be started is a load that failed, and is reported like any other. The engine hears of an
+in-step load that failed in that very step, before it believes what it has computed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Part(NamedTuple):
     """A stretch of a load's blocks and the transfer that brings them."""
 
     first: int  # position in the plan of the first block
-    count: int
+    blocks: int
     ticket: Ticket
     offset: int  # position in the transfer of that block
 
@@ -44,11 +45,16 @@ class _Load:
     def done(self) -> bool:
         return all(part.ticket.done() for part in self.parts)
 
+    def wait(self) -> None:
+        for part in self.parts:
+            part.ticket.wait()
+
     def lost(self) -> list[int]:
         """Positions that did not arrive; valid when done."""
         bad = set(self.bad)
         for part in self.parts:
-            bad.update(part.first + p - part.offset for p in part.ticket.bad if part.offset <= p < part.offset + part.count)
+            mine = range(part.offset, part.offset + part.blocks)
+            bad.update(part.first + position - part.offset for position in part.ticket.bad if position in mine)
         return sorted(bad)
 
 
@@ -62,65 +68,100 @@ class Worker:
         self._stores: dict[int, Ticket] = {}
         self._failed_stores: list[int] = []
         self._faults: Counter[str] = Counter()
-        self._by_layer: list[_Load] = []  # loads of this step that attention waits for layer by layer
+        self._by_layer: dict[int, _Load] = {}  # loads that attention waits for layer by layer
+        self._spoiled_stores: set[int] = set()  # the engine may have written over their source
+        self._step_begun = True
+        self._early: set[int] = set()  # loads that were begun before their step
 
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
-        if plan:
-            self._copier.begin_step([self._stores[i] for i in plan.fences if i in self._stores])
+        self._step_begun = True
+        if not plan:
+            return
+        reading = {i: self._stores[i] for i in plan.fences if i in self._stores}
+        try:
+            self._copier.begin_step(reading.values())
+        except Exception as error:
+            # Nothing holds the engine back from what these still read, nor a load from what the engine still uses.
+            self._fault("fence", error)
+            self._spoiled_stores.update(reading)
+            self._step_begun = False
+
+    def start_early(self, load: LoadPlan) -> None:
+        """Start a load by layer before its step has been planned; the step plan that names it changes nothing then.
+
+        For a leader in the same process and thread. Everything else about the load is as usual.
+        """
+        self._copier.begin_load()
+        self._start([load], When.BY_LAYER)
+        self._early.add(load.id)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start all loads of a step. Those the step needs go first, and as one: layer 1 of every request comes before
         layer 2 of any."""
         groups: dict[When, list[LoadPlan]] = {}
         for load in plan.loads:
+            if load.id in self._early:
+                self._early.remove(load.id)
+                continue
             when = When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
             groups.setdefault(when, []).append(load)
         for when in (When.NOW, When.BY_LAYER):
             if when in groups:
-                loads = self._start(groups[when], when)
-                if when is When.BY_LAYER:
-                    self._by_layer = loads
+                self._start(groups[when], when)
         for load in groups.get(When.LATER, ()):
             self._start([load], When.LATER)
 
     def wait_layer(self, layer: str) -> None:
-        if self._by_layer:
+        if not self._by_layer:
+            return
+        try:
             self._copier.wait_layer(layer)
+        except Exception as error:
+            self._fault("load", error)
+            for load in self._by_layer.values():
+                load.spoil()
 
     def start_stores(self, plan: StepPlan) -> None:
         """After the forward pass has been submitted."""
-        self._end_loads()
+        self._end_loads(plan)
         for store in plan.stores:
             try:
                 self._check(store.copy.tier, store.copy.slots, store.copy.blocks)
                 self._stores[store.id] = self._copier.store(store.copy.blocks, store.copy.slots)
             except Exception as error:
                 self._failed_stores.append(store.id)
-                self._faults[f"store: {type(error).__name__}: {error}"] += 1
+                self._fault("store", error)
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits."""
         loads: list[LoadResult] = []
         arrived: set[str] = set()
         bad_blocks: set[int] = set()
-        for load in [load for load in self._loads.values() if load.done()]:
+        for load in list(self._loads.values()):
+            result = self._result(load)
+            if result is None:
+                continue
             del self._loads[load.plan.id]
-            bad = load.lost()
             blocks = load.plan.blocks
-            bad_blocks.update(blocks[position] for position in bad)
-            seconds = max((part.ticket.seconds for part in load.parts), default=0.0)
-            loads.append(LoadResult(load.plan.id, bad, seconds))
-            self._faults.update(f"load: {reason}" for reason in {part.ticket.reason for part in load.parts} if reason)
+            bad_blocks.update(blocks[position] for position in result.bad)
+            loads.append(result)
             if not load.plan.in_step:
                 arrived.add(load.plan.request)
         stores = [StoreResult(i, ok=False) for i in self._failed_stores]
         self._failed_stores.clear()
-        for i in [i for i, ticket in self._stores.items() if ticket.done()]:
-            ticket = self._stores.pop(i)
-            stores.append(StoreResult(i, ok=not ticket.bad))
-            if ticket.reason:
-                self._faults[f"store: {ticket.reason}"] += 1
+        for i, ticket in list(self._stores.items()):
+            try:
+                if not ticket.done():
+                    continue
+                ok, reason = not ticket.bad, ticket.reason
+            except Exception as error:
+                ok, reason = False, f"{type(error).__name__}: {error}"
+            del self._stores[i]
+            stores.append(StoreResult(i, ok and i not in self._spoiled_stores))
+            self._spoiled_stores.discard(i)
+            if reason:
+                self._faults[f"store: {reason}"] += 1
         report = Report(self.rank, loads, stores, dict(self._faults))
         self._faults.clear()
         return Outcome(report, arrived, bad_blocks)
@@ -128,7 +169,23 @@ class Worker:
     def close(self) -> None:
         self._copier.close()
 
-    def _start(self, plans: list[LoadPlan], when: When) -> list[_Load]:
+    def _fault(self, what: str, error: Exception) -> None:
+        self._faults[f"{what}: {type(error).__name__}: {error}"] += 1
+
+    def _result(self, load: _Load) -> LoadResult | None:
+        """How a load has ended; None while it is under way."""
+        try:
+            if not load.done():
+                return None
+            tickets = [part.ticket for part in load.parts]
+            self._faults.update(f"load: {reason}" for reason in {ticket.reason for ticket in tickets} if reason)
+            return LoadResult(load.plan.id, load.lost(), max((ticket.seconds for ticket in tickets), default=0.0))
+        except Exception as error:
+            self._fault("load", error)
+            load.spoil()
+            return LoadResult(load.plan.id, sorted(load.bad))
+
+    def _start(self, plans: list[LoadPlan], when: When) -> None:
         """One transfer for all these plans. What cannot be started has failed."""
         loads: list[_Load] = []
         slots: list[int] = []
@@ -138,6 +195,8 @@ class Worker:
         for plan in plans:
             load = self._loads[plan.id] = _Load(plan)
             loads.append(load)
+            if when is When.BY_LAYER:
+                self._by_layer[plan.id] = load
             after.update((i, self._stores[i]) for i in plan.after if i in self._stores)
             first = 0
             for copy in plan.copies:
@@ -148,34 +207,39 @@ class Worker:
                     blocks += copy.blocks
                 except Exception as error:
                     load.bad.update(range(first, first + len(copy.blocks)))
-                    self._faults[f"load: {type(error).__name__}: {error}"] += 1
+                    self._fault("load", error)
                 first += len(copy.blocks)
         if not blocks:
-            return loads
-        try:
-            ticket = self._copier.load(slots, blocks, after.values(), when)
-        except Exception as error:
-            self._faults[f"load: {type(error).__name__}: {error}"] += 1
-            for load in loads:
-                load.spoil()
-            return loads
-        for load, first, count, offset in places:
-            load.parts.append(_Part(first, count, ticket, offset))
-        return loads
-
-    def _end_loads(self) -> None:
-        if not self._by_layer:
             return
         try:
-            complete = self._copier.end_loads()
+            if not self._step_begun:
+                raise RuntimeError("not begun, because the fence before it failed")
+            ticket = self._copier.load(slots, blocks, after.values(), when)
         except Exception as error:
-            complete = False
-            self._faults[f"load: {type(error).__name__}: {error}"] += 1
-        if not complete:
-            self._faults["load: a layer was computed without waiting for its blocks"] += 1
-            for load in self._by_layer:
+            self._fault("load", error)
+            for load in loads:
                 load.spoil()
-        self._by_layer = []
+            return
+        for load, first, count, offset in places:
+            load.parts.append(_Part(first, count, ticket, offset))
+
+    def _end_loads(self, plan: StepPlan) -> None:
+        """The step's forward pass has been submitted: did every layer wait for its blocks?"""
+        for load in plan.loads:
+            under_way = self._by_layer.pop(load.id, None)
+            if under_way is None:
+                continue
+            try:
+                complete = all([self._copier.end_load(part.ticket) for part in under_way.parts])
+            except Exception as error:
+                complete = False
+                self._fault("load", error)
+            if not complete:
+                # The engine must hear of it in this very step, and may then write to the blocks at once: so the copy
+                # has to be over. This is the one place where a step waits for one.
+                under_way.spoil()
+                under_way.wait()
+                self._faults["load: a layer was computed without waiting for its blocks"] += 1
 
     def _check(self, tier: Tier, slots: list[int], blocks: list[int]) -> None:
         # A wrong number here would copy somebody else's KV, or scribble over it; nothing later could notice.
@@ -183,4 +247,4 @@ class Worker:
         if len(slots) != len(blocks) or not slots:
             raise ValueError(f"plan with {len(slots)} slots for {len(blocks)} blocks")
         if min(slots) < 0 or max(slots) >= size or min(blocks) < 0 or max(blocks) >= self._num_blocks:
-            raise ValueError(f"plan outside of the {size} slots of {tier.name} or the {self._num_blocks} blocks of the engine")
+            raise ValueError(f"plan outside of {tier.name}'s {size} slots or the engine's {self._num_blocks} blocks")

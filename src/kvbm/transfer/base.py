@@ -5,7 +5,7 @@ The worker calls it from the engine's own thread, in this order each step::
     begin_step   before the engine writes anything
     load         before the forward pass if the step computes on the blocks, maybe after it otherwise
     wait_layer   from the attention layers, when loads of this step are to be there layer by layer
-    end_loads    after the forward pass has been submitted
+    end_load     after the forward pass has been submitted
     store        after that
     ticket.done  polled at the end of every step
 
@@ -66,17 +66,21 @@ class Copier(ABC):
         Called for every step that has anything to do, with or without tickets, before its loads.
         """
 
+    def begin_load(self) -> None:
+        """A load is about to come between two steps: it may begin when what the engine has submitted so far is over."""
+        return
+
     @abstractmethod
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
-        """Copy slots into the engine's blocks once the ``after`` tickets are over. One call a step with ``BY_LAYER``."""
+        """Copy slots into the engine's blocks once the ``after`` tickets are over."""
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:
         """Nothing the engine submits from now on may read this layer before its ``BY_LAYER`` loads are there."""
 
     @abstractmethod
-    def end_loads(self) -> bool:
-        """The forward pass has been submitted. False when it may have read a ``BY_LAYER`` load too early.
+    def end_load(self, ticket: Ticket) -> bool:
+        """The forward pass that needed this ``BY_LAYER`` load has been submitted. False when it may have read too early.
 
         That is so when a layer was not waited for: the engine replayed a CUDA graph, say, in which no layer asks. The
         caller must then treat what was loaded as bad.

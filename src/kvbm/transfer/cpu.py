@@ -86,7 +86,7 @@ class CpuCopier(Copier):
     def wait_layer(self, layer: str) -> None:
         return
 
-    def end_loads(self) -> bool:
+    def end_load(self, ticket: Ticket) -> bool:
         return True
 
     def scribble(self, blocks: Sequence[int]) -> None:

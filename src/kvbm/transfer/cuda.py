@@ -4,13 +4,15 @@ Two streams of our own, one for loads, one of low priority for stores; events or
 nothing ever makes the CPU wait for the GPU. Everything the hot path needs (index buffers, events, compiled kernels) is
 made at start.
 
-A load for the step that is about to run is issued layer by layer with an event behind each layer; the engine's stream
-waits for a layer's event just before that layer's attention. So the copy of layer *i+1* runs under the computation of
-layer *i*, and a prompt costs the longer of the two instead of their sum.
+A load for the step that is about to run is one kernel that works through the layers in order and counts, for each, the
+pieces that have arrived; just before a layer's attention the engine's stream is made to wait for that layer's count. So
+the copy of layer *i+1* runs under the computation of layer *i*, and a prompt costs the longer of the two instead of
+their sum.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -37,6 +39,7 @@ class EventTicket(Ticket):
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began = began
         self.ended = ended
+        self.unasked: set[int] = set()  # layers of a load that attention has not asked for yet
         self._over = False
 
     def done(self) -> bool:
@@ -57,7 +60,6 @@ class _Launch:
     def __init__(self, segments: Sequence[Segment], first: int, slot_bytes: int, host: int) -> None:
         self.first = first
         self.segments = len(segments)
-        self.layer = segments[0].layer
         size = segments[0].size
         numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
         self.word_bytes, self.word = word_of(size, slot_bytes, host, *numbers)
@@ -79,22 +81,23 @@ class CudaCopier(Copier):
             low, high = torch.cuda.Stream.priority_range()
             self._load_stream = torch.cuda.Stream(device, priority=high)
             self._store_stream = torch.cuda.Stream(device, priority=low)
-            table = [[s.address, s.stride, s.offset] for s in layout.segments]
+            table = [[s.address, s.stride, s.offset, s.layer] for s in layout.segments]
             self._table = torch.tensor(table, dtype=torch.int64, device=device)
-            self._layers = self._group(by_layer=True)
-            self._whole = self._group(by_layer=False)
+            self._launches = self._group()
+            self._arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
             self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
-            self._layer_loaded = [torch.cuda.Event() for _ in layout.layers]
+            self._engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
-        self._unasked: set[int] = set()  # layers of a load in this step that attention has not asked for yet
+        self._expected = [0] * len(layout.layers)  # pieces of each layer that loads by layer have ever asked for
+        self._open: list[EventTicket] = []  # loads by layer whose forward pass has not been submitted yet
         self._warm_up()
 
-    def _group(self, by_layer: bool) -> list[_Launch]:
+    def _group(self) -> list[_Launch]:
         launches: list[_Launch] = []
         first = 0
-        for _, group in groupby(self._layout.segments, key=lambda s: (s.layer if by_layer else 0, s.size)):
+        for _, group in groupby(self._layout.segments, key=lambda segment: segment.size):
             segments = list(group)
             launches.append(_Launch(segments, first, self._slab.slot_bytes, self._slab.address))
             first += len(segments)
@@ -103,11 +106,15 @@ class CudaCopier(Copier):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
-        stream = torch.cuda.current_stream(self._device)
+        stream = self._engine_stream = torch.cuda.current_stream(self._device)
         for ticket in tickets:
             assert isinstance(ticket, EventTicket)
             stream.wait_event(ticket.ended)
         self._step_began.record(stream)
+
+    def begin_load(self) -> None:
+        # Not the current stream: between steps the engine may be on another one than the one it computes on.
+        self._step_began.record(self._engine_stream)
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         stream = self._load_stream
@@ -120,28 +127,35 @@ class CudaCopier(Copier):
         with torch.cuda.stream(stream):
             began = _mark(stream)
             buffers = self._upload(slots, blocks)
-            for launch in self._layers if by_layer else self._whole:
-                self._launch(launch, buffers, to_device=True)
-                if by_layer:
-                    self._layer_loaded[launch.layer].record(stream)
+            for launch in self._launches:
+                self._launch(launch, buffers, to_device=True, signal=by_layer)
             self._release(buffers)
             ended = _mark(stream)
+        ticket = EventTicket(began, ended)
         if by_layer:
-            self._unasked = set(range(len(self._layer_loaded)))
+            for segment in self._layout.segments:
+                self._expected[segment.layer] += len(blocks)
+            ticket.unasked = set(range(len(self._expected)))
+            self._open.append(ticket)
         elif when is When.NOW:
-            torch.cuda.current_stream(self._device).wait_event(ended)
-        return EventTicket(began, ended)
+            self._engine_stream.wait_event(ended)
+        return ticket
 
     def wait_layer(self, layer: str) -> None:
         index = self._layer_index.get(layer)
-        if index in self._unasked:
-            self._unasked.discard(index)
-            torch.cuda.current_stream(self._device).wait_event(self._layer_loaded[index])
+        if index is None or not self._open:
+            return
+        # The counts only ever grow, so waiting for the last load's total is waiting for all of them.
+        stream = torch.cuda.current_stream(self._device)
+        _wait_until(stream, self._arrived.data_ptr() + 4 * index, self._expected[index])
+        for ticket in self._open:
+            ticket.unasked.discard(index)
 
-    def end_loads(self) -> bool:
-        complete = not self._unasked
-        self._unasked.clear()
-        return complete
+    def end_load(self, ticket: Ticket) -> bool:
+        assert isinstance(ticket, EventTicket)
+        if ticket in self._open:
+            self._open.remove(ticket)
+        return not ticket.unasked
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
         stream = self._store_stream
@@ -150,7 +164,7 @@ class CudaCopier(Copier):
         with torch.cuda.stream(stream):
             began = _mark(stream)
             buffers = self._upload(slots, blocks)
-            for launch in self._whole:
+            for launch in self._launches:
                 self._launch(launch, buffers, to_device=False)
             self._release(buffers)
             return EventTicket(began, _mark(stream))
@@ -159,7 +173,7 @@ class CudaCopier(Copier):
         zeros = torch.zeros(self._slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self._load_stream):
             buffers = self._upload([0] * len(blocks), blocks)
-            for launch in self._whole:
+            for launch in self._launches:
                 self._launch(launch, buffers, to_device=True, host=zeros.data_ptr())
             self._release(buffers)
         self._load_stream.synchronize()
@@ -185,23 +199,29 @@ class CudaCopier(Copier):
         for buffer in buffers:
             buffer.release()
 
-    def _launch(self, launch: _Launch, buffers: list[_IndexBuffer], to_device: bool, host: int | None = None) -> None:
+    def _launch(
+        self, launch: _Launch, buffers: list[_IndexBuffer], to_device: bool, signal: bool = False, host: int | None = None
+    ) -> None:
         for buffer in buffers:
             copy_pieces[(min(self._programs, launch.segments * buffer.count),)](
                 self._table, buffer.device, host or self._slab.address, self._slab.slot_bytes, launch.first,
-                launch.segments, buffer.count, WORD=launch.word, WORDS=launch.words, TILE=launch.tile,
-                TO_DEVICE=to_device, num_warps=_WARPS,
+                launch.segments, buffer.count, self._arrived, WORD=launch.word, WORDS=launch.words, TILE=launch.tile,
+                TO_DEVICE=to_device, SIGNAL=signal, num_warps=_WARPS,
             )  # fmt: skip
 
     def _warm_up(self) -> None:
         """Compile every kernel now. Block 0 goes to slot 0 and back: nobody has put anything in either yet."""
         with torch.cuda.stream(self._load_stream):
             buffers = self._upload([0], [0])
-            for launch in self._whole + self._layers:
-                for to_device in (False, True):
-                    self._launch(launch, buffers, to_device)
+            for launch in self._launches:
+                for to_device, signal in ((False, False), (True, False), (True, True)):
+                    self._launch(launch, buffers, to_device, signal)
             self._release(buffers)
         self._load_stream.synchronize()
+        self._arrived.zero_()
+        # Fails here, at start, if this driver cannot make a stream wait for a count.
+        _wait_until(self._load_stream, self._arrived.data_ptr(), 0)
+        torch.cuda.synchronize(self._device)
 
 
 class _IndexBuffer:
@@ -231,6 +251,18 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
+
+
+_driver = ctypes.CDLL("libcuda.so.1")
+
+
+def _wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
+    """Hold a stream until the 32-bit counter at ``address`` has reached ``count``, which may wrap around."""
+    error = _driver.cuStreamWaitValue32_v2(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFFFFFF), ctypes.c_uint(0)
+    )
+    if error:
+        raise RuntimeError(f"cuStreamWaitValue32 failed with error {error}")
 
 
 def _cuda_pin(address: int, size: int) -> None:

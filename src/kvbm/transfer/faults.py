@@ -98,11 +98,14 @@ class FaultyCopier(Copier):
 
         return _Late(begin, STORE_DELAY_SECONDS) if self._strikes("slow-store") else begin()
 
+    def begin_load(self) -> None:
+        self._inner.begin_load()
+
     def wait_layer(self, layer: str) -> None:
         self._inner.wait_layer(layer)
 
-    def end_loads(self) -> bool:
-        return self._inner.end_loads()
+    def end_load(self, ticket: Ticket) -> bool:
+        return self._inner.end_load(ticket.inner if isinstance(ticket, _Spoiled) else ticket)
 
     def scribble(self, blocks: Sequence[int]) -> None:
         if blocks:

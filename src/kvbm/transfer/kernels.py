@@ -16,26 +16,28 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @triton.jit
 def copy_pieces(
-    table,  # int64[segments, 3]: device address of block 0, bytes between blocks, offset in a slot
+    table,  # int64[segments, 4]: device address of block 0, bytes between blocks, offset in a slot, layer
     pairs,  # int64[2 * count]: slots, then blocks
     host,  # device-visible address of slot 0
     slot_bytes,
     first,  # first segment of this launch
     segments,  # how many
     count,  # pieces a segment
+    arrived,  # int32[layers]: how many pieces of each layer have ever arrived
     WORD: tl.constexpr,
     WORDS: tl.constexpr,  # words in a piece
     TILE: tl.constexpr,  # words moved at a time; divides WORDS
     TO_DEVICE: tl.constexpr,
+    SIGNAL: tl.constexpr,
 ):
     lane = tl.arange(0, TILE)
     for piece in range(tl.program_id(0), segments * count, tl.num_programs(0)):
         # Pieces of one segment lie together in the order of work: the first segments are complete first.
         segment = first + piece // count
         pair = piece % count
-        address = tl.load(table + segment * 3)
-        stride = tl.load(table + segment * 3 + 1)
-        offset = tl.load(table + segment * 3 + 2)
+        address = tl.load(table + segment * 4)
+        stride = tl.load(table + segment * 4 + 1)
+        offset = tl.load(table + segment * 4 + 2)
         slot = tl.load(pairs + pair)
         block = tl.load(pairs + count + pair)
         device_words = (address + block * stride).to(tl.pointer_type(WORD))
@@ -46,6 +48,10 @@ def copy_pieces(
                 tl.store(device_words + at, tl.load(host_words + at))
             else:
                 tl.store(host_words + at, tl.load(device_words + at))
+        if SIGNAL:
+            # All threads have written before one of them says so: the barrier, then a release that the whole GPU sees.
+            tl.debug_barrier()
+            tl.atomic_add(arrived + tl.load(table + segment * 4 + 3), 1, sem="release", scope="gpu")
 
 
 def word_of(*numbers: int) -> tuple[int, tl.dtype]:

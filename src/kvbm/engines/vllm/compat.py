@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import vllm
+import vllm.v1.kv_cache_interface as kv_cache_interface
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,9 @@ KNOWN_MEMBERS = frozenset({
     "build_connector_worker_meta", "build_kv_connector_stats", "build_prom_metrics", "clear_connector_metadata",
     "finish_forward", "get_block_ids_with_load_errors", "get_external_cache_hit_sources", "get_finished",
     "get_finished_count", "get_handshake_metadata", "get_kv_connector_kv_cache_events", "get_kv_connector_stats",
-    "get_loaded_kv_cache_group_ids", "get_mem_pool_context", "get_num_new_matched_tokens", "get_required_kvcache_layout",
-    "get_transfer_results", "handle_preemptions", "has_connector_metadata", "has_pending_block_frees",
+    "get_loaded_kv_cache_group_ids", "get_mem_pool_context", "get_num_new_matched_tokens",
+    "get_required_kvcache_layout", "get_transfer_results", "handle_preemptions", "has_connector_metadata",
+    "has_pending_block_frees",
     "has_pending_push_work", "on_new_request", "prefer_cross_layer_blocks", "register_cross_layers_kv_cache",
     "register_finished_partial_tail", "register_kv_caches", "request_finished", "requires_kv_delivery",
     "requires_piecewise_for_cudagraph", "reset_cache", "reset_capture_state", "role", "save_kv_layer",
@@ -64,18 +66,53 @@ def hashes_are_stable(environ: dict[str, str]) -> bool:
     return "PYTHONHASHSEED" in environ or release() >= (0, 29)
 
 
+def hashes_follow_sessions() -> bool:
+    """Whether the hashes of a streaming-input session are right. Before 0.32 vLLM keeps the hash of a block whose last
+    token it has taken back, so that the block, filled again, goes by the name of another."""
+    return release() >= (0, 32)
+
+
+def unsupported_attention(kv_cache_group: Any) -> str | None:
+    """What keeps the blocks of this group from being kept, as the end of a sentence; None when nothing does.
+
+    Only full causal attention writes every block of a prompt once and for all. With a sliding window vLLM lets go of
+    blocks and puts its null block in their place; with attention that looks ahead a block depends on what follows it.
+    """
+    spec = kv_cache_group.kv_cache_spec
+    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        if not isinstance(layer, kv_cache_interface.FullAttentionSpec) or getattr(layer, "rswa_window", None):
+            return f"its attention keeps only part of the KV cache ({type(layer).__name__})"
+        if getattr(layer, "non_causal", False):
+            return "its attention is not causal"
+    return None
+
+
+def speak_like_vllm() -> None:
+    """Let KVBM's log lines go where vLLM's go: vLLM sets up its own logger only, so ours would be cut at warnings."""
+    ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
+    if logging.getLogger().handlers or not theirs.handlers:
+        return  # the user has set up logging
+    for handler in theirs.handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)
+
+
 def resumed_requests(cached: Any) -> set[str]:
     """Requests of a step that come back from preemption with a new block table."""
     return set(getattr(cached, "resumed_req_ids", ()) or ())
 
 
 def layer_hooks(vllm_config: Any) -> tuple[int, bool]:
-    """(tokens a request has at most in a decode step, whether attention layers call us in all other steps).
+    """(tokens a request has at most in a decode step, whether every attention layer calls us in all other steps).
 
-    In a full CUDA graph they do not. By default only decode steps are replayed from full graphs; a step that brings a
-    request with more tokens than a decode has is not one of them.
+    In a full CUDA graph none does. By default only decode steps are replayed from full graphs; a step that brings a
+    request with more tokens than a decode has is not one of them. A draft model's layers run after the step has been
+    judged, so with one we do not rely on layers at all.
     """
     speculative = getattr(vllm_config, "num_speculative_tokens", 0) or 0
     mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
     mixed = mode.mixed_mode() if mode is not None and hasattr(mode, "mixed_mode") else None
-    return 1 + speculative, getattr(mixed, "name", "NONE") != "FULL"
+    has_draft = getattr(vllm_config, "speculative_config", None) is not None
+    return 1 + speculative, getattr(mixed, "name", "NONE") != "FULL" and not has_draft

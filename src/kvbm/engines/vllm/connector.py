@@ -60,6 +60,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.speak_like_vllm()
         self._faults = Faults()
         self._half: SchedulerHalf | WorkerHalf | None = None
         self._plan = StepPlan()
@@ -156,6 +157,10 @@ class DynamoConnector(KVConnectorBase_V1):
         assert isinstance(connector_metadata, DynamoConnectorMetadata)
         self._plan = _decode(connector_metadata)
 
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._plan = StepPlan()
+
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, DynamoConnectorMetadata)
@@ -195,9 +200,9 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(None)
     def get_kv_connector_stats(self) -> KvbmStats | None:
-        if not isinstance(self._half, SchedulerHalf) or self._half.leader is None:
+        if not isinstance(self._half, SchedulerHalf):
             return None
-        now = figures(self._half.leader.counts, sum(self._faults.counts.values()))
+        now = figures(self._half.counts, sum(self._faults.counts.values()))
         fresh = {name: value - self._reported.get(name, 0) for name, value in now.items()}
         self._reported = now
         stats = KvbmStats(data={name: value for name, value in fresh.items() if value})
@@ -231,6 +236,9 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
     groups = len(kv_cache_config.kv_cache_groups)
     if groups != 1:
         return f"the model has {groups} KV cache groups (hybrid attention), and only one is supported so far"
+    attention = compat.unsupported_attention(kv_cache_config.kv_cache_groups[0])
+    if attention is not None:
+        return f"the model cannot be served from a cache of blocks: {attention}"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbm.core.keys import Key, KeyChain, Namespace, Scope
+from kvbm.engines.vllm import compat
 
 _COLLISION_RESISTANT = ("sha256", "sha256_cbor")
 
@@ -26,6 +27,8 @@ class RequestKeys:
         self._chains: dict[str, KeyChain] = {}
 
     def of(self, request: Any) -> Sequence[Key]:
+        if getattr(request, "resumable", False) and not (self.reuses_engine_hashes and compat.hashes_follow_sessions()):
+            return ()  # a session takes tokens back and adds images later on, and a running hash can do neither
         if self.reuses_engine_hashes:
             return request.block_hashes  # type: ignore[no-any-return]
         chain = self._chains.get(request.request_id)

@@ -14,13 +14,14 @@ from kvbm.core.pool import Pool
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.guard import Faults
 from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier
-from kvbm.runtime.leader import Leader
+from kvbm.runtime.leader import Counts, Leader
 
 logger = logging.getLogger("kvbm")
 
-# A request whose next block is just being written is asked to come again in the next step, for at most this long: a copy
-# out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
+# A request whose next block is just being written is asked to come again in the next step, for at most this long: a
+# copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
 PATIENCE_SECONDS = 0.25
 
 
@@ -47,6 +48,7 @@ class SchedulerHalf:
 
     def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any, faults: Faults) -> None:
         self.leader: Leader | None = None  # until the workers have said how much room they have
+        self.counts = Counts()
         self._config = config
         self._faults = faults
         self._vllm_config = vllm_config
@@ -56,9 +58,11 @@ class SchedulerHalf:
         self._hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadPlan] = []
+        self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         self._keys: RequestKeys | None = None
+        self._local: WorkerHalf | None = None  # the only worker, if it lives in this process
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -80,8 +84,11 @@ class SchedulerHalf:
             pipeline_parallel=parallel.pipeline_parallel_size,
         )
         algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+        if self._ranks == 1:
+            self._local = find_local(self._vllm_config.kv_transfer_config.engine_id, 0)
         self._keys = RequestKeys(namespace, algorithm, self._hash_block_size)
         self.leader = Leader(BlockManager({Tier.HOST: Pool(slots)}), self._ranks, self._config.max_pending_offloads)
+        self.counts = self.leader.counts
         logger.info(
             "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s), keys from %s",
             slots, self._block_size, slots * block_bytes / 1e9, self._ranks, "" if self._ranks == 1 else "s",
@@ -89,9 +96,9 @@ class SchedulerHalf:
         )  # fmt: skip
         if slots < self._engine_blocks:
             logger.warning(
-                "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything is "
-                "offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
-                "Set DYN_KVBM_CPU_CACHE_GB to at least %.1f.",
+                "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything "
+                "is offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
+                "Set DYN_KVBM_CPU_CACHE_GB to at least %.2f.",
                 slots * block_bytes / 1e9, slots, self._engine_blocks * block_bytes / 1e9, self._engine_blocks,
                 self._engine_blocks * block_bytes / 1e9,
             )  # fmt: skip
@@ -109,6 +116,9 @@ class SchedulerHalf:
         if state is None:
             state = self._requests[request.request_id] = _Request(request)
         state.match = None
+        if getattr(request, "skip_reading_prefix_cache", False):
+            # Prompt log-probabilities, say: every token is to be computed. Releases before 0.31 do not see to it here.
+            return 0, False
         start = computed_tokens // self._block_size
         # One token at least is left to compute: the engine needs its logits.
         limit = (request.num_tokens - 1) // self._block_size
@@ -140,27 +150,39 @@ class SchedulerHalf:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
         if not external_tokens:
             return
-        state = self._requests[request.request_id]
-        count = external_tokens // self._block_size
         table = blocks.get_block_ids()[0]
-        match = state.match
-        if self.leader is None or match is None:
-            raise RuntimeError(f"vLLM expects {external_tokens} tokens that were never offered")
-        targets = table[match.start : match.start + count]
+        state = self._requests.get(request.request_id)
         try:
-            left = request.num_tokens - (match.start + count) * self._block_size
-            layered = self._may_layer and left > self._decode_tokens
-            plan = self.leader.onboard(match.cut(count), request.request_id, targets, state.in_step, layered)
+            self._loads.append(self._plan_load(request, state, table, external_tokens // self._block_size))
         except Exception as error:
             # vLLM counts on these blocks already. A plan that no worker can follow makes them all report a failed load,
             # which is how vLLM learns to compute them.
             self._faults.record("planning a load", error)
-            plan = LoadPlan(-1, request.request_id, [Copy(Tier.HOST, [-1] * len(targets), list(targets))], state.in_step)
-        self._loads.append(plan)
-        counts = self.leader.counts
-        counts.matched_tokens += external_tokens
+            self._hopeless += 1
+            copies = [Copy(Tier.HOST, [-1] * len(table), list(table))]
+            in_step = state is None or state.in_step
+            self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
+            return
+        plan = self._loads[-1]
+        if plan.layered and plan.in_step and self._local is not None:
+            try:
+                self._local.start_early(plan)
+            except Exception as error:
+                self._faults.record("starting a load early", error)  # the step starts it then
+
+    def _plan_load(self, request: Any, state: _Request | None, table: Sequence[int], count: int) -> LoadPlan:
+        if self.leader is None or state is None or state.match is None:
+            raise RuntimeError(f"vLLM expects {count} blocks that were never offered")
+        match = state.match.cut(count)
+        targets = table[match.start : match.start + count]
+        left = request.num_tokens - (match.start + count) * self._block_size
+        layered = self._may_layer and left > self._decode_tokens
+        plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered)
+        self.counts.matched_tokens += count * self._block_size
+        matched = self.counts.matched_blocks
         for copy in plan.copies:
-            counts.matched_blocks[copy.tier] = counts.matched_blocks.get(copy.tier, 0) + len(copy.slots)
+            matched[copy.tier] = matched.get(copy.tier, 0) + len(copy.slots)
+        return plan
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
@@ -171,11 +193,13 @@ class SchedulerHalf:
         try:
             fences = self._follow_tables(output)
         except Exception as error:
-            # Without the tables we cannot tell which copies are in danger: let the step wait for all of them.
+            # Without the tables we can tell neither which copies are in danger nor whose a block is: the step waits for
+            # all copies, and of the requests known so far nothing more is kept.
             self._faults.record("following block tables", error)
+            self._requests.clear()
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
-            stores = self._plan_stores(output)
+            self._plan_stores(output, stores)
         except Exception as error:
             self._faults.record("planning stores", error)
         return StepPlan(loads, stores, fences)
@@ -206,20 +230,20 @@ class SchedulerHalf:
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
-    def _plan_stores(self, output: Any) -> list[StorePlan]:
+    def _plan_stores(self, output: Any, stores: list[StorePlan]) -> None:
+        """Add a plan for every request that completes blocks in this step. What has been planned must be delivered."""
         if self.leader is None or self._keys is None:
-            return []
+            return
         size = self._block_size
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        stores: list[StorePlan] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            # Blocks this step completes. Tokens that are only guessed yet (speculation, asynchronous scheduling) have no
-            # key, so their blocks wait for a later step.
+            # Blocks this step completes. Tokens that are only guessed yet (speculation, asynchronous scheduling) have
+            # no key, so their blocks wait for a later step.
             full = (computed[request_id] + scheduled) // size
             # vLLM may step back: after a failed load the blocks behind it are computed, and stored, once more.
             state.stored = min(state.stored, computed[request_id] // size)
@@ -234,7 +258,6 @@ class SchedulerHalf:
                 state.stored = full
                 if plan is not None:
                     stores.append(plan)
-        return stores
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -244,16 +267,22 @@ class SchedulerHalf:
         for report in reports:
             for reason, times in report.faults.items():
                 self._faults.note(f"rank {report.rank}: {reason}", times)
-        self.leader.apply(reports)
+        try:
+            self.leader.apply(reports)
+        except Exception as error:
+            # Books that are half written cannot be trusted, and must not wait for what was lost with the other half.
+            self._faults.record("taking in reports", error)
+            logger.error("KVBM is off from here on: its books are out of step. vLLM goes on without it.")
+            self.leader = None
 
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
         self._active.discard(request.request_id)
-        if state is None or self.leader is None or self._keys is None:
+        if self._keys is None:
             return
-        # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
-        keys = self._keys.of(request)
-        self.leader.manager.touch(keys[: state.stored])
+        if state is not None and state.stored and self.leader is not None:
+            # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
+            self.leader.manager.touch(self._keys.of(request)[: state.stored])
         self._keys.forget(request.request_id)
 
     def reset(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from kvbm.config import Config, slots_for
-from kvbm.plans import Hello, StepPlan, Tier
+from kvbm.plans import Hello, LoadPlan, StepPlan, Tier
 from kvbm.runtime.worker import Outcome, Worker
 from kvbm.storage import numa
 from kvbm.storage.host import HostSlab
@@ -17,6 +18,15 @@ from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.transfer import open_copier
 
 logger = logging.getLogger("kvbm")
+
+
+# Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
+# does with one GPU, the leader reaches its only worker here, several milliseconds before the step's metadata does.
+_local: dict[tuple[str, int], WorkerHalf] = {}
+
+
+def find_local(engine_id: str, rank: int) -> WorkerHalf | None:
+    return _local.get((engine_id, rank))
 
 
 class WorkerHalf:
@@ -32,6 +42,7 @@ class WorkerHalf:
         self._device = ""
         self._slab: HostSlab | None = None
         self._worker: Worker | None = None
+        self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the engine's tensors and ask for the host tier's memory. Raises when it cannot be had: better now than
@@ -61,6 +72,8 @@ class WorkerHalf:
             slab.carve(self._slots, layout.slot_bytes)
             copier = open_copier(self._device, layout, slab, self.rank, self._config.inject_faults)
             self._worker = Worker(self.rank, copier, {Tier.HOST: slab.slots}, layout.num_blocks)
+            self._thread = threading.get_ident()
+            _local[self._name] = self
             logger.info(
                 "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies", self.rank,
                 len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, copier.name,
@@ -70,6 +83,13 @@ class WorkerHalf:
     def begin(self, plan: StepPlan) -> None:
         if self._worker is not None:
             self._worker.begin(plan)
+
+    def start_early(self, plan: LoadPlan) -> bool:
+        """Begin a load before its step. False when that cannot be done from this thread; nothing has happened then."""
+        if self._worker is None or threading.get_ident() != self._thread:
+            return False
+        self._worker.start_early(plan)
+        return True
 
     def start_loads(self, plan: StepPlan) -> None:
         if self._worker is not None:
@@ -87,6 +107,7 @@ class WorkerHalf:
         return None if self._worker is None else self._worker.poll()
 
     def close(self) -> None:
+        _local.pop(self._name, None)
         if self._worker is not None:
             self._worker.close()
             self._worker = None
