@@ -296,6 +296,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max_pending_offloads", "KVBM_MAX_PENDING_OFFLOADS",
             Number(unit="blocks", low=1, example="4096"), 4096, MOVING,
             "Blocks that may wait to be offloaded; beyond it new ones are skipped rather than queued.", used=True),
+    Setting("staging_mb", "KVBM_STAGING_MB",
+            Number(unit="MiB", high=65536, example="384"), 384, MOVING,
+            "GPU memory for bringing blocks near while the engine is still making room for them, taken only where four "
+            "times as much is free; 0 does without.", used=True),
     Setting("host_offload_prefix_min_priority", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             Number(high=100, example="35"), 0, MOVING,
             "Retention priority a block needs to be offloaded; the first block of a request below it ends offloading "
@@ -416,6 +420,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     copy_threads: int
     load_timeout_secs: float
     max_pending_offloads: int
+    staging_mb: int
     host_offload_prefix_min_priority: int
     max_concurrent_transfers: int
     max_transfer_batch_size: int

@@ -31,7 +31,9 @@ DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "2",
+    # One thread: the models are tiny, and threads that spin while they wait for each other crawl on a busy machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
 }
 # What the engine imports anyway when it starts; a release that has moved one of them only starts a little slower.
 WARM_UP = (
@@ -106,7 +108,9 @@ class Scenario:
     def half(self):
         return self.scheduler.connector._half
 
-    def generate(self, prompts: list, max_tokens: int = 16, salts: list | None = None, lora: list | None = None, **params):
+    def generate(
+        self, prompts: list, max_tokens: int = 16, salts: list | None = None, lora: list | None = None, **params
+    ) -> dict:
         """Greedy, all prompts at once. ``salts`` and ``lora`` ([name, number, path]) are lists like ``prompts``."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

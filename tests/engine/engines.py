@@ -47,7 +47,11 @@ class Driver:
     """The process that forks engines; see driver.py."""
 
     def __init__(self, log: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{PROJECT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{PROJECT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            "TORCHINDUCTOR_CACHE_DIR": str(log.parent / "inductor"),
+        }
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("driver.py"))],
@@ -79,8 +83,9 @@ class Driver:
         log, result = folder / "engine.log", folder / "engine.json"
         names = [step.get("name") for step in scenario["steps"]]
         steps = [{key: value for key, value in step.items() if key != "name"} for step in scenario["steps"]]
+        order = {**scenario, "steps": steps, "log": str(log), "result": str(result)}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**scenario, "steps": steps, "log": str(log), "result": str(result)}) + "\n")
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         pid = self._hear(30)["pid"]
         try:

@@ -89,10 +89,10 @@ def spec(name, tensor):
 class Cache:
     """An engine's cache with a copier on it."""
 
-    def __init__(self, make, device):
+    def __init__(self, make, device, staging=0):
         self.tensors = make(device)
         self.layout = describe([spec(f"layer{i}", t) for i, t in enumerate(self.tensors)], BLOCKS)
-        self.copier = open_copier(device, self.layout, HostSlab(SLOTS * self.layout.slot_bytes).carve(SLOTS, self.layout.slot_bytes), rank=0)
+        self.copier = open_copier(device, self.layout, HostSlab(SLOTS * self.layout.slot_bytes).carve(SLOTS, self.layout.slot_bytes), rank=0, staging=staging)
         for tensor in self.tensors:
             tensor.copy_(torch.randint(0, 100, tensor.shape, dtype=torch.int64).to(tensor.dtype))
 
@@ -220,3 +220,24 @@ def test_scribbling_destroys_just_the_blocks_named(cache):
     for block in range(BLOCKS):
         wanted = [torch.zeros_like(part) for part in before[block]] if block in (2, 9) else before[block]
         assert same(cache.read(block), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("room", [1, 3000, 1 << 20])
+def test_what_was_prefetched_arrives_with_the_load_it_was_meant_for(device, layout, room):
+    cache = Cache(layout, device, staging=room)
+    try:
+        before = [cache.read(block) for block in range(BLOCKS)]
+        cache.store(list(range(10)), list(range(20, 30)))
+        slots = [25, 21, 29, 20, 27]
+        cache.copier.prefetch(slots)
+        cache.load(slots, [11, 14, 13, 19, 12], When.BY_LAYER)
+        for slot, block in zip(slots, [11, 14, 13, 19, 12], strict=True):
+            assert same(cache.read(block), before[slot - 20])
+        cache.copier.prefetch(slots)
+        cache.load([22, 23], [15, 16], When.BY_LAYER)  # another load than was expected
+        assert same(cache.read(15), before[2])
+        assert same(cache.read(16), before[3])
+    finally:
+        cache.copier.close()

@@ -128,6 +128,15 @@ class BlockManager:
         self._loads[plan.id] = _Load(match.runs)
         return plan
 
+    def hold(self, match: Match) -> None:
+        """Keep a match from changing until :meth:`release`, without a plan for it yet."""
+        for tier, slots in match.runs:
+            self.pools[tier].pin(slots)
+
+    def release(self, match: Match) -> None:
+        for tier, slots in match.runs:
+            self.pools[tier].unpin(slots)
+
     def finish_load(self, plan_id: int, bad: Iterable[int] = ()) -> int:
         """Let go of a load's slots. Positions in ``bad`` did not arrive: these blocks are never found again.
 

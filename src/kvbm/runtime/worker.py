@@ -87,6 +87,10 @@ class Worker:
             self._spoiled_stores.update(reading)
             self._step_begun = False
 
+    def prefetch(self, slots: list[int]) -> bool:
+        """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
+        return self._copier.prefetch(slots)
+
     def start_early(self, load: LoadPlan) -> None:
         """Start a load by layer before its step has been planned; the step plan that names it changes nothing then.
 

@@ -70,6 +70,14 @@ class Copier(ABC):
         """A load is about to come between two steps: it may begin when what the engine has submitted so far is over."""
         return
 
+    def prefetch(self, slots: Sequence[int]) -> bool:
+        """Begin to bring slots near, for a ``BY_LAYER`` load of the same slots that is expected in milliseconds.
+
+        False when this copier has no room of its own near the engine. The slots must not change until then; a load of
+        other slots forgets it.
+        """
+        return False
+
     @abstractmethod
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         """Copy slots into the engine's blocks once the ``after`` tickets are over."""

@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -70,12 +71,11 @@ class _Launch:
 class CudaCopier(Copier):
     name = "triton"
 
-    def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device, programs: int = _PROGRAMS) -> None:
+    def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device, staging: int = 0) -> None:
         slab.pin(_cuda_pin, _cuda_unpin)
         self._layout = layout
         self._slab = slab
         self._device = device
-        self._programs = programs
         self._layer_index = {name: i for i, name in enumerate(layout.layers)}
         with torch.cuda.device(device):
             low, high = torch.cuda.Stream.priority_range()
@@ -83,6 +83,11 @@ class CudaCopier(Copier):
             self._store_stream = torch.cuda.Stream(device, priority=low)
             table = [[s.address, s.stride, s.offset, s.layer] for s in layout.segments]
             self._table = torch.tensor(table, dtype=torch.int64, device=device)
+            self._staging = _staging(staging, device)
+            if self._staging is not None:
+                # The same segments, but in a slab of our own on the device.
+                near = [[self._staging.data_ptr() + s.offset, 0, s.offset, s.layer] for s in layout.segments]
+                self._near_table = torch.tensor(near, dtype=torch.int64, device=device)
             self._launches = self._group()
             self._arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
             self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
@@ -91,6 +96,7 @@ class CudaCopier(Copier):
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
         self._expected = [0] * len(layout.layers)  # pieces of each layer that loads by layer have ever asked for
+        self._near: _Near | None = None  # what has been prefetched
         self._open: list[EventTicket] = []  # loads by layer whose forward pass has not been submitted yet
         self._warm_up()
 
@@ -124,11 +130,17 @@ class CudaCopier(Copier):
             assert isinstance(ticket, EventTicket)
             stream.wait_event(ticket.ended)
         by_layer = when is When.BY_LAYER
+        near, self._near = self._near, None
         with torch.cuda.stream(stream):
             began = _mark(stream)
             buffers = self._upload(slots, blocks)
-            for launch in self._launches:
-                self._launch(launch, buffers, to_device=True, signal=by_layer)
+            done = 0
+            if by_layer and near is not None and near.slots == slots:
+                done = near.segments
+                here = self._upload(range(len(slots)), blocks)
+                self._launch(here, True, signal=True, last=done, host=self._staging.data_ptr(), slot_bytes=near.row)
+                self._release(here)
+            self._launch(buffers, to_device=True, signal=by_layer, first=done)
             self._release(buffers)
             ended = _mark(stream)
         ticket = EventTicket(began, ended)
@@ -140,6 +152,24 @@ class CudaCopier(Copier):
         elif when is When.NOW:
             self._engine_stream.wait_event(ended)
         return ticket
+
+    def prefetch(self, slots: Sequence[int]) -> bool:
+        if self._staging is None:
+            return False
+        # As many whole layers as fit; the rest comes when the blocks are there. They are at the front of every slot.
+        row, segments = 0, 0
+        for segment in self._layout.segments:
+            if (segment.offset + segment.size) * len(slots) > self._staging.numel():
+                break
+            row, segments = segment.offset + segment.size, segments + 1
+        if not segments or len(slots) > _BATCH:
+            return False
+        with torch.cuda.stream(self._load_stream):
+            buffers = self._upload(slots, range(len(slots)))
+            self._launch(buffers, True, last=segments, table=self._near_table, row=row)
+            self._release(buffers)
+        self._near = _Near(list(slots), segments, row)
+        return True
 
     def wait_layer(self, layer: str) -> None:
         index = self._layer_index.get(layer)
@@ -164,8 +194,7 @@ class CudaCopier(Copier):
         with torch.cuda.stream(stream):
             began = _mark(stream)
             buffers = self._upload(slots, blocks)
-            for launch in self._launches:
-                self._launch(launch, buffers, to_device=False)
+            self._launch(buffers, to_device=False)
             self._release(buffers)
             return EventTicket(began, _mark(stream))
 
@@ -173,8 +202,7 @@ class CudaCopier(Copier):
         zeros = torch.zeros(self._slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self._load_stream):
             buffers = self._upload([0] * len(blocks), blocks)
-            for launch in self._launches:
-                self._launch(launch, buffers, to_device=True, host=zeros.data_ptr())
+            self._launch(buffers, to_device=True, host=zeros.data_ptr(), slot_bytes=0)
             self._release(buffers)
         self._load_stream.synchronize()
 
@@ -200,28 +228,47 @@ class CudaCopier(Copier):
             buffer.release()
 
     def _launch(
-        self, launch: _Launch, buffers: list[_IndexBuffer], to_device: bool, signal: bool = False, host: int | None = None
-    ) -> None:
-        for buffer in buffers:
-            copy_pieces[(min(self._programs, launch.segments * buffer.count),)](
-                self._table, buffer.device, host or self._slab.address, self._slab.slot_bytes, launch.first,
-                launch.segments, buffer.count, self._arrived, WORD=launch.word, WORDS=launch.words, TILE=launch.tile,
-                TO_DEVICE=to_device, SIGNAL=signal, num_warps=_WARPS,
-            )  # fmt: skip
+        self, buffers: list[_IndexBuffer], to_device: bool, *, signal: bool = False, first: int = 0, last: int | None = None,
+        host: int | None = None, slot_bytes: int | None = None, table: torch.Tensor | None = None, row: int = 0,
+    ) -> None:  # fmt: skip
+        """Copy the blocks of the buffers, segments ``first`` to ``last``, on the current stream.
+
+        Between the engine's blocks and the slab, unless told of another slab (``host``, ``slot_bytes``) or another place
+        on the device (``table``, ``row``).
+        """
+        last = len(self._layout.segments) if last is None else last
+        for launch in self._launches:
+            begin, end = max(first, launch.first), min(last, launch.first + launch.segments)
+            if begin >= end:
+                continue
+            for buffer in buffers:
+                copy_pieces[(min(_PROGRAMS, (end - begin) * buffer.count),)](
+                    self._table if table is None else table, buffer.device, self._slab.address if host is None else host,
+                    self._slab.slot_bytes if slot_bytes is None else slot_bytes, row, begin, end - begin, buffer.count,
+                    self._arrived, WORD=launch.word, WORDS=launch.words, TILE=launch.tile, TO_DEVICE=to_device,
+                    SIGNAL=signal, num_warps=_WARPS,
+                )  # fmt: skip
 
     def _warm_up(self) -> None:
         """Compile every kernel now. Block 0 goes to slot 0 and back: nobody has put anything in either yet."""
-        with torch.cuda.stream(self._load_stream):
-            buffers = self._upload([0], [0])
-            for launch in self._launches:
-                for to_device, signal in ((False, False), (True, False), (True, True)):
-                    self._launch(launch, buffers, to_device, signal)
-            self._release(buffers)
-        self._load_stream.synchronize()
-        self._arrived.zero_()
+        self.begin_step([])
+        self.store([0], [0]).wait()
+        self.prefetch([0])
+        for when in (When.BY_LAYER, When.BY_LAYER, When.NOW):  # what was prefetched, straight, and without counting
+            ticket = self.load([0], [0], [], when)
+            ticket.wait()
+            self.end_load(ticket)
         # Fails here, at start, if this driver cannot make a stream wait for a count.
-        _wait_until(self._load_stream, self._arrived.data_ptr(), 0)
+        _wait_until(self._load_stream, self._arrived.data_ptr(), self._expected[0])
         torch.cuda.synchronize(self._device)
+
+
+class _Near(NamedTuple):
+    """What lies in the staging slab: the first segments of some slots."""
+
+    slots: list[int]
+    segments: int
+    row: int  # bytes of each slot
 
 
 class _IndexBuffer:
@@ -245,6 +292,14 @@ class _IndexBuffer:
 
     def release(self) -> None:
         self._free.record()
+
+
+def _staging(size: int, device: torch.device) -> torch.Tensor | None:
+    """Device memory for prefetching, if there is plenty: the engine's needs come first."""
+    free, _ = torch.cuda.mem_get_info(device)
+    if not size or free < 4 * size:
+        return None
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -116,3 +116,11 @@ def layer_hooks(vllm_config: Any) -> tuple[int, bool]:
     mixed = mode.mixed_mode() if mode is not None and hasattr(mode, "mixed_mode") else None
     has_draft = getattr(vllm_config, "speculative_config", None) is not None
     return 1 + speculative, getattr(mixed, "name", "NONE") != "FULL" and not has_draft
+
+
+def is_on_device(block_pool: Any, block_hash: bytes) -> bool:
+    """Whether vLLM's own prefix cache holds a block. True as well when it cannot be asked: then nothing is fetched."""
+    try:
+        return bool(block_pool.get_cached_block(block_hash, [0]))
+    except Exception:
+        return True

@@ -102,6 +102,10 @@ class DynamoConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Any) -> None:
         self._scheduler.new_request(request)
 
+    @guarded(None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.block_pool = gpu_block_pool
+
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.match(request, num_computed_tokens)
@@ -223,6 +227,15 @@ class DynamoConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if isinstance(self._half, WorkerHalf):
             self._half.close()
+
+
+def _speak_like_vllm() -> None:
+    """Our log lines go where vLLM's go, unless the application has made its own arrangements."""
+    theirs = logging.getLogger("vllm")
+    if not logger.handlers and not logging.getLogger().handlers:
+        logger.handlers = theirs.handlers
+        logger.setLevel(theirs.getEffectiveLevel())
+        logger.propagate = False
 
 
 def _decode(metadata: DynamoConnectorMetadata) -> StepPlan:

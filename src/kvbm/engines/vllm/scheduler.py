@@ -24,6 +24,9 @@ logger = logging.getLogger("kvbm")
 # copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
 PATIENCE_SECONDS = 0.25
 
+# Shorter prompts gain nothing from being fetched early: their load is over before the engine gets to the second layer.
+PREFETCH_BLOCKS = 64
+
 
 class _Request:
     """What we know of a request that vLLM is working on."""
@@ -63,6 +66,8 @@ class SchedulerHalf:
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         self._keys: RequestKeys | None = None
         self._local: WorkerHalf | None = None  # the only worker, if it lives in this process
+        self._prefetched: Match | None = None
+        self.block_pool: Any = None  # vLLM's own, to ask what it still has
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -107,6 +112,33 @@ class SchedulerHalf:
 
     def new_request(self, request: Any) -> None:
         self._requests[request.request_id] = _Request(request)
+        self._prefetch(request)
+
+    def _prefetch(self, request: Any) -> None:
+        """Begin to bring a prompt's blocks near while vLLM is still making room for them, which takes it milliseconds.
+
+        Only for a request that has the engine to itself: then the bus is idle, and the load will come in this very step.
+        """
+        if self._local is None or self.leader is None or self._keys is None or self._prefetched is not None:
+            return
+        limit = (request.num_tokens - 1) // self._block_size
+        if limit < PREFETCH_BLOCKS or not self._may_layer or not self._load_in_step(request.request_id):
+            return
+        keys = self._keys.of(request)
+        if not keys or compat.is_on_device(self.block_pool, keys[0]):
+            return
+        found = self.leader.manager.lookup(keys, 0, limit)
+        if len(found.runs) != 1 or found.blocks < PREFETCH_BLOCKS or found.pending:
+            return
+        if self._local.prefetch(found.runs[0].slots):
+            self.leader.manager.hold(found)
+            self._prefetched = found
+
+    def _forget_prefetched(self) -> None:
+        """The step it was meant for has been planned, with it or without."""
+        if self._prefetched is not None and self.leader is not None:
+            self.leader.manager.release(self._prefetched)
+            self._prefetched = None
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
@@ -188,6 +220,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepPlan:
         loads, self._loads = self._loads, []
+        self._forget_prefetched()
         stores: list[StorePlan] = []
         fences: list[int] = []
         try:

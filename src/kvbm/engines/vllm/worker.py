@@ -70,7 +70,7 @@ class WorkerHalf:
             return None
         if self._worker is None:
             slab.carve(self._slots, layout.slot_bytes)
-            copier = open_copier(self._device, layout, slab, self.rank, self._config.inject_faults)
+            copier = open_copier(self._device, layout, slab, self.rank, self._config.inject_faults, self._config.staging_mb << 20)
             self._worker = Worker(self.rank, copier, {Tier.HOST: slab.slots}, layout.num_blocks)
             self._thread = threading.get_ident()
             _local[self._name] = self
@@ -83,6 +83,9 @@ class WorkerHalf:
     def begin(self, plan: StepPlan) -> None:
         if self._worker is not None:
             self._worker.begin(plan)
+
+    def prefetch(self, slots: list[int]) -> bool:
+        return self._worker is not None and threading.get_ident() == self._thread and self._worker.prefetch(slots)
 
     def start_early(self, plan: LoadPlan) -> bool:
         """Begin a load before its step. False when that cannot be done from this thread; nothing has happened then."""
