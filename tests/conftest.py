@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary
 from processes import Process
 

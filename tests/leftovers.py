@@ -42,7 +42,7 @@ class Watch:
             time.sleep(0.1)
         self.found += [f"process {pid}: {command}" for pid, command in left.items()]
         self.found += [f"shared memory {SHARED_MEMORY / name}" for name in self._new_segments()]
-        self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir())]
+        self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -81,6 +81,11 @@ class Watch:
                     maps = (process / "maps").read_text(errors="replace")
                     new = {name for name in new if f"{SHARED_MEMORY / name}" not in maps}
         return sorted(new)
+
+
+def _is_foreign(path: Path) -> bool:
+    """What vLLM and torch leave behind without KVBM as well. It goes with the run's directory."""
+    return path.is_socket() or path.name.startswith("torchinductor_")
 
 
 def _segments() -> set[str]:

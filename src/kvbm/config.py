@@ -288,11 +288,6 @@ SETTINGS: tuple[Setting, ...] = (
             "suits the request (auto).", used=True),
     Setting("offload_decode", "KVBM_OFFLOAD_DECODE", _SWITCH, True, MOVING,
             "Keep the blocks that decoding fills, and not only those of the prompt.", used=True),
-    Setting("copy_threads", "KVBM_COPY_THREADS", Number(unit="threads", low=1, high=64, example="4"), 2, MOVING,
-            "Threads of a worker that fault in host memory at start, and that copy blocks on CPU engines.", used=True),
-    Setting("load_timeout_secs", "KVBM_LOAD_TIMEOUT_SECS",
-            Number(unit="seconds", high=1_000_000, whole=False, above=True, example="30 or 2.5"), 30.0, MOVING,
-            "A load that takes longer is given up, and the engine recomputes its blocks.", used=True),
     Setting("max_pending_offloads", "KVBM_MAX_PENDING_OFFLOADS",
             Number(unit="blocks", low=1, example="4096"), 4096, MOVING,
             "Blocks that may wait to be offloaded; beyond it new ones are skipped rather than queued.", used=True),
@@ -323,9 +318,10 @@ SETTINGS: tuple[Setting, ...] = (
             "How long the leader waits at start until every worker has its memory.", used=True),
 
     Setting("disable_write_combined", "DYN_KVBM_DISABLE_WRITE_COMBINED", _SWITCH, False, HOST,
-            "Never use write-combined host memory."),
+            "Never use write-combined host memory. It is not used either way: the GPU gains nothing from it, and the CPU "
+            "reads it at a crawl.", used=True),
     Setting("disable_numa", "DYN_MEMORY_DISABLE_NUMA", _SWITCH, False, HOST,
-            "Take host memory from anywhere instead of from the NUMA node next to the GPU."),
+            "Take host memory from anywhere instead of from the NUMA node next to the GPU.", used=True),
     Setting("enable_numa", "DYN_KVBM_ENABLE_NUMA", _TEXT, None, HOST,
             "Asked for host memory near the GPU.",
             retired="it is deprecated, as memory near the GPU needs no switch; DYN_MEMORY_DISABLE_NUMA=1 forgoes it"),
@@ -417,8 +413,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     onboard: Literal["auto", "sync", "async"]
     offload_decode: bool
-    copy_threads: int
-    load_timeout_secs: float
     max_pending_offloads: int
     staging_mb: int
     host_offload_prefix_min_priority: int

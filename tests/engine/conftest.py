@@ -41,10 +41,12 @@ def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFa
         kvbm: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
+        patch: dict[str, Any] | None = None,
         refused: bool = False,
         timeout: float = 120,
     ) -> Outcome:
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
+        scenario["patch"] = patch or {}
         outcome = driver.run(scenario, tmp_path_factory.mktemp("engine"), timeout)
         assert (outcome.refused is not None) is refused, outcome.refused
         return outcome

@@ -10,6 +10,7 @@ four seconds instead of twelve. A scenario is an object with these keys, and its
     engine   arguments of vllm.LLM
     kvbm     settings of KVBM (kv_connector_extra_config); null runs vLLM without it
     env      environment variables of the engine's processes
+    patch    attributes to set before the engine is made: {"module:name": value}
     steps    a list of {"do": name, ...}: the methods of Scenario below
     log      file that takes everything the engine prints
     result   {"steps": [what each step returned], "log": [[level, message] of KVBM], "refused": why no engine started}
@@ -179,8 +180,11 @@ class Scenario:
             options["reset_running_requests"] = True
         return self.llm.reset_prefix_cache(**options)
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def pause(self, state: str) -> None:
+        """vLLM's own pause: UNPAUSED, PAUSED_NEW or PAUSED_ALL."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.scheduler.set_pause_state(PauseState[state])
 
     # -- what to look at ----------------------------------------------------------------------------------------------
 
@@ -254,9 +258,9 @@ class Scenario:
 
     # -- breaking things ----------------------------------------------------------------------------------------------
 
-    def break_(self, what: str, times: int | None = None) -> None:
-        """Let ``module:Class.method`` raise, always or the first ``times`` times it is called."""
-        module, _, path = what.partition(":")
+    def break_(self, target: str, times: int | None = None) -> None:
+        """Let the ``target``, module:Class.method, raise, always or the first ``times`` times it is called."""
+        module, _, path = target.partition(":")
         *parents, name = path.split(".")
         owner = importlib.import_module(module)
         for parent in parents:
@@ -295,6 +299,9 @@ def run(scenario: dict) -> dict:
     logger.addHandler(collector)
     logger.setLevel(logging.INFO)
     result: dict = {"steps": [], "log": collector.lines, "refused": None}
+    for where, value in scenario.get("patch", {}).items():
+        module, _, name = where.partition(":")
+        setattr(importlib.import_module(module), name, value)
     try:
         running = Scenario(scenario["engine"], scenario.get("kvbm"))
     except Exception as error:

@@ -123,8 +123,7 @@ GOOD = [
     ("KVBM_ONBOARD", "Async", "async"),
     ("KVBM_ONBOARD", "intra", "sync"),
     ("KVBM_ONBOARD", "inter", "async"),
-    ("KVBM_COPY_THREADS", "64", 64),
-    ("KVBM_LOAD_TIMEOUT_SECS", "0.25", 0.25),
+    ("KVBM_STAGING_MB", "64", 64),
     ("KVBM_MAX_PENDING_OFFLOADS", "1", 1),
     ("KVBM_INJECT_FAULTS", "load:0.1", "load:0.1"),
 ]
@@ -225,9 +224,8 @@ BAD = [
     ("DYN_KVBM_OBJECT_ENDPOINT", "127.0.0.1:9000", "a URL of http or https, for example http://127.0.0.1:9000"),
     ("DYN_KVBM_OBJECT_REGION", "us east", "a region name, for example us-east-1"),
     ("KVBM_ONBOARD", "asink", "one of auto, sync, async, intra (= sync), inter (= async)"),
-    ("KVBM_COPY_THREADS", "0", "a whole number of threads from 1 to 64"),
-    ("KVBM_COPY_THREADS", "65", "a whole number of threads from 1 to 64"),
-    ("KVBM_LOAD_TIMEOUT_SECS", "0", "a number of seconds > 0 and <= 1000000, for example 30 or 2.5"),
+    ("KVBM_STAGING_MB", "-1", "a whole number of MiB from 0 to 65536"),
+    ("KVBM_STAGING_MB", "65537", "a whole number of MiB from 0 to 65536"),
     ("KVBM_MAX_PENDING_OFFLOADS", "0", "a whole number of blocks >= 1"),
     ("KVBM_CONFIG_PATH", "a\0b", "a path"),
     ("DYN_KVBM_DISK_CACHE_DIR", "a\0b", "a path, for example /mnt/nvme/kvbm"),
@@ -282,7 +280,7 @@ def test_an_absurd_number_is_refused_and_not_overflowed():
 
 def test_everything_wrong_is_said_at_once():
     with pytest.raises(ConfigError) as caught:
-        from_env(DYN_KVBM_CPU_CACHE_GB="abc", KVBM_COPY_THREADS="0", DYN_KVBM_METRICS="maybe")
+        from_env(DYN_KVBM_CPU_CACHE_GB="abc", KVBM_STAGING_MB="-1", DYN_KVBM_METRICS="maybe")
     assert len(caught.value.problems) == 3
     assert all(problem in str(caught.value) for problem in caught.value.problems)
 
@@ -333,10 +331,10 @@ def test_precedence_from_the_default_up(tmp_path):
 
 
 def test_places_complement_each_other(tmp_path):
-    path = toml_file(tmp_path, "copy_threads = 8\nonboard = 'sync'\n")
+    path = toml_file(tmp_path, "staging_mb = 8\nonboard = 'sync'\n")
     got = load({"onboard": "async"}, {"KVBM_CONFIG_PATH": str(path), "DYN_KVBM_CPU_CACHE_GB": "1"}, ())
-    assert (got.copy_threads, got.onboard, got.cpu_cache_gb) == (8, "async", 1.0)
-    assert got.sources["copy_threads"] == str(path)
+    assert (got.staging_mb, got.onboard, got.cpu_cache_gb) == (8, "async", 1.0)
+    assert got.sources["staging_mb"] == str(path)
     assert got.config_path == path
 
 

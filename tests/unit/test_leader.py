@@ -396,3 +396,22 @@ def test_stores_after_a_reset_are_kept():
     leader.reset()
     leader.apply(stored(offload(leader, "ab"), 0))
     assert found(leader, "ab") == "ab"
+
+
+# -- a rank that is gone ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_lost_rank_owed_has_failed_and_nothing_is_found_or_kept_any_more():
+    leader = make(host="ab", disk="c")
+    load, store = onboard(leader, "abc"), offload(leader, "xy")
+    confirmed = offload(leader, "z", blocks=[9])
+    leader.apply(stored(confirmed, 1))
+    leader.fail_rank(1)
+    assert found(leader, "abcxyz") == ""
+    leader.apply(loaded(load, 0) + stored(store, 0) + stored(confirmed, 0))
+    assert found(leader, "abcxyz") == ""
+    assert leader.counts.failed_load_blocks == 3
+    assert leader.counts.failed_store_blocks == 3
+    assert leader.counts.onboarded_blocks == {HOST: 0, DISK: 0}
+    assert offload(leader, "d") is None
+    assert quiet(leader)

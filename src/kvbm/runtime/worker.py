@@ -101,8 +101,16 @@ class Worker:
         self._early.add(load.id)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start all loads of a step. Those the step needs go first, and as one: layer 1 of every request comes before
-        layer 2 of any."""
+        """Start all loads of a step. Whatever cannot be started has failed, and will be reported so."""
+        try:
+            self._start_loads(plan)
+        except Exception as error:
+            self._fault("load", error)
+            for load in plan.loads:
+                self._loads.setdefault(load.id, _Load(load)).spoil()
+
+    def _start_loads(self, plan: StepPlan) -> None:
+        """Those the step needs go first, and as one: layer 1 of every request comes before layer 2 of any."""
         groups: dict[When, list[LoadPlan]] = {}
         for load in plan.loads:
             if load.id in self._early:
@@ -230,20 +238,23 @@ class Worker:
     def _end_loads(self, plan: StepPlan) -> None:
         """The step's forward pass has been submitted: did every layer wait for its blocks?"""
         for load in plan.loads:
-            under_way = self._by_layer.pop(load.id, None)
-            if under_way is None:
+            under_way = self._loads.get(load.id)
+            if under_way is None or not load.in_step:
                 continue
-            try:
-                complete = all([self._copier.end_load(part.ticket) for part in under_way.parts])
-            except Exception as error:
-                complete = False
-                self._fault("load", error)
-            if not complete:
-                # The engine must hear of it in this very step, and may then write to the blocks at once: so the copy
-                # has to be over. This is the one place where a step waits for one.
+            if self._by_layer.pop(load.id, None) is not None and not self._was_awaited(under_way):
                 under_way.spoil()
-                under_way.wait()
                 self._faults["load: a layer was computed without waiting for its blocks"] += 1
+            if under_way.bad:
+                # The engine must hear of it in this very step, and may then write to the blocks at once: so whatever is
+                # still being copied into them has to be over. This is the one place where a step waits for a copy.
+                under_way.wait()
+
+    def _was_awaited(self, load: _Load) -> bool:
+        try:
+            return all([self._copier.end_load(part.ticket) for part in load.parts])
+        except Exception as error:
+            self._fault("load", error)
+            return False
 
     def _check(self, tier: Tier, slots: list[int], blocks: list[int]) -> None:
         # A wrong number here would copy somebody else's KV, or scribble over it; nothing later could notice.

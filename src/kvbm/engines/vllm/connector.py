@@ -135,9 +135,15 @@ class DynamoConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy
 
-    @guarded(True)
     def reset_cache(self) -> bool:
-        return self._scheduler.reset()
+        """False when blocks may be left: after new weights they would be wrong, so whoever asked must hear of it."""
+        if self._half is None:
+            return True
+        try:
+            return self._scheduler.reset()
+        except Exception as error:
+            self._faults.record("reset_cache", error)
+            return False
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         if self._half is not None:
@@ -227,15 +233,6 @@ class DynamoConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if isinstance(self._half, WorkerHalf):
             self._half.close()
-
-
-def _speak_like_vllm() -> None:
-    """Our log lines go where vLLM's go, unless the application has made its own arrangements."""
-    theirs = logging.getLogger("vllm")
-    if not logger.handlers and not logging.getLogger().handlers:
-        logger.handlers = theirs.handlers
-        logger.setLevel(theirs.getEffectiveLevel())
-        logger.propagate = False
 
 
 def _decode(metadata: DynamoConnectorMetadata) -> StepPlan:

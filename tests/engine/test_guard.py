@@ -1,0 +1,127 @@
+"""No exception of KVBM's reaches the engine: it costs the hit, is counted, and is told once."""
+
+from __future__ import annotations
+
+import pytest
+from engines import do, generate, prompt
+
+pytestmark = pytest.mark.engine
+
+CACHE = {"cpu_cache_override_num_blocks": 512}
+PROMPT, OTHER = prompt(1, 400), prompt(2, 300)
+
+SCHEDULER, LEADER = "kvbm.engines.vllm.scheduler:SchedulerHalf", "kvbm.runtime.leader:Leader"
+BREAKABLE = [
+    f"{SCHEDULER}.new_request",
+    f"{SCHEDULER}.match",
+    f"{SCHEDULER}._plan_load",
+    f"{SCHEDULER}._follow_tables",
+    f"{SCHEDULER}._plan_stores",
+    f"{SCHEDULER}.finished",
+    f"{SCHEDULER}.busy",
+    f"{LEADER}.onboard",
+    f"{LEADER}.offload",
+    f"{LEADER}.fences",
+    "kvbm.core.manager:BlockManager.lookup",
+    "kvbm.core.manager:BlockManager.load",
+    "kvbm.core.manager:BlockManager.store",
+    "kvbm.core.manager:BlockManager.touch",
+    "kvbm.engines.vllm.keys:RequestKeys.of",
+    "kvbm.engines.vllm.connector:figures",
+    "kvbm.engines.vllm.worker:WorkerHalf.wait_layer",
+    "kvbm.transfer.cpu:CpuCopier.begin_step",
+    "kvbm.transfer.cpu:CpuCopier.load",
+    "kvbm.transfer.cpu:CpuCopier.store",
+    "kvbm.transfer.cpu:FutureTicket.done",
+    "kvbm.transfer.cpu:FutureTicket.bad",
+    "kvbm.transfer.cpu:FutureTicket.reason",
+]
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def story(request, run_scenario):
+    """Breaks one thing after the other and lets the engine go through a cold prompt, a hit and a host hit each time."""
+    steps = [generate(PROMPT), do("drain"), do("state", "start")]
+    for what in BREAKABLE:
+        steps += [
+            do("reset"),
+            do("break", target=what),
+            generate(PROMPT, OTHER, name=f"{what} host hit"),
+            generate(OTHER, PROMPT, name=f"{what} engine hit"),
+            do("reset", f"{what} reset"),
+            do("mend"),
+            generate(PROMPT, OTHER, name=f"{what} mended"),
+            do("drain"),
+            do("state", f"{what} end"),
+        ]
+    steps += [do("reset"), generate(PROMPT, name="last"), do("state", "end"), do("metrics", "metrics")]
+    return run_scenario(steps, {**CACHE, "onboard": request.param}, timeout=240)
+
+
+@pytest.mark.parametrize("what", BREAKABLE)
+def test_an_exception_costs_a_hit_and_nothing_else(what, story, baseline):
+    first, second = baseline([PROMPT, OTHER])
+    assert story.tokens(f"{what} host hit") == [first, second]
+    assert story.tokens(f"{what} engine hit") == [second, first]
+    assert story[f"{what} reset"] is True
+    assert story.tokens(f"{what} mended") == [first, second]
+    end = story[f"{what} end"]
+    assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
+    assert end["engine_blocks_free"] == 255
+
+
+@pytest.mark.parametrize("what", BREAKABLE)
+def test_an_exception_is_counted_and_told_once(what, story):
+    names = [f"{name} end" for name in BREAKABLE]
+    before = (["start", *names])[names.index(f"{what} end")]
+    gained = sum(story[f"{what} end"]["faults"].values()) - sum(story[before]["faults"].values())
+    assert gained > 0
+    told = [message for level, message in story.log if f"{what.partition(':')[2]} was broken" in message]
+    assert 1 <= len(told) <= 3  # once for each place in which it was noticed, however often it happened
+
+
+def test_hits_come_back_when_the_exceptions_end(story, baseline):
+    assert story.tokens("last") == baseline([PROMPT, OTHER])[:1]
+    assert story["last"]["cached"] == [384]
+    assert story["metrics"]["kvbm_faults"] == sum(story["end"]["faults"].values())
+
+
+def test_books_that_are_out_of_step_are_closed_for_good(run_scenario, baseline):
+    """When a report cannot be taken in, KVBM stops: it neither waits for what was lost nor offers what may be wrong."""
+    wanted = baseline([PROMPT, OTHER])
+    steps = [
+        generate(PROMPT),
+        do("drain"),
+        do("reset"),
+        do("break", target="kvbm.core.manager:BlockManager.finish_load", times=1),
+        generate(PROMPT, OTHER, name="broken"),
+        do("drain", "steps"),
+        do("reset", "reset"),
+        generate(PROMPT, OTHER, name="alone"),
+        do("drain"),
+        do("state", "end"),
+        do("metrics", "metrics"),
+    ]
+    story = run_scenario(steps, CACHE)
+    assert story.tokens("broken") == story.tokens("alone") == wanted
+    assert story["alone"]["cached"] == [0, 0]
+    assert story["reset"] is True
+    assert story["end"] == {"bypassed": True}
+    assert story["metrics"]["kvbm_faults"] == 1
+    assert len(story.said("KVBM is off from here on")) == 1
+
+
+def test_a_reset_that_fails_is_not_reported_as_done(run_scenario):
+    steps = [
+        generate(PROMPT),
+        do("drain"),
+        do("break", target="kvbm.runtime.leader:Leader.reset"),
+        do("reset", "broken", connector=True),
+        do("mend"),
+        do("reset", "mended", connector=True),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, CACHE)
+    assert story["broken"] is False
+    assert story["mended"] is True
+    assert story["end"]["published"] == 0
