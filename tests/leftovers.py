@@ -85,7 +85,7 @@ class Watch:
 
 def _is_foreign(path: Path) -> bool:
     """What vLLM and torch leave behind without KVBM as well. It goes with the run's directory."""
-    return path.is_socket() or path.name.startswith("torchinductor_")
+    return path.is_socket() or path.name.startswith(("torchinductor_", "vllm_dist_"))
 
 
 def _segments() -> set[str]:

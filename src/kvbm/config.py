@@ -295,6 +295,9 @@ SETTINGS: tuple[Setting, ...] = (
             Number(unit="MiB", high=65536, example="384"), 384, MOVING,
             "GPU memory for bringing blocks near while the engine is still making room for them, taken only where four "
             "times as much is free; 0 does without.", used=True),
+    Setting("stores", "KVBM_STORES", Choice(words=("auto", "kernel", "engine")), "auto", MOVING,
+            "How blocks are copied out of a GPU: by a kernel, by the copy engine, or as a measurement at start finds "
+            "best.", used=True),
     Setting("host_offload_prefix_min_priority", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             Number(high=100, example="35"), 0, MOVING,
             "Retention priority a block needs to be offloaded; the first block of a request below it ends offloading "
@@ -318,8 +321,8 @@ SETTINGS: tuple[Setting, ...] = (
             "How long the leader waits at start until every worker has its memory.", used=True),
 
     Setting("disable_write_combined", "DYN_KVBM_DISABLE_WRITE_COMBINED", _SWITCH, False, HOST,
-            "Never use write-combined host memory. It is not used either way: the GPU gains nothing from it, and the CPU "
-            "reads it at a crawl.", used=True),
+            "Never use write-combined host memory. It is not used either way: the GPU gains nothing from it, and the "
+            "CPU reads it at a crawl.", used=True),
     Setting("disable_numa", "DYN_MEMORY_DISABLE_NUMA", _SWITCH, False, HOST,
             "Take host memory from anywhere instead of from the NUMA node next to the GPU.", used=True),
     Setting("enable_numa", "DYN_KVBM_ENABLE_NUMA", _TEXT, None, HOST,
@@ -371,6 +374,10 @@ SETTINGS: tuple[Setting, ...] = (
             "Hit rates are logged this often, when they have changed."),
     Setting("enable_record", "DYN_KVBM_ENABLE_RECORD", _SWITCH, False, METRICS,
             "Record what the leader decides, as JSON lines.", old_names=("ENABLE_KVBM_RECORD",)),
+    Setting("nvtx", "KVBM_NVTX",
+            Choice(words=("auto", "on", "off"), synonyms=(("1", "on"), ("0", "off"))), "auto", METRICS,
+            "Ranges on a profiler's timeline: when a profiler has started the engine (auto), always (on) or never "
+            "(off).", used=True),
 
     Setting("kv_events_enable_consolidator", "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", _SWITCH, True, EVENTS,
             "Merge the engine's block events with those of the tiers below it, and publish them on the leader's pub "
@@ -415,6 +422,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     offload_decode: bool
     max_pending_offloads: int
     staging_mb: int
+    stores: Literal["auto", "kernel", "engine"]
     host_offload_prefix_min_priority: int
     max_concurrent_transfers: int
     max_transfer_batch_size: int
@@ -446,6 +454,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cache_stats_max_requests: int
     cache_stats_log_interval_secs: int
     enable_record: bool
+    nvtx: Literal["auto", "on", "off"]
 
     kv_events_enable_consolidator: bool
     kv_events_consolidator_mode: Literal["dedup", "passthrough"]

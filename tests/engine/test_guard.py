@@ -17,8 +17,6 @@ BREAKABLE = [
     f"{SCHEDULER}._plan_load",
     f"{SCHEDULER}._follow_tables",
     f"{SCHEDULER}._plan_stores",
-    f"{SCHEDULER}.finished",
-    f"{SCHEDULER}.busy",
     f"{LEADER}.onboard",
     f"{LEADER}.offload",
     f"{LEADER}.fences",
@@ -55,29 +53,31 @@ def story(request, run_scenario):
             do("state", f"{what} end"),
         ]
     steps += [do("reset"), generate(PROMPT, name="last"), do("state", "end"), do("metrics", "metrics")]
-    return run_scenario(steps, {**CACHE, "onboard": request.param}, timeout=240)
+    return run_scenario(steps, {**CACHE, "onboard": request.param})
 
 
-@pytest.mark.parametrize("what", BREAKABLE)
-def test_an_exception_costs_a_hit_and_nothing_else(what, story, baseline):
+def test_an_exception_costs_a_hit_and_nothing_else(story, baseline):
     first, second = baseline([PROMPT, OTHER])
-    assert story.tokens(f"{what} host hit") == [first, second]
-    assert story.tokens(f"{what} engine hit") == [second, first]
-    assert story[f"{what} reset"] is True
-    assert story.tokens(f"{what} mended") == [first, second]
-    end = story[f"{what} end"]
-    assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
-    assert end["engine_blocks_free"] == 255
+    for what in BREAKABLE:
+        assert story.tokens(f"{what} host hit") == [first, second], what
+        assert story.tokens(f"{what} engine hit") == [second, first], what
+        assert story[f"{what} reset"] is True, what
+        assert story.tokens(f"{what} mended") == [first, second], what
+        end = story[f"{what} end"]
+        assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False), what
+        assert end["engine_blocks_free"] == 255, what
 
 
-@pytest.mark.parametrize("what", BREAKABLE)
-def test_an_exception_is_counted_and_told_once(what, story):
-    names = [f"{name} end" for name in BREAKABLE]
-    before = (["start", *names])[names.index(f"{what} end")]
-    gained = sum(story[f"{what} end"]["faults"].values()) - sum(story[before]["faults"].values())
-    assert gained > 0
-    told = [message for level, message in story.log if f"{what.partition(':')[2]} was broken" in message]
-    assert 1 <= len(told) <= 3  # once for each place in which it was noticed, however often it happened
+def test_an_exception_is_counted_and_told_once(story):
+    before = sum(story["start"]["faults"].values())
+    for what in BREAKABLE:
+        now = sum(story[f"{what} end"]["faults"].values())
+        assert now > before, what
+        before = now
+    # Once for every kind of fault; one that a worker meets inside vLLM's own call is told there as well.
+    kinds = set(story["end"]["faults"])
+    told = [message for level, message in story.log if level in ("WARNING", "ERROR")]
+    assert len(kinds) <= len(told) <= 2 * len(kinds) < sum(story["end"]["faults"].values())
 
 
 def test_hits_come_back_when_the_exceptions_end(story, baseline):

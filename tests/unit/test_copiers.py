@@ -92,7 +92,13 @@ class Cache:
     def __init__(self, make, device, staging=0):
         self.tensors = make(device)
         self.layout = describe([spec(f"layer{i}", t) for i, t in enumerate(self.tensors)], BLOCKS)
-        self.copier = open_copier(device, self.layout, HostSlab(SLOTS * self.layout.slot_bytes).carve(SLOTS, self.layout.slot_bytes), rank=0, staging=staging)
+        self.copier = open_copier(
+            device,
+            self.layout,
+            HostSlab(SLOTS * self.layout.slot_bytes).carve(SLOTS, self.layout.slot_bytes),
+            rank=0,
+            staging=staging,
+        )
         for tensor in self.tensors:
             tensor.copy_(torch.randint(0, 100, tensor.shape, dtype=torch.int64).to(tensor.dtype))
 

@@ -255,6 +255,8 @@ def test_a_match_that_is_out_of_date_is_never_loaded(change):
     pinned = host.pinned
     with pytest.raises(ValueError, match="out of date"):
         manager.load(match, "r", [0, 1], in_step=False, after=[])
+    with pytest.raises(ValueError, match="out of date"):
+        manager.hold(match)
     assert not manager.busy
     assert host.pinned == pinned
 
@@ -267,6 +269,39 @@ def test_a_match_is_good_while_other_blocks_come_and_go():
     manager.finish_store(store(manager, "x").id, ok=True)
     manager.pools[HOST].drop(b"c")
     assert manager.load(match, "r", [0, 1], in_step=False, after=[]).copies[0].slots == [0, 1]
+
+
+def test_a_match_that_is_held_stays_good_until_it_is_released():
+    manager = tiers(host="ab", disk="c", size=2)
+    match = manager.lookup(keys("abc"))
+    manager.hold(match)
+    assert store(manager, "xy") is None
+    plan = manager.load(match, "r", [0, 1, 2], in_step=True, after=[])
+    manager.release(match)
+    assert store(manager, "xy") is None
+    manager.finish_load(plan.id)
+    assert all(pool.pinned == 0 for pool in manager.pools.values())
+
+
+def test_holding_keeps_no_block_that_is_forgotten_meanwhile():
+    manager = tiers(host="ab", size=2)
+    match = manager.lookup(keys("ab"))
+    manager.hold(match)
+    manager.clear()
+    with pytest.raises(ValueError, match="out of date"):
+        manager.load(match, "r", [0, 1], in_step=True, after=[])
+    manager.release(match)
+    assert manager.pools[HOST].free == 2
+
+
+def test_a_released_match_leaves_the_front_of_the_prefix_the_last_to_go():
+    manager = tiers(host="abe", disk="cd", size=3)
+    match = manager.lookup(keys("abcde"))
+    manager.hold(match)
+    manager.release(match)
+    for letter, left in zip("xyz", ["ab", "a", ""], strict=True):
+        store(manager, letter)
+        assert kept(manager, "abe") == left
 
 
 # -- keeping ----------------------------------------------------------------------------------------------------------

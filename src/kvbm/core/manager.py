@@ -113,11 +113,7 @@ class BlockManager:
         """
         if len(blocks) != match.blocks:
             raise ValueError(f"{match.blocks} matched blocks cannot fill {len(blocks)} engine blocks")
-        at = match.start
-        for tier, slots in match.runs:
-            if self.pools[tier].match(match.keys[at : at + len(slots)]) != slots:
-                raise ValueError(f"the match for request {request} is out of date: look up again before loading")
-            at += len(slots)
+        self._check(match)
         copies: list[Copy] = []
         at = 0
         for tier, slots in match.runs:
@@ -129,13 +125,25 @@ class BlockManager:
         return plan
 
     def hold(self, match: Match) -> None:
-        """Keep a match from changing until :meth:`release`, without a plan for it yet."""
+        """Keep a match from changing until :meth:`release`, without a plan for it yet.
+
+        Raises ValueError, and holds nothing, when the match is out of date.
+        """
+        self._check(match)
         for tier, slots in match.runs:
             self.pools[tier].pin(slots)
 
     def release(self, match: Match) -> None:
-        for tier, slots in match.runs:
+        # Last run first, as in finish_load.
+        for tier, slots in reversed(match.runs):
             self.pools[tier].unpin(slots)
+
+    def _check(self, match: Match) -> None:
+        at = match.start
+        for tier, slots in match.runs:
+            if self.pools[tier].match(match.keys[at : at + len(slots)]) != slots:
+                raise ValueError("the match is out of date: look up again before loading")
+            at += len(slots)
 
     def finish_load(self, plan_id: int, bad: Iterable[int] = ()) -> int:
         """Let go of a load's slots. Positions in ``bad`` did not arrive: these blocks are never found again.

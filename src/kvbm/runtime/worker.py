@@ -151,7 +151,8 @@ class Worker:
         arrived: set[str] = set()
         bad_blocks: set[int] = set()
         for load in list(self._loads.values()):
-            result = self._result(load)
+            # A load by layer is not over before its forward pass, which may show that it came too late.
+            result = None if load.plan.id in self._by_layer else self._result(load)
             if result is None:
                 continue
             del self._loads[load.plan.id]
@@ -251,7 +252,8 @@ class Worker:
 
     def _was_awaited(self, load: _Load) -> bool:
         try:
-            return all([self._copier.end_load(part.ticket) for part in load.parts])
+            ended = [self._copier.end_load(part.ticket) for part in load.parts]  # every one of them, also after a False
+            return all(ended)
         except Exception as error:
             self._fault("load", error)
             return False

@@ -58,7 +58,9 @@ class HostSlab:
             numa.prefer(self.address, length, node)
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
-        self._filling = threading.Thread(target=_fault_in, args=(self.address, length), name="kvbm-host-tier", daemon=True)
+        self._filling = threading.Thread(
+            target=_fault_in, args=(self.address, length), name="kvbm-host-tier", daemon=True
+        )
         self._filling.start()
 
     def carve(self, slots: int, slot_bytes: int) -> HostSlab:
@@ -130,8 +132,9 @@ def refuse_if_too_large(size: int, setting: str) -> None:
     usable = int(available * 0.95)
     if size > usable:
         raise HostMemoryError(
-            f"{setting} asks for {size / 1e9:.2f} GB of host memory on this rank, but only {usable / 1e9:.2f} GB can be had "
-            f"({available / 1e9:.2f} GB available). Lower {setting}: up to {usable / 1e9:.2f} GB a rank would fit."
+            f"{setting} asks for {size / 1e9:.2f} GB of host memory on this rank, but only {usable / 1e9:.2f} GB can "
+            f"be had ({available / 1e9:.2f} GB available). "
+            f"Lower {setting}: up to {usable / 1e9:.2f} GB a rank would fit."
         )
 
 

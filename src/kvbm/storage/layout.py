@@ -121,8 +121,8 @@ def _contiguous(dims: list[_Dim], itemsize: int) -> tuple[list[int], int]:
 
 
 def _order(dims: list[_Dim]) -> str:
-    """Axes and sizes of a block from outermost to innermost in memory. The axis counts: 16 heads of 16 tokens are not 16
-    tokens of 16 heads. Gaps between them do not: a slot has none."""
+    """Axes and sizes of a block from outermost to innermost in memory. The axis counts: 16 heads of 16 tokens are not
+    16 tokens of 16 heads. Gaps between them do not: a slot has none."""
     return "".join(f"[{'p' if dim.axis < 0 else dim.axis}:{dim.size}]" for dim in dims)
 
 

@@ -8,7 +8,15 @@ from kvbm.transfer.base import Copier
 from kvbm.transfer.faults import FaultyCopier, parse
 
 
-def open_copier(device: str, layout: BlockLayout, slab: HostSlab, rank: int, faults: str = "", staging: int = 0) -> Copier:
+def open_copier(
+    device: str,
+    layout: BlockLayout,
+    slab: HostSlab,
+    rank: int,
+    faults: str = "",
+    staging: int = 0,
+    stores: str = "auto",
+) -> Copier:
     """The copier for an engine whose cache lies on ``device`` ("cpu", "cuda:0", ...)."""
     kind = device.split(":")[0]
     copier: Copier
@@ -21,7 +29,7 @@ def open_copier(device: str, layout: BlockLayout, slab: HostSlab, rank: int, fau
 
         from kvbm.transfer.cuda import CudaCopier
 
-        copier = CudaCopier(layout, slab, torch.device(device), staging)
+        copier = CudaCopier(layout, slab, torch.device(device), staging, stores)
     else:
         raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu, cuda")
     rules = parse(faults)

@@ -88,7 +88,7 @@ class Copier(ABC):
 
     @abstractmethod
     def end_load(self, ticket: Ticket) -> bool:
-        """The forward pass that needed this ``BY_LAYER`` load has been submitted. False when it may have read too early.
+        """The forward pass that needed this ``BY_LAYER`` load has been submitted. False when it may have read early.
 
         That is so when a layer was not waited for: the engine replayed a CUDA graph, say, in which no layer asks. The
         caller must then treat what was loaded as bad.

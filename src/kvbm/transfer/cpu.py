@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier, Ticket, When
 
-Bytes = np.ndarray
+Bytes = npt.NDArray[np.uint8]
 
 
 class FutureTicket(Ticket):
@@ -118,5 +119,5 @@ def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int
 def _rows(address: int, rows: int, stride: int, size: int) -> Bytes:
     """``rows`` byte ranges of ``size`` bytes, ``stride`` apart, as an array over memory that somebody else owns."""
     span = stride * (rows - 1) + size
-    buffer = (ctypes.c_uint8 * span).from_address(address)
-    return np.ndarray((rows, size), np.uint8, buffer, strides=(stride, 1))
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(address))
+    return np.lib.stride_tricks.as_strided(memory, (rows, size), (stride, 1))

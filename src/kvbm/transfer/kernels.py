@@ -14,8 +14,8 @@ import triton.language as tl
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-# Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for multiples
-# of 16, and would do so while a request waits.
+# Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for
+# multiples of 16, and would do so while a request waits.
 @triton.jit(do_not_specialize=["row", "first", "segments", "count"])
 def copy_pieces(
     table,  # int64[segments, 4]: device address of block 0, bytes between blocks, offset in a slot, layer

@@ -21,7 +21,8 @@ from kvbm.engines.vllm.guard import Faults, guarded
 from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats, figures
 from kvbm.engines.vllm.worker import WorkerHalf
-from kvbm.plans import Report, StepPlan, decode_hello, decode_reports, decode_step, encode
+from kvbm.plans import Report, StepPlan, decode_hello, encode
+from kvbm.runtime.channel import InBandLeader, InBandWorker
 from kvbm.runtime.worker import Outcome
 
 logger = logging.getLogger("kvbm")
@@ -52,9 +53,6 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     hello: bytes
 
 
-_EMPTY_STEP = encode(StepPlan())
-
-
 class DynamoConnector(KVConnectorBase_V1):
     """KVBM under vLLM. Configure it with ``kv_connector_module_path="kvbm.vllm_integration.connector"``."""
 
@@ -63,6 +61,9 @@ class DynamoConnector(KVConnectorBase_V1):
         compat.speak_like_vllm()
         self._faults = Faults()
         self._half: SchedulerHalf | WorkerHalf | None = None
+        self._leader_channel = InBandLeader()
+        self._worker_channel = InBandWorker()
+        self._received: KVConnectorMetadata | None = None
         self._plan = StepPlan()
         self._outcome: Outcome | None = None
         self._reported: dict[str, int] = {}
@@ -114,16 +115,18 @@ class DynamoConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
-    @guarded(lambda: DynamoConnectorMetadata(_EMPTY_STEP))
+    @guarded(lambda: DynamoConnectorMetadata(b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        plan = self._scheduler.plan_step(scheduler_output)
-        return DynamoConnectorMetadata(encode(plan) if plan else _EMPTY_STEP)
+        self._leader_channel.send(self._scheduler.plan_step(scheduler_output))
+        return DynamoConnectorMetadata(self._leader_channel.pack())
 
     @guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReports):
-            self._scheduler.apply([report for part in meta.reports for report in decode_reports(part)])
+            for part in meta.reports:
+                self._leader_channel.unpack(part)
+            self._scheduler.apply(self._leader_channel.receive())
 
     @guarded((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -164,17 +167,26 @@ class DynamoConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, DynamoConnectorMetadata)
-        self._plan = _decode(connector_metadata)
+        self._receive(connector_metadata)
+
+    def _receive(self, metadata: KVConnectorMetadata) -> None:
+        """Take in a step's plan. vLLM hands it over twice, before the step and at its beginning."""
+        if metadata is not self._received:
+            assert isinstance(metadata, DynamoConnectorMetadata)
+            self._received = metadata
+            self._worker_channel.unpack(metadata.metadata)
+            plans = self._worker_channel.receive()
+            self._plan = plans[0] if plans else StepPlan()
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
+        self._received = None
         self._plan = StepPlan()
 
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, DynamoConnectorMetadata)
-        self._worker.begin(_decode(kv_connector_metadata))
+        self._receive(kv_connector_metadata)
+        self._worker.begin(self._plan)
 
     @guarded(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -203,8 +215,11 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         outcome, self._outcome = self._outcome, None
-        report: Report | None = outcome.report if outcome else None
-        return WorkerReports([encode([report])]) if report else None
+        if outcome is not None:
+            self._worker_channel.send(outcome.report)
+        self._worker_channel.send(Report(self._worker.rank, faults=self._faults.take()))  # goes only if there are any
+        payload = self._worker_channel.pack()
+        return WorkerReports([payload]) if payload else None
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
@@ -233,10 +248,6 @@ class DynamoConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if isinstance(self._half, WorkerHalf):
             self._half.close()
-
-
-def _decode(metadata: DynamoConnectorMetadata) -> StepPlan:
-    return StepPlan() if metadata.metadata == _EMPTY_STEP else decode_step(metadata.metadata)
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -22,6 +22,7 @@ class Faults:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
 
     def record(self, where: str, error: BaseException) -> None:
         kind = f"{where}: {type(error).__name__}"
@@ -31,6 +32,14 @@ class Faults:
                 "%s failed (%s); the engine goes on without this hit. Further failures of this kind are only counted.",
                 where, error, exc_info=error,
             )  # fmt: skip
+
+    def take(self) -> dict[str, int]:
+        """What has been counted since the last call: a worker passes it on to the leader, who counts for all."""
+        if not self.counts:
+            return {}
+        fresh = self.counts - self._taken
+        self._taken = self.counts.copy()
+        return dict(fresh)
 
     def note(self, reason: str, times: int) -> None:
         """A fault that a worker has reported."""

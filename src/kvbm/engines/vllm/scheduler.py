@@ -31,14 +31,17 @@ PREFETCH_BLOCKS = 64
 class _Request:
     """What we know of a request that vLLM is working on."""
 
-    __slots__ = ("blocks", "in_step", "match", "patience_ends", "request", "stored")
+    __slots__ = ("blocks", "in_step", "keep", "match", "patience_ends", "refused", "request", "stored")
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        self.blocks: list[int] = []  # the engine's block table, kept here because releases hand it over differently
+        # The engine's block table, kept here because releases hand it over differently; None while it is not known.
+        self.blocks: list[int] | None = None
         self.stored = 0  # blocks from the front that need no more thought
+        self.keep = True  # False: what it computes rests on blocks from before a reset
         self.match: Match | None = None
         self.in_step = False
+        self.refused = False  # a load of it could not even be planned: nothing more is offered
         self.patience_ends: float | None = None
 
     def new_table(self, blocks: Sequence[int]) -> None:
@@ -117,7 +120,7 @@ class SchedulerHalf:
     def _prefetch(self, request: Any) -> None:
         """Begin to bring a prompt's blocks near while vLLM is still making room for them, which takes it milliseconds.
 
-        Only for a request that has the engine to itself: then the bus is idle, and the load will come in this very step.
+        Only for a request that has the engine to itself: then the bus is idle, and the load will come in this step.
         """
         if self._local is None or self.leader is None or self._keys is None or self._prefetched is not None:
             return
@@ -148,8 +151,8 @@ class SchedulerHalf:
         if state is None:
             state = self._requests[request.request_id] = _Request(request)
         state.match = None
-        if getattr(request, "skip_reading_prefix_cache", False):
-            # Prompt log-probabilities, say: every token is to be computed. Releases before 0.31 do not see to it here.
+        # Whoever asks for prompt log-probabilities has every token computed. Before 0.31 vLLM leaves that to us.
+        if state.refused or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         start = computed_tokens // self._block_size
         # One token at least is left to compute: the engine needs its logits.
@@ -192,7 +195,9 @@ class SchedulerHalf:
             self._faults.record("planning a load", error)
             self._hopeless += 1
             copies = [Copy(Tier.HOST, [-1] * len(table), list(table))]
-            in_step = state is None or state.in_step
+            in_step = True
+            if state is not None:
+                in_step, state.refused = state.in_step, True
             self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
             return
         plan = self._loads[-1]
@@ -220,16 +225,17 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepPlan:
         loads, self._loads = self._loads, []
-        self._forget_prefetched()
         stores: list[StorePlan] = []
         fences: list[int] = []
         try:
+            self._forget_prefetched()
             fences = self._follow_tables(output)
         except Exception as error:
             # Without the tables we can tell neither which copies are in danger nor whose a block is: the step waits for
-            # all copies, and of the requests known so far nothing more is kept.
+            # all copies, and nothing is kept of a request before it gets a new table.
             self._faults.record("following block tables", error)
-            self._requests.clear()
+            for state in self._requests.values():
+                state.blocks = None
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
             self._plan_stores(output, stores)
@@ -242,24 +248,25 @@ class SchedulerHalf:
         size = self._block_size
         written: list[int] = []
         for new in output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
-            if state is None:
-                continue
-            state.new_table(new.block_ids[0])
-            written += state.blocks[new.num_computed_tokens // size :]
+            table = new.block_ids[0]
+            written += table[new.num_computed_tokens // size :]
+            if (state := self._requests.get(new.req_id)) is not None:
+                state.new_table(table)
         cached = output.scheduled_cached_reqs
         resumed = compat.resumed_requests(cached)
         for i, request_id in enumerate(cached.req_ids):
-            fresh = cached.new_block_ids[i]
-            state = self._requests.get(request_id)
-            if state is None or fresh is None:
+            if cached.new_block_ids[i] is None:
                 continue
+            fresh = cached.new_block_ids[i][0]
+            state = self._requests.get(request_id)
             if request_id in resumed:
-                state.new_table(fresh[0])
-                written += state.blocks[cached.num_computed_tokens[i] // size :]
+                written += fresh[cached.num_computed_tokens[i] // size :]
+                if state is not None:
+                    state.new_table(fresh)
             else:
-                state.blocks.extend(fresh[0])
-                written += fresh[0]
+                written += fresh
+                if state is not None and state.blocks is not None:
+                    state.blocks.extend(fresh)
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
@@ -273,7 +280,7 @@ class SchedulerHalf:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or state.blocks is None or not state.keep:
                 continue
             # Blocks this step completes. Tokens that are only guessed yet (speculation, asynchronous scheduling) have
             # no key, so their blocks wait for a later step.
@@ -287,6 +294,10 @@ class SchedulerHalf:
             keys: Sequence[Key] = self._keys.of(state.request)
             full = min(full, len(keys), len(state.blocks))
             if full > state.stored:
+                pool = self.leader.manager.pools[Tier.HOST]
+                if pool.free < full - state.stored:
+                    # Something must go for these blocks, and not the blocks in front of them.
+                    pool.touch(keys[: state.stored])
                 plan = self.leader.offload(keys[state.stored : full], state.blocks[state.stored : full])
                 state.stored = full
                 if plan is not None:
@@ -319,6 +330,9 @@ class SchedulerHalf:
         self._keys.forget(request.request_id)
 
     def reset(self) -> bool:
+        """Forget every block. Requests that live on keep nothing more: they may rest on weights that are gone."""
+        for state in self._requests.values():
+            state.keep = False
         if self.leader is not None:
             self.leader.reset()
         return True
@@ -327,4 +341,3 @@ class SchedulerHalf:
     def busy(self) -> bool:
         """Stores on their way: vLLM must go on stepping, or nobody would hear that they are done."""
         return self.leader is not None and self.leader.stores_under_way
-

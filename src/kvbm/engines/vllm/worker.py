@@ -47,7 +47,8 @@ class WorkerHalf:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take the engine's tensors and ask for the host tier's memory. Raises when it cannot be had: better now than
         later. The memory is faulted in while vLLM goes on with its own start."""
-        self._layout = layout = describe([_spec(name, tensor) for name, tensor in kv_caches.items()], self._engine_blocks)
+        tensors = [_spec(name, tensor) for name, tensor in kv_caches.items()]
+        self._layout = layout = describe(tensors, self._engine_blocks)
         self._device = str(next(iter(kv_caches.values())).device)
         config = self._config
         slots = slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, layout.block_bytes * self.ranks)
@@ -61,7 +62,7 @@ class WorkerHalf:
         self._slab = HostSlab(slots * layout.slot_bytes, node=node)
 
     def meet(self) -> Hello | None:
-        """Finish the start: vLLM has warmed up and captured its graphs, so this is the time to make CUDA calls of our own.
+        """Finish the start: vLLM has warmed up and captured its graphs, so this is the time for CUDA calls of our own.
 
         Returns what the leader must know; None when there is no cache to serve.
         """
@@ -70,7 +71,10 @@ class WorkerHalf:
             return None
         if self._worker is None:
             slab.carve(self._slots, layout.slot_bytes)
-            copier = open_copier(self._device, layout, slab, self.rank, self._config.inject_faults, self._config.staging_mb << 20)
+            config = self._config
+            copier = open_copier(
+                self._device, layout, slab, self.rank, config.inject_faults, config.staging_mb << 20, config.stores
+            )
             self._worker = Worker(self.rank, copier, {Tier.HOST: slab.slots}, layout.num_blocks)
             self._thread = threading.get_ident()
             _local[self._name] = self

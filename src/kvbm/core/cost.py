@@ -1,0 +1,269 @@
+"""Load or recompute: takes of a match what is expected to come back sooner than the engine would compute it.
+
+The leader's thread owns a :class:`CostModel` and tells it what things really took; it has no clock of its own::
+
+    observe_load     when a load is over on every rank: bytes of one rank, seconds of the slowest. Loads of one tier
+                     only; 0 seconds (the copier does not know) are ignored
+    observe_prefill  after a step that computed prompt tokens
+    observe_step     after a step that only decoded
+    decide           when a request's match is known, before its blocks are allocated; changes nothing, so it may be
+                     asked again
+    observe_refusal  once for each request of which a match was refused
+
+What it expects, in seconds:
+
+- *Loading* costs each tier that is touched once its fixed seconds, and its seconds a byte. Tiers count one after the
+  other: reading the disk while the bus is busy would be faster, so this errs on the side of recomputing.
+- *Computing* costs a step, and a price for every token that grows with its position, because attention reads all that
+  came before. A layer of width h has about 12 h² weights, two operations each, and attention 4 h operations for each
+  token of context: they are equal at a context of 6 h, and at about 4 h in time, as attention kernels reach two thirds
+  of the speed of matrix products. So a token at position p costs ``1 + p / (4 h)`` times the first one; with h = 4,096
+  the last 8k of 32k tokens cost 2.2 times the first 8k. One rate for all of them, learned from long prompts, would load
+  short prefixes that are sooner computed.
+- *In the step*, host memory comes layer by layer under the forward pass: the longer of the load and the computation of
+  that step. Where layers cannot wait for their own blocks, and for tiers below host memory, which keep a block's layers
+  together, it is the sum.
+- *Outside of the step* the request waits for the load and then about one step until it is scheduled again, but nobody
+  else waits.
+
+A load goes into the step when nobody else is running or when it is short (``HOLD_UP`` of a step). Otherwise it stays
+outside, unless waiting there would cost more than recomputing: then the step is the better place for everybody, as
+recomputing would make it longer still. Slower tiers than host memory stay outside always: a slow disk may cost a hit,
+not a step. ``sync`` and ``async`` force the place, never the load: whoever must load whatever it costs does not ask.
+
+Consecutive blocks in one tier are taken together or not at all, up to the best such end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Literal, NamedTuple
+
+from kvbm.core.manager import Match
+from kvbm.plans import Tier
+
+Mode = Literal["auto", "sync", "async"]
+
+# A load in a step with others is welcome up to this part of a step: even were nothing of it hidden under the
+# computation, their tokens would come at most this much later.
+HOLD_UP = 0.2
+
+# A prior counts as one observation. Later ones count for at least this much, so that about the last ten matter.
+_LEAST_WEIGHT = 0.2
+# How far a refusal moves a tier's estimate back to its prior: a disk that was slow once is tried again after a hundred
+# refusals or so, and one that is always slow costs one request in a hundred some time.
+_FORGET = 1 / 256
+
+NOTHING_FOUND = "nothing found"
+RECOMPUTE = "recomputing is faster"
+ALONE = "in the step: nobody else is running"
+SHORT = "in the step: too short to be noticed"
+NO_TIME_TO_WAIT = "in the step: waiting outside would not pay"
+OUTSIDE = "outside of the step: others are running"
+SLOW_TIER = "outside of the step: not from host memory alone"
+FORCED = "as configured"
+
+
+class Rate(NamedTuple):
+    """What loads from a tier are expected to take."""
+
+    bytes_per_second: float
+    fixed_seconds: float
+
+
+# Until measured. Rather too fast than too slow: a tier that is never tried is never measured.
+PRIORS: Mapping[Tier, Rate] = {
+    Tier.HOST: Rate(20e9, 0.0005),
+    Tier.DISK: Rate(5e9, 0.002),
+    Tier.OBJECT: Rate(1e9, 0.05),
+}
+PRIOR_TOKENS_PER_SECOND = 10_000.0
+PRIOR_STEP_SECONDS = 0.02
+
+
+class Decision(NamedTuple):
+    """What to do with a match."""
+
+    blocks: int  # how many of the match's first blocks to load; 0: compute everything
+    in_step: bool
+    reason: str  # one of the few sentences above, so that it can be counted
+    seconds: float  # expected until the prompt is computed, if this is done
+    recompute_seconds: float  # the same if nothing is loaded; never less than ``seconds``
+
+
+class CostModel:
+    """Not thread-safe, like all of ``core``.
+
+    ``step_tokens``: the most tokens that the engine computes in a step. ``layers_from``: the fewest tokens that a
+    request must have left to compute for its load to come layer by layer; infinite where layers cannot wait.
+    ``attention_span``: the position at which a token costs twice what the first one does, about four times the model's
+    hidden size; infinite takes all for equal. ``rates``: what is known of tiers in place of the priors, for example
+    measured at start.
+    """
+
+    def __init__(
+        self,
+        step_tokens: int = 8192,
+        layers_from: float = 1,
+        attention_span: float = inf,
+        mode: Mode = "auto",
+        rates: Mapping[Tier, Rate] | None = None,
+    ) -> None:
+        if step_tokens < 1 or not attention_span > 0:
+            raise ValueError(f"step_tokens={step_tokens} and attention_span={attention_span} must both be positive")
+        self._step_tokens = step_tokens
+        self._layers_from = layers_from
+        self._span = attention_span
+        self._mode: Mode = mode
+        self._tiers = {tier: _TierRate(rate) for tier, rate in {**PRIORS, **(rates or {})}.items()}
+        self._token = _Average(1 / PRIOR_TOKENS_PER_SECOND)  # seconds of a token at position 0
+        self._step = _Average(PRIOR_STEP_SECONDS)
+
+    # -- what was measured --------------------------------------------------------------------------------------------
+
+    def observe_load(self, tier: Tier, size: int, seconds: float) -> None:
+        """A load of ``size`` bytes, all of one tier, took this long. Bytes of one rank, as in :meth:`decide`."""
+        if size > 0 and 0 < seconds < inf:
+            self._tiers[tier].observe(size, seconds)
+
+    def observe_prefill(self, tokens: int, seconds: float, computed_tokens: int = 0) -> None:
+        """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others.
+
+        With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
+        took longer than one which only decodes says nothing about the tokens and is ignored.
+        """
+        step = self._step.value
+        if tokens > 0 and 2 * step <= seconds < inf:
+            self._token.observe((seconds - step) / self._work(computed_tokens, tokens))
+
+    def observe_step(self, seconds: float) -> None:
+        """A step that only decoded took this long."""
+        if 0 < seconds < inf:
+            self._step.observe(seconds)
+
+    def observe_refusal(self, match: Match) -> None:
+        """A request goes without this match: what it says of the tiers in it ages, or it would be believed for ever."""
+        for tier in {run.tier for run in match.runs}:
+            self._tiers[tier].forget()
+
+    # -- what is expected ---------------------------------------------------------------------------------------------
+
+    def rate(self, tier: Tier) -> Rate:
+        """What is believed of a tier right now."""
+        known = self._tiers[tier]
+        return Rate(1 / known.byte.value, known.fixed.value)
+
+    @property
+    def step_seconds(self) -> float:
+        return self._step.value
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Of the first tokens of a prompt; later ones take longer."""
+        return 1 / self._token.value
+
+    def compute_seconds(self, computed_tokens: int, tokens: int) -> float:
+        """To compute ``tokens`` that come after ``computed_tokens`` others, in one step or several."""
+        return self._step.value + self._token.value * self._work(computed_tokens, tokens)
+
+    def decide(
+        self,
+        match: Match,
+        block_bytes: int,
+        block_size: int,
+        computed_tokens: int,
+        remaining_tokens: int,
+        others_running: bool,
+    ) -> Decision:
+        """How much of a match to load, and where.
+
+        ``block_bytes`` and ``block_size`` are bytes (on one rank) and tokens of a block. ``computed_tokens`` are on the
+        device already: those before the match. ``remaining_tokens`` are all after them, the match included: what the
+        engine would compute were there no match.
+        """
+        recompute = self.compute_seconds(computed_tokens, remaining_tokens)
+        best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute)
+        sizes: dict[Tier, int] = {}
+        blocks = 0
+        for tier, slots in match.runs:
+            blocks += len(slots)
+            sizes[tier] = sizes.get(tier, 0) + len(slots) * block_bytes
+            loaded = blocks * block_size
+            rest = max(remaining_tokens - loaded, 0)
+            in_step, reason, seconds = self._place(sizes, computed_tokens + loaded, rest, others_running, recompute)
+            if seconds < best.seconds:
+                best = Decision(blocks, in_step, reason, seconds, recompute)
+        return best
+
+    def _place(
+        self, sizes: Mapping[Tier, int], computed: int, rest: int, others_running: bool, recompute: float
+    ) -> tuple[bool, str, float]:
+        """(in the step, why, expected seconds) of a load that leaves ``rest`` tokens behind ``computed`` ones."""
+        host = self._tiers[Tier.HOST].seconds(sizes.get(Tier.HOST, 0))
+        slow = sum(self._tiers[tier].seconds(size) for tier, size in sizes.items() if tier is not Tier.HOST)
+        outside = host + slow + self._step.value + self.compute_seconds(computed, rest)
+        # Only this step's share of the rest is computed while the layers come in.
+        now = min(rest, self._step_tokens)
+        step = self.compute_seconds(computed, now)
+        later = self._token.value * self._work(computed + now, rest - now)
+        inside = slow + (max(host, step) if rest >= self._layers_from else host + step) + later
+        if self._mode != "auto":
+            return (True, FORCED, inside) if self._mode == "sync" else (False, FORCED, outside)
+        if slow:
+            return False, SLOW_TIER, outside
+        if not others_running:
+            return True, ALONE, inside
+        if host <= HOLD_UP * self._step.value:
+            return True, SHORT, inside
+        if outside < recompute:
+            return False, OUTSIDE, outside
+        return True, NO_TIME_TO_WAIT, inside
+
+    def _work(self, computed: int, tokens: int) -> float:
+        """What ``tokens`` after ``computed`` others cost, counted in tokens at position 0."""
+        return tokens * (1 + (computed + tokens / 2) / self._span)
+
+
+class _Average:
+    """A number that follows what is observed: at first the mean of all, later of the last few."""
+
+    __slots__ = ("count", "prior", "value")
+
+    def __init__(self, prior: float) -> None:
+        self.prior = self.value = prior
+        self.count = 1
+
+    def observe(self, sample: float) -> None:
+        self.count += 1
+        self.value += (sample - self.value) * max(1 / self.count, _LEAST_WEIGHT)
+
+    def forget(self) -> None:
+        """Go back a little towards the prior, if that is the more hopeful number."""
+        self.value += min(0.0, self.prior - self.value) * _FORGET
+
+
+class _TierRate:
+    """Fixed seconds and seconds a byte of one tier, told apart by the size of the loads."""
+
+    __slots__ = ("byte", "fixed")
+
+    def __init__(self, prior: Rate) -> None:
+        if not (0 < prior.bytes_per_second < inf and 0 <= prior.fixed_seconds < inf):
+            raise ValueError(f"{prior} is no rate: expected a bandwidth above 0 and fixed seconds of at least 0")
+        self.byte = _Average(1 / prior.bytes_per_second)
+        self.fixed = _Average(prior.fixed_seconds)
+
+    def seconds(self, size: int) -> float:
+        return self.fixed.value + size * self.byte.value if size else 0.0
+
+    def observe(self, size: int, seconds: float) -> None:
+        # A load teaches what it mostly consists of: a large one the bandwidth, a small one the fixed part.
+        if size * self.byte.value >= self.fixed.value:
+            self.byte.observe(max(seconds - self.fixed.value, seconds / 2) / size)
+        else:
+            self.fixed.observe(max(seconds - size * self.byte.value, 0.0))
+
+    def forget(self) -> None:
+        self.byte.forget()
+        self.fixed.forget()

@@ -1,0 +1,117 @@
+"""What every channel promises, and what leader and workers agree on before the first plan."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvbm.plans import Hello, Report, StepPlan, Tier
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelError(RuntimeError):
+    """The two halves cannot work together; says why and what to change."""
+
+
+class HandshakeTimeoutError(ChannelError):
+    """Leader and workers did not all meet in time."""
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """How often things happen, in seconds."""
+
+    round: float = 0.5  # between two rounds of the handshake
+    progress: float = 5.0  # between two log lines about a handshake that is still waiting
+    beat: float = 1.0  # between two pings or beats
+    # A rank that was silent for so long is lost. Long, because there is no way back from it, and a thread of a healthy
+    # worker may go without the interpreter for many seconds while an engine compiles or loads kernels.
+    silence: float = 60.0
+
+
+TIMING = Timing()
+
+
+class LeaderChannel(ABC):
+    """The leader's end. Called from the engine's scheduler thread, in every step; no method waits."""
+
+    @abstractmethod
+    def send(self, plan: StepPlan) -> None:
+        """Deliver a plan to every rank. An empty one is not sent.
+
+        Never fails because of a worker: one that is gone shows in :meth:`lost_ranks`. Ignored after :meth:`close`.
+        """
+
+    @abstractmethod
+    def receive(self) -> list[Report]:
+        """Every report that has arrived since the last call; those of one rank in the order they were sent."""
+
+    @abstractmethod
+    def lost_ranks(self) -> dict[int, str]:
+        """Ranks that no plan reaches any more, and why. Ask in every step; a rank never comes back out of here.
+
+        The caller hands each to ``Leader.fail_rank``, so that nobody waits for what the rank still owed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything, at once: what was not delivered yet is not waited for. May be called twice."""
+
+
+class WorkerChannel(ABC):
+    """One rank's end. Called from the engine's worker thread; whether from others too is said by the implementation."""
+
+    @abstractmethod
+    def receive(self, timeout: float = 0.0) -> list[StepPlan]:
+        """Every plan that has arrived since the last call, in order; waits up to ``timeout`` seconds for the first."""
+
+    @abstractmethod
+    def send(self, report: Report) -> None:
+        """Deliver a report to the leader. An empty one is not sent. Never waits, never fails; ignored after a close."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """As the leader's."""
+
+
+class Agreement(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks have in common: the outcome of the handshake."""
+
+    slots: dict[Tier, int]  # of every tier that all ranks have: as many as the poorest of them
+    layout: str
+    block_bytes: list[int]  # of one block, by rank
+
+
+def agree(hellos: Sequence[Hello]) -> Agreement:
+    """What ranks with these hellos can do together. Raises :class:`ChannelError` when that is nothing."""
+    hellos = sorted(hellos, key=lambda hello: hello.rank)
+    layouts: dict[str, list[int]] = {}
+    for hello in hellos:
+        layouts.setdefault(hello.layout, []).append(hello.rank)
+    if len(layouts) > 1:
+        found = "; ".join(f"{name_ranks(ranks)}: {layout!r}" for layout, ranks in layouts.items())
+        raise ChannelError(
+            f"the workers disagree on the layout of a block: {found}. A block must mean the same on every rank: start "
+            "all workers with the same engine, model and cache settings"
+        )
+    slots: dict[Tier, int] = {}
+    for tier in sorted({tier for hello in hellos for tier in hello.slots}):
+        without = [hello.rank for hello in hellos if hello.slots.get(tier, 0) < 1]
+        if without:
+            logger.warning("%s is not used: %s without a slot in it", tier.name, name_ranks(without))
+        else:
+            slots[tier] = min(hello.slots[tier] for hello in hellos)
+    if not slots:
+        raise ChannelError(
+            "no cache tier has a slot on every rank; give all workers the same DYN_KVBM_CPU_CACHE_GB or "
+            "DYN_KVBM_DISK_CACHE_GB, large enough for at least one block a rank"
+        )
+    return Agreement(slots, hellos[0].layout, [hello.block_bytes for hello in hellos])
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    named = sorted(ranks)
+    return f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"

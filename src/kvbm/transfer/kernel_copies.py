@@ -1,0 +1,165 @@
+"""Copies by kernel: any number of scattered pieces in one launch, on the current stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from kvbm.storage.host import HostSlab
+from kvbm.storage.layout import BlockLayout, Segment
+from kvbm.transfer.kernels import copy_pieces, tile_of, word_of
+
+# Found with benchmarks/gpu/copies.py: over the bus four programs of this shape reach all there is and more gain
+# nothing; within the device's own memory more of them do.
+_PROGRAMS = 4
+_LOCAL_PROGRAMS = 64
+_WARPS = 16
+_TILE_BYTES = 64 << 10
+_BATCH = 8192  # blocks of one launch; a longer transfer takes several
+_BUFFERS = 32
+
+
+class KernelCopies:
+    """Moves blocks between the engine's cache, the slab and a staging area on the device."""
+
+    def __init__(
+        self, layout: BlockLayout, slab: HostSlab, device: torch.device, staging: torch.Tensor | None = None
+    ) -> None:
+        self._slab = slab
+        self._staging = staging
+        segments = layout.segments
+        self._count = len(segments)
+        self._table = _table(device, [(s.address, s.stride, s.offset, s.layer) for s in segments])
+        if staging is not None:
+            # The same segments, but in rows of our own on the device.
+            base = staging.data_ptr()
+            self._near_table = _table(device, [(base + s.offset, 0, s.offset, s.layer) for s in segments])
+        self._launches: list[_Launch] = []
+        for _, group in groupby(segments, key=lambda segment: segment.size):
+            self._launches.append(_Launch(list(group), len(self._launches), slab.slot_bytes, slab.address))
+        first = 0
+        for launch in self._launches:
+            launch.first, first = first, first + launch.segments
+        self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
+        self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
+        # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
+        self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
+
+    def to_device(self, slots: Sequence[int], blocks: Sequence[int], first: int = 0, signal: bool = False) -> None:
+        """Slots to blocks, from segment ``first`` on."""
+        self._copy(slots, blocks, True, first=first, signal=signal)
+
+    def to_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Blocks to slots."""
+        self._copy(slots, blocks, False)
+
+    def to_staging(self, slots: Sequence[int], segments: int, row: int) -> None:
+        """The first segments of slots to rows of ``row`` bytes in the staging area."""
+        self._copy(slots, range(len(slots)), True, last=segments, table=self._near_table, row=row)
+
+    def from_staging(self, blocks: Sequence[int], segments: int, row: int) -> None:
+        """The first segments of blocks from such rows."""
+        assert self._staging is not None
+        host = (self._staging.data_ptr(), row)
+        self._copy(range(len(blocks)), blocks, True, last=segments, signal=True, host=host, programs=_LOCAL_PROGRAMS)
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        self._copy([0] * len(blocks), blocks, True, host=(self._zeros.data_ptr(), 0))
+
+    def _copy(
+        self,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        to_device: bool,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        signal: bool = False,
+        host: tuple[int, int] | None = None,  # another slab: address, bytes a slot
+        table: torch.Tensor | None = None,  # another place on the device
+        row: int = 0,  # with blocks that far apart
+        programs: int = _PROGRAMS,
+    ) -> None:
+        address, slot_bytes = host or (self._slab.address, self._slab.slot_bytes)
+        last = self._count if last is None else last
+        buffers = [self._upload(slots[i : i + _BATCH], blocks[i : i + _BATCH]) for i in range(0, len(slots), _BATCH)]
+        for launch in self._launches:
+            begin, end = max(first, launch.first), min(last, launch.first + launch.segments)
+            if begin >= end:
+                continue
+            for buffer in buffers:
+                copy_pieces[(min(programs, (end - begin) * buffer.count),)](
+                    self._table if table is None else table,
+                    buffer.device,
+                    address,
+                    slot_bytes,
+                    row,
+                    begin,
+                    end - begin,
+                    buffer.count,
+                    self.arrived,
+                    WORD=launch.word,
+                    WORDS=launch.words,
+                    TILE=launch.tile,
+                    TO_DEVICE=to_device,
+                    SIGNAL=signal,
+                    num_warps=_WARPS,
+                )
+        for buffer in buffers:
+            buffer.release()
+
+    def _upload(self, slots: Sequence[int], blocks: Sequence[int]) -> _IndexBuffer:
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        buffer.fill(slots, blocks)
+        return buffer
+
+
+class _Launch:
+    """Consecutive segments of equal size: what one kernel launch can move."""
+
+    def __init__(self, segments: Sequence[Segment], first: int, slot_bytes: int, host: int) -> None:
+        self.first = first
+        self.segments = len(segments)
+        size = segments[0].size
+        numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
+        word_bytes, self.word = word_of(size, slot_bytes, host, *numbers)
+        self.words = size // word_bytes
+        self.tile = tile_of(self.words, _TILE_BYTES // word_bytes)
+
+
+class _IndexBuffer:
+    """Slots and blocks of one transfer on their way to the device: memory made once, used again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.empty(2 * _BATCH, dtype=torch.int64, device=device)
+        self.count = 0
+        self._pinned = torch.empty(2 * _BATCH, dtype=torch.int64, pin_memory=True)
+        self._array = self._pinned.numpy()
+        self._free = torch.cuda.Event()
+
+    def fill(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        # The transfer that had this buffer last was _BUFFERS transfers ago. Should it still be running, far too much is
+        # under way, and waiting is right: the leader's limit on pending blocks is what prevents it.
+        self._free.synchronize()
+        count = self.count = len(slots)
+        self._array[:count] = slots
+        self._array[count : 2 * count] = blocks
+        self.device[: 2 * count].copy_(self._pinned[: 2 * count], non_blocking=True)
+
+    def release(self) -> None:
+        self._free.record()
+
+
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event, recorded now, that knows its time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _table(device: torch.device, rows: list[tuple[int, int, int, int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -1,0 +1,248 @@
+"""Load or recompute, with numbers that were measured: an H200 behind PCIe 5, and a CPU engine."""
+
+import pytest
+
+from kvbm.core.cost import (
+    ALONE,
+    FORCED,
+    NO_TIME_TO_WAIT,
+    NOTHING_FOUND,
+    OUTSIDE,
+    RECOMPUTE,
+    SHORT,
+    SLOW_TIER,
+    CostModel,
+    Rate,
+)
+from kvbm.core.manager import Match, Run
+from kvbm.plans import Tier
+
+HOST, DISK, OBJECT = Tier.HOST, Tier.DISK, Tier.OBJECT
+
+# Qwen3-8B in bf16: 36 layers of 64 KiB a block of 16 tokens.
+BLOCK = 36 * (64 << 10)
+PROMPT = 32_768
+WHOLE = PROMPT // 16 - 1  # the last block is left to compute
+
+
+def match(*runs: tuple[Tier, int]) -> Match:
+    return Match(0, [Run(tier, list(range(blocks))) for tier, blocks in runs], False, [])
+
+
+def taught(model: CostModel, *, step: float, prefill: list[tuple[int, float, int]], **gigabytes: float) -> CostModel:
+    """A model that has seen enough for its priors to be forgotten."""
+    for _ in range(30):
+        model.observe_step(step)
+    for _ in range(30):
+        for tokens, seconds, computed in prefill:
+            model.observe_prefill(tokens, seconds, computed)
+        for tier, rate in gigabytes.items():
+            model.observe_load(Tier[tier], 4_830_000_000, 4.83 / rate)
+    return model
+
+
+def h200(mode="auto", **gigabytes: float) -> CostModel:
+    """32k tokens in 1.3 s, four steps of 8k; a decoding step takes 10 ms."""
+    # Shares of the four steps as attention makes them: what the model below is told, in the proportions it expects.
+    prefill = [(8192, 1.305 * share, 8192 * i) for i, share in enumerate((0.155, 0.217, 0.282, 0.346))]
+    model = CostModel(step_tokens=8192, attention_span=4 * 4096, mode=mode)
+    return taught(model, step=0.010, prefill=prefill, **(gigabytes or {"HOST": 51, "DISK": 2.9}))
+
+
+def decide(model: CostModel, *runs: tuple[Tier, int], others: bool = False, computed: int = 0, prompt: int = PROMPT):
+    return model.decide(match(*runs), BLOCK, 16, computed, prompt - computed, others)
+
+
+# -- an H200 ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_comes_from_host_memory_in_the_step():
+    decision = decide(h200(), (HOST, WHOLE))
+    assert decision[:3] == (WHOLE, True, ALONE)
+    assert decision.seconds == pytest.approx(0.095, abs=0.002)
+    assert decision.recompute_seconds == pytest.approx(1.305, rel=0.03)
+
+
+def test_while_others_decode_it_comes_outside_of_the_step():
+    decision = decide(h200(), (HOST, WHOLE), others=True)
+    assert decision[:3] == (WHOLE, False, OUTSIDE)
+    assert decision.seconds == pytest.approx(0.115, abs=0.003)
+
+
+def test_a_short_load_is_not_worth_a_wait_outside():
+    assert decide(h200(), (HOST, 30), others=True, prompt=1000)[:3] == (30, True, SHORT)
+
+
+def test_a_slow_disk_is_refused_whole_and_in_part():
+    model = h200()
+    for blocks in (1, 16, 256, 1024, WHOLE):
+        assert decide(model, (DISK, blocks))[:3] == (0, False, RECOMPUTE)
+
+
+def test_a_fast_disk_is_taken_outside_of_the_step():
+    assert decide(h200(HOST=51, DISK=12), (DISK, WHOLE))[:3] == (WHOLE, False, SLOW_TIER)
+
+
+def test_of_a_mixed_match_the_part_that_pays_is_taken():
+    assert decide(h200(), (HOST, 1024), (DISK, 1023))[:2] == (1024, True)
+
+
+def test_a_few_slow_blocks_are_taken_for_what_is_behind_them():
+    assert decide(h200(), (HOST, 1000), (DISK, 8), (HOST, 1039))[:2] == (WHOLE, False)
+
+
+def test_tiers_count_one_after_the_other():
+    model = h200(HOST=12, DISK=12)
+    mixed = decide(model, (HOST, 1000), (DISK, 1000), others=True).seconds
+    assert mixed == pytest.approx(decide(model, (HOST, 2000), others=True).seconds, abs=0.005)
+
+
+def test_only_what_is_computed_in_that_step_hides_a_load():
+    """0.5 s to load half a prompt, 0.5 s to compute the other half: in one step under each other, in many hardly."""
+    seconds = {}
+    for step_tokens in (1024, 65_536):
+        model = taught(CostModel(step_tokens=step_tokens), step=0.01, prefill=[(8192, 0.26, 0)], HOST=4.83)
+        seconds[step_tokens] = decide(model, (HOST, 1024)).seconds
+    assert seconds[65_536] == pytest.approx(0.51, abs=0.02)
+    assert seconds[1024] == pytest.approx(0.98, abs=0.02)
+
+
+def test_a_slow_front_is_not_taken_for_little_behind_it():
+    assert decide(h200(), (DISK, 1500), (HOST, 100)).blocks == 0
+
+
+def test_later_tokens_are_worth_more():
+    """At 3.3 GB/s the disk beats the computation of a prompt's second half, and not of its first."""
+    model = h200(HOST=51, DISK=3.3)
+    assert decide(model, (DISK, 1000), prompt=16_384).blocks == 0
+    assert decide(model, (DISK, 1000), computed=16_384).blocks == 1000
+
+
+def test_where_a_wait_outside_would_not_pay_the_step_is_the_better_place():
+    """A small model, which computes 300,000 tokens a second: a load of 1 ms is neither short nor worth a step."""
+    model = taught(CostModel(), step=0.004, prefill=[(8192, 8192 / 3e5 + 0.004, 0)], HOST=51)
+    decision = model.decide(match((HOST, 64)), 1 << 20, 16, 0, 2000, others_running=True)
+    assert decision[:3] == (64, True, NO_TIME_TO_WAIT)
+
+
+def test_a_load_that_no_layer_waits_for_adds_to_the_step():
+    hidden, in_front = CostModel(layers_from=1), CostModel(layers_from=100)
+    for model in (hidden, in_front):
+        taught(model, step=0.010, prefill=[(8192, 0.3, 0)], HOST=1)
+    assert model.compute_seconds(0, 170) < 0.02
+    arguments = (match((HOST, 10)), 800_000, 16, 0, 170, False)  # 8 ms to load, 6 to compute
+    assert hidden.decide(*arguments)[:2] == (10, True)
+    assert in_front.decide(*arguments)[:3] == (0, False, RECOMPUTE)
+
+
+# -- a CPU engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(
+    "runs", [[(HOST, 15)], [(DISK, 15)], [(OBJECT, 15)], [(HOST, 4), (DISK, 1), (HOST, 5), (OBJECT, 5)], [(OBJECT, 1)]]
+)
+def test_a_slow_engine_takes_everything(runs, others):
+    """150 tokens a second; the slowest store brings a block of 128 tokens in 0.2 s."""
+    model = CostModel(step_tokens=2048, attention_span=4 * 576)
+    taught(model, step=0.05, prefill=[(128, 0.9, 0)], HOST=3, DISK=0.4, OBJECT=0.03)
+    decision = model.decide(match(*runs), 5_900_000, 128, 0, 2048, others)
+    assert decision.blocks == sum(blocks for _, blocks in runs)
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "in_step"), [("sync", True), ("async", False)])
+@pytest.mark.parametrize("others", [False, True])
+def test_a_forced_mode_decides_where(mode, in_step, others):
+    assert decide(h200(mode), (HOST, WHOLE), others=others)[:3] == (WHOLE, in_step, FORCED)
+    assert decide(h200(mode, HOST=51, DISK=12), (DISK, WHOLE), others=others)[:2] == (WHOLE, in_step)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_forced_mode_does_not_force_a_slow_load(mode):
+    assert decide(h200(mode), (DISK, WHOLE)).reason == RECOMPUTE
+
+
+def test_nothing_found():
+    assert decide(h200())[:3] == (0, False, NOTHING_FOUND)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_nothing_is_known_of_is_tried():
+    model = CostModel()
+    for tier in (HOST, DISK, OBJECT):
+        assert decide(model, (tier, WHOLE)).blocks == (0 if tier is OBJECT else WHOLE)
+
+
+def test_rates_measured_at_start_replace_the_priors():
+    model = CostModel(rates={DISK: Rate(0.1e9, 0.01)})
+    assert model.rate(DISK) == pytest.approx((0.1e9, 0.01))
+    assert decide(model, (DISK, WHOLE)).blocks == 0
+    assert decide(model, (HOST, WHOLE)).blocks == WHOLE
+
+
+def test_large_loads_teach_the_bandwidth_and_small_ones_the_fixed_part():
+    model = CostModel()
+    for _ in range(60):
+        model.observe_load(DISK, 16_000_000, 0.004 + 0.008)
+        model.observe_load(DISK, 4096, 0.004)
+    assert model.rate(DISK) == pytest.approx((2e9, 0.004), rel=0.02)
+
+
+def test_one_outlier_does_not_change_the_picture():
+    model = h200()
+    model.observe_load(HOST, 4_830_000_000, 2.0)
+    assert decide(model, (HOST, WHOLE)).blocks == WHOLE
+
+
+def test_a_tier_that_was_slow_for_a_while_is_tried_again():
+    model = h200(HOST=51, DISK=12)
+    for _ in range(10):
+        model.observe_load(DISK, 4_830_000_000, 8.0)
+    assert decide(model, (DISK, WHOLE)).blocks == 0
+    for _refusals in range(2000):
+        if decide(model, (DISK, WHOLE)).blocks:
+            break
+        model.observe_refusal(match((DISK, WHOLE)))
+    assert 50 < _refusals < 1500
+    assert model.rate(HOST).bytes_per_second == pytest.approx(51e9, rel=0.01)
+
+
+def test_a_tier_whose_prior_is_too_slow_stays_refused():
+    model = h200()
+    for _ in range(3000):
+        model.observe_refusal(match((OBJECT, WHOLE)))
+    assert decide(model, (OBJECT, WHOLE)).blocks == 0
+
+
+def test_a_step_with_few_prompt_tokens_teaches_nothing_about_prompts():
+    model = h200()
+    before = model.prefill_tokens_per_second
+    for _ in range(100):
+        model.observe_prefill(17, 0.012, 32_000)
+    assert model.prefill_tokens_per_second == before
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_cannot_be_are_ignored(seconds):
+    model = CostModel()
+    before = (model.rate(HOST), model.step_seconds, model.prefill_tokens_per_second)
+    model.observe_load(HOST, 1 << 30, seconds)
+    model.observe_load(HOST, 0, 1.0)
+    model.observe_prefill(8192, seconds)
+    model.observe_prefill(0, 1.0)
+    model.observe_step(seconds)
+    assert (model.rate(HOST), model.step_seconds, model.prefill_tokens_per_second) == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step_tokens": 0}, {"attention_span": 0}, {"attention_span": float("nan")}, {"rates": {HOST: Rate(0, 0)}}],
+)
+def test_impossible_numbers_are_refused_at_once(wrong):
+    with pytest.raises(ValueError):
+        CostModel(**wrong)

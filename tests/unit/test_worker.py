@@ -1,0 +1,203 @@
+"""The worker: every plan ends in a report, whatever the copier does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan, Tier
+from kvbm.runtime.worker import Worker
+from kvbm.transfer.base import Copier, Ticket, When
+
+
+class FakeTicket(Ticket):
+    def __init__(self, over=True, bad=(), reason=""):
+        self.over = over
+        self._bad, self._reason = bad, reason
+        self.waited = False
+
+    def done(self):
+        return self.over
+
+    def wait(self):
+        self.waited = self.over = True
+
+    @property
+    def bad(self):
+        return self._bad
+
+    @property
+    def reason(self):
+        return self._reason
+
+
+class FakeCopier(Copier):
+    name = "fake"
+
+    def __init__(self):
+        self.calls = []
+        self.ticket = FakeTicket()
+        self.awaited = True
+        self.fails = set()
+
+    def _call(self, what, *details):
+        self.calls.append((what, *details))
+        if what in self.fails:
+            raise OSError(f"{what} broke")
+
+    def begin_step(self, tickets):
+        self._call("begin_step", list(tickets))
+
+    def load(self, slots, blocks, after, when):
+        self._call("load", list(slots), list(blocks), list(after), when)
+        return self.ticket
+
+    def wait_layer(self, layer):
+        self._call("wait_layer", layer)
+
+    def end_load(self, ticket):
+        self._call("end_load")
+        return self.awaited
+
+    def store(self, blocks, slots):
+        self._call("store", list(blocks), list(slots))
+        return self.ticket
+
+    def scribble(self, blocks):
+        self._call("scribble", blocks)
+
+    def close(self):
+        self._call("close")
+
+
+@pytest.fixture
+def copier():
+    return FakeCopier()
+
+
+@pytest.fixture
+def worker(copier):
+    return Worker(0, copier, {Tier.HOST: 100}, num_blocks=50)
+
+
+def load(id=1, slots=(5, 6), blocks=(7, 8), in_step=False, layered=False, after=()):
+    return LoadPlan(id, f"request-{id}", [Copy(Tier.HOST, list(slots), list(blocks))], in_step, list(after), layered)
+
+
+def store(id=9, slots=(1,), blocks=(2,)):
+    return StorePlan(id, Copy(Tier.HOST, list(slots), list(blocks)))
+
+
+def step(worker, *loads, stores=(), fences=()):
+    plan = StepPlan(list(loads), list(stores), list(fences))
+    worker.begin(plan)
+    worker.start_loads(plan)
+    worker.start_stores(plan)
+    return worker.poll()
+
+
+def test_a_load_outside_the_step_is_reported_when_it_is_over(worker, copier):
+    copier.ticket = FakeTicket(over=False)
+    assert not step(worker, load()).report
+    copier.ticket.over = True
+    outcome = worker.poll()
+    assert outcome.arrived == {"request-1"}
+    assert outcome.report.loads[0].bad == []
+    assert not worker.poll().report
+
+
+def test_blocks_that_did_not_arrive_are_named_to_engine_and_leader(worker, copier):
+    copier.ticket = FakeTicket(bad=[1], reason="disk on fire")
+    outcome = step(worker, load())
+    assert outcome.bad_blocks == {8}
+    assert outcome.arrived == {"request-1"}
+    assert outcome.report.loads[0].bad == [1]
+    assert outcome.report.faults == {"load: disk on fire": 1}
+
+
+def test_loads_of_one_step_go_as_one_transfer_and_fail_one_by_one(worker, copier):
+    copier.ticket = FakeTicket(bad=[2])
+    outcome = step(worker, load(1, (1, 2), (11, 12), True, True), load(2, (3, 4), (13, 14), True, True))
+    loads = [call for call in copier.calls if call[0] == "load"]
+    assert loads == [("load", [1, 2, 3, 4], [11, 12, 13, 14], [], When.BY_LAYER)]
+    assert {result.id: result.bad for result in outcome.report.loads} == {1: [], 2: [0]}
+    assert outcome.bad_blocks == {13}
+    assert not outcome.arrived  # the engine did not wait for them
+
+
+def test_a_layer_that_never_waited_spoils_the_load_in_that_very_step(worker, copier):
+    copier.awaited = False
+    copier.ticket = FakeTicket(over=False)
+    outcome = step(worker, load(in_step=True, layered=True))
+    assert copier.ticket.waited  # nothing may still be written to blocks the engine is told to recompute
+    assert outcome.bad_blocks == {7, 8}
+    assert outcome.report.faults == {"load: a layer was computed without waiting for its blocks": 1}
+
+
+def test_a_load_that_cannot_be_started_has_failed(worker, copier):
+    copier.fails = {"load"}
+    outcome = step(worker, load(1), load(2, (3,), (4,), in_step=True))
+    assert outcome.bad_blocks == {7, 8, 4}
+    assert outcome.arrived == {"request-1"}
+
+
+def test_a_fence_that_fails_spoils_what_it_protected(worker, copier):
+    copier.ticket = FakeTicket(over=False)
+    step(worker, stores=[store()])
+    copier.fails = {"begin_step"}
+    outcome = step(worker, load(), fences=[9])
+    assert outcome.bad_blocks == {7, 8}
+    copier.ticket.over = True
+    (result,) = worker.poll().report.stores
+    assert (result.id, result.ok) == (9, False)
+
+
+@pytest.mark.parametrize(
+    ("slots", "blocks"),
+    [((100, 1), (1, 2)), ((-1, 1), (1, 2)), ((1, 2), (50, 1)), ((1, 2), (1, -1)), ((1,), (1, 2)), ((), ())],
+    ids=["slot too high", "negative slot", "block too high", "negative block", "unequal", "empty"],
+)
+def test_a_plan_outside_of_the_cache_moves_nothing(worker, copier, slots, blocks):
+    outcome = step(worker, load(1, slots, blocks), stores=[store(9, slots, blocks)])
+    assert not [call for call in copier.calls if call[0] in ("load", "store")]
+    assert outcome.bad_blocks == set(blocks)
+    assert [(result.id, result.ok) for result in outcome.report.stores] == [(9, False)]
+
+
+def test_stores_are_reported_with_what_became_of_them(worker, copier):
+    copier.ticket = FakeTicket(bad=[0], reason="no")
+    (result,) = step(worker, stores=[store()]).report.stores
+    assert not result.ok
+    copier.ticket = FakeTicket()
+    (result,) = step(worker, stores=[store(10)]).report.stores
+    assert result.ok
+
+
+def test_fences_and_orders_reach_the_copier_as_tickets(worker, copier):
+    copier.ticket = reading = FakeTicket(over=False)
+    step(worker, stores=[store()])
+    copier.ticket = FakeTicket()
+    step(worker, load(after=[9, 77]), fences=[9, 78])
+    assert ("begin_step", [reading]) in copier.calls
+    assert ("load", [5, 6], [7, 8], [reading], When.LATER) in copier.calls
+
+
+def test_layers_are_waited_for_only_while_a_load_needs_it(worker, copier):
+    plan = StepPlan([load(in_step=True, layered=True)])
+    worker.wait_layer("a")
+    worker.begin(plan)
+    worker.start_loads(plan)
+    worker.wait_layer("b")
+    worker.start_stores(plan)
+    worker.wait_layer("c")
+    assert [call for call in copier.calls if call[0] == "wait_layer"] == [("wait_layer", "b")]
+
+
+def test_a_load_started_early_is_not_started_again_and_ends_with_its_step(worker, copier):
+    early = load(in_step=True, layered=True)
+    worker.start_early(early)
+    worker.start_stores(StepPlan())  # the step before ends first: not this load's business
+    assert not worker.poll().report
+    outcome = step(worker, early)
+    assert len([call for call in copier.calls if call[0] == "load"]) == 1
+    assert len([call for call in copier.calls if call[0] == "end_load"]) == 1
+    assert [result.bad for result in outcome.report.loads] == [[]]
