@@ -110,9 +110,15 @@ class Scenario:
         return self.scheduler.connector._half
 
     def generate(
-        self, prompts: list, max_tokens: int = 16, salts: list | None = None, lora: list | None = None, **params
+        self,
+        prompts: list,
+        max_tokens: int = 16,
+        salts: list | None = None,
+        lora: list | None = None,
+        priority: list | None = None,
+        **params,
     ) -> dict:
-        """Greedy, all prompts at once. ``salts`` and ``lora`` ([name, number, path]) are lists like ``prompts``."""
+        """Greedy, all prompts at once. ``salts``, ``lora`` ([name, number, path]) and ``priority`` have one entry each."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -122,7 +128,7 @@ class Scenario:
                 request["cache_salt"] = salt
         sampling = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **params})
         adapters = [LoRARequest(*adapter) if adapter else None for adapter in lora] if lora else None
-        outputs = self.llm.generate(requests, sampling, use_tqdm=False, lora_request=adapters)
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False, lora_request=adapters, priority=priority)
         result = {
             "tokens": [[list(sample.token_ids) for sample in output.outputs] for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],

@@ -230,20 +230,57 @@ def test_scribbling_destroys_just_the_blocks_named(cache):
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("room", [1, 3000, 1 << 20])
-def test_what_was_prefetched_arrives_with_the_load_it_was_meant_for(device, layout, room):
-    cache = Cache(layout, device, staging=room)
+@pytest.mark.parametrize("rows", [1, 3, 100], ids=lambda rows: f"{rows} rows a buffer")
+@pytest.mark.parametrize("prefetched", ["not", "this", "other"])
+def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched):
+    from kvbm.transfer.cuda import CudaCopier
+
+    cache = Cache(layout, device)
+    cache.copier.close()
+    slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
+    staging = 3 * rows * cache.layout.block_bytes
+    cache.copier = CudaCopier(cache.layout, slab, torch.device(device), staging, bulk_bytes=0)
     try:
         before = [cache.read(block) for block in range(BLOCKS)]
         cache.store(list(range(10)), list(range(20, 30)))
-        slots = [25, 21, 29, 20, 27]
-        cache.copier.prefetch(slots)
-        cache.load(slots, [11, 14, 13, 19, 12], When.BY_LAYER)
-        for slot, block in zip(slots, [11, 14, 13, 19, 12], strict=True):
+        slots, blocks = [25, 21, 29, 20, 27], [11, 14, 13, 19, 12]
+        if prefetched != "not":
+            assert cache.copier.prefetch(slots if prefetched == "this" else [22])
+        cache.load(slots, blocks, When.BY_LAYER)
+        cache.load([22, 23], [15, 16], When.BY_LAYER)
+        for slot, block in zip([*slots, 22, 23], [*blocks, 15, 16], strict=True):
             assert same(cache.read(block), before[slot - 20])
-        cache.copier.prefetch(slots)
-        cache.load([22, 23], [15, 16], When.BY_LAYER)  # another load than was expected
-        assert same(cache.read(15), before[2])
-        assert same(cache.read(16), before[3])
+        assert cache.copier.prefetch(slots)
+        cache.copier.end_prefetch()
+        cache.load([24], [17])
+        assert same(cache.read(17), before[4])
+    finally:
+        cache.copier.close()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_load_in_bulk_that_breaks_is_bad_and_holds_nobody_up(device, monkeypatch):
+    from kvbm.transfer.cuda import CudaCopier
+
+    cache = Cache(packed_nhd, device)
+    cache.copier.close()
+    slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
+    cache.copier = CudaCopier(cache.layout, slab, torch.device(device), 1 << 20, bulk_bytes=0)
+    try:
+        cache.store([1], [1])
+
+        def broken(*arguments):
+            raise OSError("the bus is gone")
+
+        monkeypatch.setattr(cache.copier._bulk, "_batch", broken)
+        cache.copier.begin_step([])
+        ticket = cache.copier.load([1], [2], [], When.BY_LAYER)
+        for name in cache.layout.layers:
+            cache.copier.wait_layer(name)
+        torch.cuda.synchronize()
+        assert cache.copier.end_load(ticket)
+        ticket.wait()
+        assert list(ticket.bad) == [0]
+        assert "the bus is gone" in ticket.reason
     finally:
         cache.copier.close()

@@ -91,6 +91,9 @@ class Worker:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
         return self._copier.prefetch(slots)
 
+    def end_prefetch(self) -> None:
+        self._copier.end_prefetch()
+
     def start_early(self, load: LoadPlan) -> None:
         """Start a load by layer before its step has been planned; the step plan that names it changes nothing then.
 

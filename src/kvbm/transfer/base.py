@@ -73,10 +73,14 @@ class Copier(ABC):
     def prefetch(self, slots: Sequence[int]) -> bool:
         """Begin to bring slots near, for a ``BY_LAYER`` load of the same slots that is expected in milliseconds.
 
-        False when this copier has no room of its own near the engine. The slots must not change until then; a load of
-        other slots forgets it.
+        False when this copier has no room of its own near the engine. The slots must not change until that load, or
+        until :meth:`end_prefetch`; a load of other slots ends it too.
         """
         return False
+
+    def end_prefetch(self) -> None:
+        """The load that was expected will not come now."""
+        return
 
     @abstractmethod
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:

@@ -3,10 +3,11 @@
 Two streams of our own, one for loads, one of low priority for stores; events order them against the engine's stream,
 and nothing ever makes the CPU wait for the GPU. Everything the hot path needs is made at start.
 
-*Loads* are one kernel (:mod:`~kvbm.transfer.kernel_copies`). For the step that is about to run it works through the
-layers in order and counts, for each, the pieces that have arrived; just before a layer's attention the engine's stream
-is made to wait for that layer's count. So the copy of layer *i+1* runs under the computation of layer *i*, and a prompt
-costs the longer of the two instead of their sum.
+*Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones the copy engine and a kernel
+(:mod:`~kvbm.transfer.bulk_loads`). For the step that is about to run they come layer by layer, and the kernel counts,
+for each layer, the pieces that have arrived; just before a layer's attention the engine's stream is made to wait for
+that layer's count. So the copy of layer *i+1* runs under the computation of layer *i*, and a prompt costs the longer of
+the two instead of their sum.
 
 *Stores* take the copy engine (:mod:`~kvbm.transfer.engine_copies`) where pieces are large enough for it: it is no
 faster, but it leaves every multiprocessor to the forward pass that runs meanwhile.
@@ -18,14 +19,14 @@ import ctypes
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier, Ticket, When
-from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
+from kvbm.transfer.bulk_loads import BulkLoads, BulkTicket
+from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket, batch_function
 from kvbm.transfer.kernel_copies import KernelCopies, mark
 
 logger = logging.getLogger("kvbm")
@@ -57,22 +58,23 @@ class EventTicket(Ticket):
         """Nothing submitted to the stream from now on begins before this is over."""
         stream.wait_event(self._ended)
 
+    def end(self) -> torch.cuda.Event:
+        return self._ended
+
     @property
     def seconds(self) -> float:
         return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
-class _Near(NamedTuple):
-    """What lies in the staging area: the first segments of some slots."""
-
-    slots: list[int]
-    segments: int
-    row: int  # bytes of each slot
-
-
 class CudaCopier(Copier):
     def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, staging: int = 0, stores: str = "auto"
+        self,
+        layout: BlockLayout,
+        slab: HostSlab,
+        device: torch.device,
+        staging: int = 0,
+        stores: str = "auto",
+        bulk_bytes: int = 64 << 20,
     ) -> None:
         slab.pin(_pin, _unpin)
         self._layout = layout
@@ -83,16 +85,17 @@ class CudaCopier(Copier):
             low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
             self._load_stream = torch.cuda.Stream(device, priority=high)
             self._store_stream = torch.cuda.Stream(device, priority=low)
-            self._staging = _staging(staging, device)
-            self._kernel = KernelCopies(layout, slab, device, self._staging)
+            self._kernel = KernelCopies(layout, slab, device)
             self._engine = EngineCopies.open(layout, slab, device, self._store_stream) if stores != "kernel" else None
+            self._bulk = self._open_bulk(staging)
+            self._bulk_blocks = bulk_bytes // layout.block_bytes  # shorter loads are over before the first group is
             self._engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
         self._expected = [0] * len(layout.layers)  # pieces of each layer that loads by layer have ever asked for
-        self._near: _Near | None = None
-        self._open: list[EventTicket] = []  # loads by layer whose forward pass has not been submitted yet
+        self._prefetched: BulkTicket | None = None
+        self._open: list[EventTicket | BulkTicket] = []  # loads by layer whose forward pass has not been submitted yet
         self._warm_up()
         if stores == "auto" and self._engine is not None and not self._engine_is_enough():
             self._engine.close()
@@ -111,50 +114,68 @@ class CudaCopier(Copier):
         self._step_began.record(self._engine_stream)
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
+        fetched, self._prefetched = self._prefetched, None
+        if fetched is not None and (when is not When.BY_LAYER or fetched.slots != slots):
+            fetched.give(None, [])
+            fetched = None
+        if when is not When.BY_LAYER:
+            return self._load_whole(slots, blocks, after, when)
+        for segment in self._layout.segments:
+            self._expected[segment.layer] += len(blocks)
+        ticket: EventTicket | BulkTicket
+        if fetched is None and (self._bulk is None or len(blocks) < self._bulk_blocks):
+            ticket = self._load_layers(slots, blocks, after)
+        else:
+            assert self._bulk is not None
+            ticket = fetched or self._bulk.begin(slots)
+            ticket.expected = list(self._expected)
+            began = torch.cuda.Event()  # not the one that the next step will record again
+            began.record(self._engine_stream)
+            ticket.give(blocks, [began, *_ends(after)])
+        ticket.unasked = set(range(len(self._expected)))
+        self._open.append(ticket)
+        return ticket
+
+    def _load_layers(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket]) -> EventTicket:
         stream = self._load_stream
         # Steps the engine submitted earlier may still be using the blocks; the one that begins now does not.
         stream.wait_event(self._step_began)
         _hold(stream, after)
-        by_layer = when is When.BY_LAYER
-        near, self._near = self._near, None
         with torch.cuda.stream(stream):
             began = mark(stream)
-            here = 0
-            if by_layer and near is not None and near.slots == slots:
-                here = near.segments
-                self._kernel.from_staging(blocks, near.segments, near.row)
-            self._kernel.to_device(slots, blocks, first=here, signal=by_layer)
-            ended = mark(stream)
-        ticket = EventTicket(began, ended)
-        if by_layer:
-            for segment in self._layout.segments:
-                self._expected[segment.layer] += len(blocks)
-            ticket.unasked = set(range(len(self._expected)))
-            self._open.append(ticket)
-        elif when is When.NOW:
+            self._kernel.to_device(slots, blocks, signal=True)
+            return EventTicket(began, mark(stream))
+
+    def _load_whole(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
+        stream = self._load_stream
+        stream.wait_event(self._step_began)
+        _hold(stream, after)
+        with torch.cuda.stream(stream):
+            began = mark(stream)
+            self._kernel.to_device(slots, blocks)
+            ticket = EventTicket(began, mark(stream))
+        if when is When.NOW:
             ticket.hold(self._engine_stream)
         return ticket
 
     def prefetch(self, slots: Sequence[int]) -> bool:
-        if self._staging is None:
+        if self._bulk is None or self._prefetched is not None or len(slots) < self._bulk_blocks:
             return False
-        # As many whole segments as fit; the rest comes when the blocks are there. They are at the front of every slot.
-        row, segments = 0, 0
-        for segment in self._layout.segments:
-            if (segment.offset + segment.size) * len(slots) > self._staging.numel():
-                break
-            row, segments = segment.offset + segment.size, segments + 1
-        if not segments:
-            return False
-        with torch.cuda.stream(self._load_stream):
-            self._kernel.to_staging(slots, segments, row)
-        self._near = _Near(list(slots), segments, row)
+        self._prefetched = self._bulk.begin(slots)
         return True
+
+    def end_prefetch(self) -> None:
+        if self._prefetched is not None:
+            self._prefetched.give(None, [])
+            self._prefetched = None
 
     def wait_layer(self, layer: str) -> None:
         index = self._layer_index.get(layer)
         if index is None or not self._open:
             return
+        for ticket in self._open:
+            if isinstance(ticket, BulkTicket) and self._bulk is not None:
+                self._bulk.await_issue(ticket, index)
         # The counts only ever grow, so waiting for the last load's total is waiting for all of them.
         stream = torch.cuda.current_stream(self._device)
         _wait_until(stream, self._kernel.arrived.data_ptr() + 4 * index, self._expected[index])
@@ -162,7 +183,7 @@ class CudaCopier(Copier):
             ticket.unasked.discard(index)
 
     def end_load(self, ticket: Ticket) -> bool:
-        assert isinstance(ticket, EventTicket)
+        assert isinstance(ticket, EventTicket | BulkTicket)
         if ticket in self._open:
             self._open.remove(ticket)
         return not ticket.unasked
@@ -188,11 +209,27 @@ class CudaCopier(Copier):
         self._load_stream.synchronize()
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        self.end_prefetch()
+        for thread in (self._engine, self._bulk):
+            if thread is not None:
+                thread.close()
         self._load_stream.synchronize()
         self._store_stream.synchronize()
         self._slab.close()
+
+    def _open_bulk(self, size: int) -> BulkLoads | None:
+        """None without memory to spare on the device, or without a copy engine worth using."""
+        batch = batch_function()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if not size or free < 4 * size or batch is None:
+            return None
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        bulk = BulkLoads(self._layout, self._slab, self._device, self._load_stream, self._kernel.arrived, memory, batch)
+        self._memory = memory
+        if bulk.can_take():
+            return bulk
+        bulk.close()
+        return None
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -202,11 +239,13 @@ class CudaCopier(Copier):
         self._store_by_kernel([0], [0], self._engine_stream).wait()
         if self._engine is not None:
             self._engine.store([0], [0], self._engine_stream).wait()
-        self.prefetch([0])
-        for when in (When.BY_LAYER, When.BY_LAYER, When.NOW):  # what was prefetched, straight, and without counting
+        if self._bulk is not None:
+            self._prefetched = self._bulk.begin([0])
+        for when in (When.BY_LAYER, When.BY_LAYER, When.NOW):  # in bulk, straight, and without counting
             ticket = self.load([0], [0], [], when)
             ticket.wait()
-            self.end_load(ticket)
+            if when is When.BY_LAYER:
+                self.end_load(ticket)
         # Fails here, at start, if this driver cannot make a stream wait for a count.
         _wait_until(self._load_stream, self._kernel.arrived.data_ptr(), self._expected[0])
         torch.cuda.synchronize(self._device)
@@ -228,16 +267,17 @@ class CudaCopier(Copier):
 
 def _hold(stream: torch.cuda.Stream, tickets: Iterable[Ticket]) -> None:
     for ticket in tickets:
-        assert isinstance(ticket, EventTicket | IssuedTicket)
+        assert isinstance(ticket, EventTicket | IssuedTicket | BulkTicket)
         ticket.hold(stream)
 
 
-def _staging(size: int, device: torch.device) -> torch.Tensor | None:
-    """Device memory for prefetching, if there is plenty: the engine's needs come first."""
-    free, _ = torch.cuda.mem_get_info(device)
-    if not size or free < 4 * size:
-        return None
-    return torch.empty(size, dtype=torch.uint8, device=device)
+def _ends(tickets: Iterable[Ticket]) -> list[torch.cuda.Event]:
+    """The events that end these transfers; waits until they have been issued."""
+    ends = []
+    for ticket in tickets:
+        assert isinstance(ticket, EventTicket | IssuedTicket)
+        ends.append(ticket.end())
+    return ends
 
 
 def _wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:

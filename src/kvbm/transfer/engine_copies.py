@@ -58,6 +58,12 @@ class IssuedTicket(Ticket):
         assert self._ended is not None
         stream.wait_event(self._ended)
 
+    def end(self) -> torch.cuda.Event:
+        """The event that ends it. Waits until it has been issued."""
+        self._issued.wait()
+        assert self._ended is not None
+        return self._ended
+
     @property
     def bad(self) -> Sequence[int]:
         return range(self._blocks) if self._error is not None else ()
@@ -81,7 +87,7 @@ class EngineCopies:
         """None where the copy engine is not worth using: small pieces, or a CUDA without batched copies."""
         if min(segment.size for segment in layout.merged()) < _SMALLEST_PIECE:
             return None
-        batch = _batch_function()
+        batch = batch_function()
         return None if batch is None else cls(layout, slab, device, stream, batch)
 
     def __init__(
@@ -140,7 +146,7 @@ class _Attributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in ("order", "from_kind", "from_id", "to_kind", "to_id", "flags")]
 
 
-def _batch_function() -> Any:
+def batch_function() -> Any:
     """``cudaMemcpyBatchAsync`` of the CUDA that torch was built with, as a function; None where there is none."""
     major = int((torch.version.cuda or "0").split(".")[0])
     try:

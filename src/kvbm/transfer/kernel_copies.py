@@ -23,20 +23,16 @@ _BUFFERS = 32
 
 
 class KernelCopies:
-    """Moves blocks between the engine's cache, the slab and a staging area on the device."""
+    """Moves blocks between the engine's cache and the slab, or rows on the device. One thread at a time."""
 
     def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, staging: torch.Tensor | None = None
+        self, layout: BlockLayout, slab: HostSlab, device: torch.device, arrived: torch.Tensor | None = None
     ) -> None:
         self._slab = slab
-        self._staging = staging
         segments = layout.segments
         self._count = len(segments)
-        self._table = _table(device, [(s.address, s.stride, s.offset, s.layer) for s in segments])
-        if staging is not None:
-            # The same segments, but in rows of our own on the device.
-            base = staging.data_ptr()
-            self._near_table = _table(device, [(base + s.offset, 0, s.offset, s.layer) for s in segments])
+        rows = [(s.address, s.stride, s.offset, s.layer) for s in segments]
+        self._table = torch.tensor(rows, dtype=torch.int64, device=device)
         self._launches: list[_Launch] = []
         for _, group in groupby(segments, key=lambda segment: segment.size):
             self._launches.append(_Launch(list(group), len(self._launches), slab.slot_bytes, slab.address))
@@ -46,7 +42,7 @@ class KernelCopies:
         self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
         # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
-        self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device) if arrived is None else arrived
 
     def to_device(self, slots: Sequence[int], blocks: Sequence[int], first: int = 0, signal: bool = False) -> None:
         """Slots to blocks, from segment ``first`` on."""
@@ -56,15 +52,15 @@ class KernelCopies:
         """Blocks to slots."""
         self._copy(slots, blocks, False)
 
-    def to_staging(self, slots: Sequence[int], segments: int, row: int) -> None:
-        """The first segments of slots to rows of ``row`` bytes in the staging area."""
-        self._copy(slots, range(len(slots)), True, last=segments, table=self._near_table, row=row)
+    def from_rows(self, blocks: Sequence[int], address: int, row: int, first: int, last: int) -> None:
+        """Segments ``first`` to ``last`` of blocks from rows of ``row`` bytes on the device, counting layers.
 
-    def from_staging(self, blocks: Sequence[int], segments: int, row: int) -> None:
-        """The first segments of blocks from such rows."""
-        assert self._staging is not None
-        host = (self._staging.data_ptr(), row)
-        self._copy(range(len(blocks)), blocks, True, last=segments, signal=True, host=host, programs=_LOCAL_PROGRAMS)
+        ``address`` is where the first row would begin if it held the whole slot.
+        """
+        rows = range(len(blocks))
+        self._copy(
+            rows, blocks, True, first=first, last=last, signal=True, host=(address, row), programs=_LOCAL_PROGRAMS
+        )
 
     def zero(self, blocks: Sequence[int]) -> None:
         self._copy([0] * len(blocks), blocks, True, host=(self._zeros.data_ptr(), 0))
@@ -79,8 +75,6 @@ class KernelCopies:
         last: int | None = None,
         signal: bool = False,
         host: tuple[int, int] | None = None,  # another slab: address, bytes a slot
-        table: torch.Tensor | None = None,  # another place on the device
-        row: int = 0,  # with blocks that far apart
         programs: int = _PROGRAMS,
     ) -> None:
         address, slot_bytes = host or (self._slab.address, self._slab.slot_bytes)
@@ -92,11 +86,10 @@ class KernelCopies:
                 continue
             for buffer in buffers:
                 copy_pieces[(min(programs, (end - begin) * buffer.count),)](
-                    self._table if table is None else table,
+                    self._table,
                     buffer.device,
                     address,
                     slot_bytes,
-                    row,
                     begin,
                     end - begin,
                     buffer.count,
@@ -159,7 +152,3 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
-
-
-def _table(device: torch.device, rows: list[tuple[int, int, int, int]]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -16,13 +16,12 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 # Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for
 # multiples of 16, and would do so while a request waits.
-@triton.jit(do_not_specialize=["row", "first", "segments", "count"])
+@triton.jit(do_not_specialize=["slot_bytes", "host", "first", "segments", "count"])
 def copy_pieces(
     table,  # int64[segments, 4]: device address of block 0, bytes between blocks, offset in a slot, layer
     pairs,  # int64[2 * count]: slots, then blocks
     host,  # device-visible address of slot 0
     slot_bytes,
-    row,  # bytes between blocks for all segments alike; 0: as the table says
     first,  # first segment of this launch
     segments,  # how many
     count,  # pieces a segment
@@ -39,7 +38,7 @@ def copy_pieces(
         segment = first + piece // count
         pair = piece % count
         address = tl.load(table + segment * 4)
-        stride = tl.where(row > 0, row, tl.load(table + segment * 4 + 1))
+        stride = tl.load(table + segment * 4 + 1)
         offset = tl.load(table + segment * 4 + 2)
         slot = tl.load(pairs + pair)
         block = tl.load(pairs + count + pair)

@@ -31,13 +31,14 @@ PREFETCH_BLOCKS = 64
 class _Request:
     """What we know of a request that vLLM is working on."""
 
-    __slots__ = ("blocks", "in_step", "keep", "match", "patience_ends", "refused", "request", "stored")
+    __slots__ = ("blocks", "in_step", "keep", "loads", "match", "patience_ends", "refused", "request", "stored")
 
     def __init__(self, request: Any) -> None:
         self.request = request
         # The engine's block table, kept here because releases hand it over differently; None while it is not known.
         self.blocks: list[int] | None = None
         self.stored = 0  # blocks from the front that need no more thought
+        self.loads = False  # blocks are on their way to it, or have been
         self.keep = True  # False: what it computes rests on blocks from before a reset
         self.match: Match | None = None
         self.in_step = False
@@ -70,6 +71,7 @@ class SchedulerHalf:
         self._keys: RequestKeys | None = None
         self._local: WorkerHalf | None = None  # the only worker, if it lives in this process
         self._prefetched: Match | None = None
+        self._prefetched_for = ""
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
 
     # -- start --------------------------------------------------------------------------------------------------------
@@ -115,17 +117,18 @@ class SchedulerHalf:
 
     def new_request(self, request: Any) -> None:
         self._requests[request.request_id] = _Request(request)
-        self._prefetch(request)
+        if not self._active:
+            self._prefetch(request)
 
     def _prefetch(self, request: Any) -> None:
         """Begin to bring a prompt's blocks near while vLLM is still making room for them, which takes it milliseconds.
 
-        Only for a request that has the engine to itself: then the bus is idle, and the load will come in this step.
+        Only for a load that is expected in a step of its own: then the bus has nothing better to do.
         """
         if self._local is None or self.leader is None or self._keys is None or self._prefetched is not None:
             return
         limit = (request.num_tokens - 1) // self._block_size
-        if limit < PREFETCH_BLOCKS or not self._may_layer or not self._load_in_step(request.request_id):
+        if limit < PREFETCH_BLOCKS or not self._may_layer or self._config.onboard == "async":
             return
         keys = self._keys.of(request)
         if not keys or compat.is_on_device(self.block_pool, keys[0]):
@@ -136,10 +139,19 @@ class SchedulerHalf:
         if self._local.prefetch(found.runs[0].slots):
             self.leader.manager.hold(found)
             self._prefetched = found
+            self._prefetched_for = request.request_id
 
-    def _forget_prefetched(self) -> None:
-        """The step it was meant for has been planned, with it or without."""
-        if self._prefetched is not None and self.leader is not None:
+    def _prefetch_next(self) -> None:
+        """This step's loads keep the bus busy until it ends; the first request in line fills the gap after it."""
+        for request_id, state in self._requests.items():
+            if not state.loads and not state.blocks and request_id not in self._active:
+                self._prefetch(state.request)
+                return
+
+    def _end_prefetch(self) -> None:
+        """Its load has begun, or will not come."""
+        if self._prefetched is not None and self.leader is not None and self._local is not None:
+            self._local.end_prefetch()
             self.leader.manager.release(self._prefetched)
             self._prefetched = None
 
@@ -206,6 +218,7 @@ class SchedulerHalf:
                 self._local.start_early(plan)
             except Exception as error:
                 self._faults.record("starting a load early", error)  # the step starts it then
+        self._end_prefetch()
 
     def _plan_load(self, request: Any, state: _Request | None, table: Sequence[int], count: int) -> LoadPlan:
         if self.leader is None or state is None or state.match is None:
@@ -215,6 +228,7 @@ class SchedulerHalf:
         left = request.num_tokens - (match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
         plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered)
+        state.loads = True
         self.counts.matched_tokens += count * self._block_size
         matched = self.counts.matched_blocks
         for copy in plan.copies:
@@ -241,6 +255,8 @@ class SchedulerHalf:
             self._plan_stores(output, stores)
         except Exception as error:
             self._faults.record("planning stores", error)
+        if any(load.layered for load in loads):
+            self._prefetch_next()
         return StepPlan(loads, stores, fences)
 
     def _follow_tables(self, output: Any) -> list[int]:
@@ -322,6 +338,8 @@ class SchedulerHalf:
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
         self._active.discard(request.request_id)
+        if request.request_id == self._prefetched_for:
+            self._end_prefetch()
         if self._keys is None:
             return
         if state is not None and state.stored and self.leader is not None:
@@ -333,6 +351,7 @@ class SchedulerHalf:
         """Forget every block. Requests that live on keep nothing more: they may rest on weights that are gone."""
         for state in self._requests.values():
             state.keep = False
+        self._end_prefetch()
         if self.leader is not None:
             self.leader.reset()
         return True

@@ -91,6 +91,10 @@ class WorkerHalf:
     def prefetch(self, slots: list[int]) -> bool:
         return self._worker is not None and threading.get_ident() == self._thread and self._worker.prefetch(slots)
 
+    def end_prefetch(self) -> None:
+        if self._worker is not None:
+            self._worker.end_prefetch()
+
     def start_early(self, plan: LoadPlan) -> bool:
         """Begin a load before its step. False when that cannot be done from this thread; nothing has happened then."""
         if self._worker is None or threading.get_ident() != self._thread:

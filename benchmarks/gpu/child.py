@@ -1,0 +1,132 @@
+"""A process of its own for every engine: it starts clean, and its GPU memory is back when it has ended.
+
+The parent runs the script again with ``--child TASK FD``: TASK is a JSON object, FD a pipe for rows. What the child
+prints, and vLLM prints a lot, goes to a log file. Orders can be sent to a child that waits for them, a JSON line each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from records import SOURCE, Row
+
+Emit = Callable[[Row], None]
+
+
+class ChildError(RuntimeError):
+    """A child has died or is silent; the text ends with the last it has printed."""
+
+
+class Child:
+    """Use in a ``with``: whatever the child has started is gone afterwards."""
+
+    def __init__(self, script: str, task: Row, name: str) -> None:
+        self._log = tempfile.NamedTemporaryFile(prefix=f"kvbm-{name}-", suffix=".log", mode="wb")  # noqa: SIM115
+        reading, writing = os.pipe()
+        path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", script, "--child", json.dumps(task), str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path},
+            pass_fds=(writing,),
+            start_new_session=True,
+            text=True,
+        )
+        os.close(writing)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20 if exception[0] is None else 0)
+        # The group holds the engine's own processes, which must not outlive it: the next engine needs the memory.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def send(self, order: Row) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def receive(self, timeout: float) -> Row | None:
+        """The next row; None when the child has said its last."""
+        try:
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise ChildError(f"nothing heard for {timeout:.0f} s; it printed last:\n{self._tail()}") from None
+        if line is not None:
+            return json.loads(line)
+        status = self._process.wait()
+        if status:
+            raise ChildError(f"ended with status {status}; it printed last:\n{self._tail()}")
+        return None
+
+    def rows(self, timeout: float) -> Iterator[Row]:
+        """All rows until the child ends. ``timeout`` is for all of them together."""
+        deadline = time.monotonic() + timeout
+        while (row := self.receive(max(1.0, deadline - time.monotonic()))) is not None:
+            yield row
+
+    def _listen(self, reading: int) -> None:
+        with open(reading) as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _tail(self, lines: int = 25) -> str:
+        return "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-lines:])
+
+
+def run_child(main: Callable[[Row, Emit], None]) -> bool:
+    """True when this process was started as a child, and has done its work."""
+    if len(sys.argv) != 4 or sys.argv[1] != "--child":
+        return False
+    with open(int(sys.argv[3]), "w") as pipe:
+
+        def emit(row: Row) -> None:
+            pipe.write(json.dumps(row) + "\n")
+            pipe.flush()
+
+        main(json.loads(sys.argv[2]), emit)
+    return True
+
+
+def orders() -> Iterator[Row]:
+    """For a child: what the parent sends, until it closes."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def wait_for_memory(megabytes: int = 2000, patience: float = 30) -> None:
+    """Return when hardly any GPU memory is in use any more: the last engine's goes back some time after its end."""
+    deadline = time.monotonic() + patience
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    while time.monotonic() < deadline:
+        try:
+            used = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+            if not used or int(used[0]) < megabytes:
+                return
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return
+        time.sleep(1)

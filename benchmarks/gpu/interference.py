@@ -1,0 +1,228 @@
+"""What requests that decode notice of a long prompt which is brought back beside them.
+
+    python benchmarks/gpu/interference.py --json results/interference.json
+
+Sixteen requests decode. Every now and then a prompt of 32k tokens returns that the GPU has forgotten, and is over with
+its first token. Compared are the times between tokens of the sixteen while it is on its way (`with`, until one step
+after its first token) and in the steps just before it came (`without`, as many as those after). The times are taken in
+the engine, where vLLM says them; so what the front end does with 32k tokens does not count.
+
+With vLLM alone the prompt is computed anew beside the others: that is what all are compared with.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import vllm_kinds
+from child import Child, ChildError, Emit, run_child, wait_for_memory
+from records import Record, Row, arguments, percentile
+
+SHORT_PROMPT = 512
+
+
+class Stepper:
+    """Steps an engine and keeps the time of every token of every request."""
+
+    def __init__(self, engine: Any, now: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._now = now
+        self.times: dict[str, list[float]] = {}
+
+    def add(self, name: str, tokens: vllm_kinds.Tokens, count: int) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = vllm_kinds.greedy(count, output_kind=RequestOutputKind.DELTA)
+        self.times[name] = []
+        self._engine.add_request(name, vllm_kinds.as_prompt(tokens), parameters)
+
+    def step(self) -> set[str]:
+        """Names of the requests that got tokens."""
+        seen = set()
+        for output in self._engine.step():
+            if not output.outputs[0].token_ids:
+                continue
+            # The engine's clock where it tells: its process may have been done long before this one looked.
+            metrics = getattr(output, "metrics", None)
+            self.times[output.request_id].append(getattr(metrics, "last_token_ts", 0.0) or self._now())
+            seen.add(output.request_id)
+        return seen
+
+    def step_until(self, over: Callable[[], bool], limit: float) -> None:
+        deadline = self._now() + limit
+        while not over():
+            if self._now() > deadline:
+                raise TimeoutError(f"the engine did not get there within {limit:.0f} s")
+            self.step()
+
+
+def gaps(times: dict[str, list[float]], since: float, until: float) -> list[float]:
+    """Milliseconds between tokens, of all requests together, where the later one came in (since, until]."""
+    return [
+        (later - earlier) * 1e3
+        for tokens in times.values()
+        for earlier, later in zip(tokens, tokens[1:], strict=False)
+        if since < later <= until
+    ]
+
+
+def child(task: Row, emit: Emit) -> None:
+    shape = vllm_kinds.shape_of(task["dry"])
+    length, others, rounds, quiet = task["length"], task["others"], task["rounds"], task["quiet"]
+    decoded = (rounds + 2) * (quiet + 200)  # more than the whole run takes
+    short = min(SHORT_PROMPT, length)
+    needed = length + others * (short + decoded) + (rounds + 1) * length
+    llm = vllm_kinds.open_engine(
+        task["kind"],
+        model=vllm_kinds.model_folder(shape, Path(task["models"])),
+        dry=task["dry"],
+        eager=task["mode"] == "eager",
+        gigabytes=1.1 * (needed + length) * shape.token_bytes / 1e9,
+        length=max(length, short + decoded) + 256,
+        # Enough for all that runs at a time; what was here before is dropped below.
+        blocks=-(-(2 * length + others * (short + decoded)) // shape.block_size) + 64,
+        disable_log_stats=False,  # for the engine's own times
+    )
+    source = random.Random(11)
+    prompts = [vllm_kinds.draw(source, length) for _ in range(rounds)]
+    for prompt in [vllm_kinds.draw(source, length), *prompts]:
+        llm.generate(vllm_kinds.as_prompt(prompt), vllm_kinds.greedy(1), use_tqdm=False)
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM did not let go of its prefix cache: blocks are still in use")
+    stepper = Stepper(llm.llm_engine)
+    decoding = [f"decode-{i}" for i in range(others)]
+    for name in decoding:
+        stepper.add(name, vllm_kinds.draw(source, short), decoded)
+
+    def length_of(name: str) -> int:
+        return len(stepper.times[name])
+
+    stepper.step_until(lambda: all(length_of(name) >= 8 for name in decoding), task["limit"])
+    # The first onboarding of an engine's life is not measured: it compiles what is left to compile.
+    for number, prompt in enumerate([vllm_kinds.draw(source, length), *prompts]):
+        target = length_of(decoding[0]) + quiet
+        stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])  # noqa: B023
+        came = max(stepper.times[name][-1] for name in decoding)
+        guest = f"guest-{number}"
+        added = time.perf_counter()
+        stepper.add(guest, prompt, 1)
+        stepper.step_until(lambda: length_of(guest) > 0, task["limit"])  # noqa: B023
+        ttft = (time.perf_counter() - added) * 1e3
+        first = stepper.times.pop(guest)[0]
+        target = length_of(decoding[0]) + 1
+        stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])  # noqa: B023
+        left = max(stepper.times[name][-1] for name in decoding)
+        ours = {name: stepper.times[name] for name in decoding}
+        during = gaps(ours, came, left)
+        steps = max(1, round(len(during) / others))
+        before = stepper.times[decoding[0]]
+        start = [at for at in before if at <= came][-(steps + 1) :][0]
+        if number:
+            emit(
+                {
+                    "what": "onboarding",
+                    "round": number,
+                    "ttft_ms": round(ttft, 3),
+                    "engine_ms": round((first - came) * 1e3, 3),
+                    "with_ms": [round(gap, 3) for gap in during],
+                    "without_ms": [round(gap, 3) for gap in gaps(ours, start, came)],
+                }
+            )
+    llm.llm_engine.abort_request(decoding)
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["mode"], row["kind"]), []).append(row)
+    summary = []
+    for (mode, kind), group in groups.items():
+        line: Row = {"mode": mode, "kind": kind}
+        line["failed"] = next((row["why"] for row in group if row["what"] == "failed"), None)
+        rounds = [row for row in group if row["what"] == "onboarding"]
+        line["rounds"] = len(rounds)
+        line["ttft_ms"] = percentile([row["ttft_ms"] for row in rounds], 50) if rounds else None
+        for when in ("with", "without"):
+            values = [gap for row in rounds for gap in row[f"{when}_ms"]]
+            line[f"{when}_gaps"] = len(values)
+            for name, percent in (("p50", 50), ("p99", 99), ("max", 100)):
+                line[f"{when}_{name}_ms"] = percentile(values, percent) if values else None
+        both = (line["with_p99_ms"], line["without_p99_ms"])
+        line["p99_raised_percent"] = (both[0] / both[1] - 1) * 100 if all(both) else None
+        summary.append(line)
+    return summary
+
+
+HEADER = f"{'mode':<8}{'engine':<8}" + "".join(
+    f"{name:>12}" for name in ("p50 without", "p50 with", "p99 without", "p99 with", "max with", "p99 raised", "TTFT")
+)
+
+
+def show(line: Row) -> str:
+    if line["failed"]:
+        return f"{line['mode']:<8}{line['kind']:<8} failed: {line['failed'].splitlines()[0]}"
+    names = (
+        "without_p50_ms",
+        "with_p50_ms",
+        "without_p99_ms",
+        "with_p99_ms",
+        "with_max_ms",
+        "p99_raised_percent",
+        "ttft_ms",
+    )
+    cells = [
+        f"{line[name]:.1f}" + (" %" if name.endswith("percent") else "") if line[name] is not None else "-"
+        for name in names
+    ]
+    return f"{line['mode']:<8}{line['kind']:<8}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def main() -> int:
+    if run_child(child):
+        return 0
+    parser = arguments(__doc__)
+    vllm_kinds.add_arguments(parser)
+    parser.add_argument(
+        "--length", type=int, default=32768, metavar="N", help="tokens of the prompt that returns (32768)"
+    )
+    parser.add_argument("--others", type=int, default=16, metavar="N", help="requests that decode (16)")
+    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="how often a prompt returns (8)")
+    parser.add_argument("--quiet", type=int, default=60, metavar="N", help="steps without it before each (60)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=("eager", "graphs"), default=["graphs"], help="with CUDA graphs, or eager"
+    )
+    options = parser.parse_args()
+    if min(options.others, options.rounds, options.quiet) < 1 or options.length < 64:
+        parser.error("--others, --rounds and --quiet take at least 1, --length at least 64")
+    vllm_kinds.check(options)
+    names = ("kinds", "length", "others", "rounds", "quiet", "modes", "dry")
+    settings = {name: getattr(options, name) for name in names}
+    record = Record("interference", {**settings, "model": vllm_kinds.shape_of(options.dry).name}, options.json)
+    failures = 0
+    print(HEADER, flush=True)
+    for mode in options.modes:
+        for kind in options.kinds:
+            what = {"kind": kind, "mode": mode}
+            task = {**settings, **what, "models": str(options.models), "limit": options.limit}
+            wait_for_memory()
+            try:
+                with Child(__file__, task, kind) as running:
+                    for row in running.rows(options.limit):
+                        record.add({**what, **row})
+            except ChildError as error:
+                failures += 1
+                record.add({**what, "what": "failed", "why": str(error)})
+                print(error, file=sys.stderr)
+            lines = summarise(record.rows)
+            if lines:
+                print(show(lines[-1]), flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

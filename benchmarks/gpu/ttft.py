@@ -1,0 +1,201 @@
+"""Time to first token of long prompts that come back after the GPU has forgotten them, side by side.
+
+    python benchmarks/gpu/ttft.py --json results/ttft.json
+    python benchmarks/gpu/ttft.py --kinds kvbm --lengths 8192 32768 65536 --modes eager graphs
+
+Round robin over a few prompts, with a GPU cache that holds two and a half of them: by a prompt's next turn the engine
+has dropped it. For every engine, length and mode, in a process of its own:
+
+    cold       each prompt for the first time, then twice more while it is still on the GPU: `on_gpu`, the least that a
+               prompt can take, and `reference`, eight tokens that whatever comes back later has to reproduce
+    returned   the prompts in turn, once a pass
+    again      the same with eight tokens, compared with the reference; not with the cold run, whose computation has
+               other shapes and in bf16 other tokens
+    batch      all prompts at once
+
+The floor of a returned prompt is the longer of `on_gpu` and its bytes at the speed of one plain pinned copy, which is
+measured first. Every single time is in the rows; machines and runs differ by some 15 %, so compare engines within a run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import vllm_kinds
+from child import Child, ChildError, Emit, run_child, wait_for_memory
+from records import Record, Row, arguments, median
+
+REFERENCE_TOKENS = 8
+
+
+def child(task: Row, emit: Emit) -> None:
+    if task["kind"] == "prepare":
+        prepare(task, emit)
+    else:
+        measure(task, emit)
+
+
+def prepare(task: Row, emit: Emit) -> None:
+    """The model, and what the bus can carry."""
+    vllm_kinds.model_folder(vllm_kinds.shape_of(task["dry"]), Path(task["models"]))
+    if task["dry"]:
+        emit({"what": "bus", "to_device_gbps": 1.0, "to_host_gbps": 1.0})
+        return
+    from copies import plain_copies
+
+    emit({"what": "bus", **plain_copies()})
+
+
+def measure(task: Row, emit: Emit) -> None:
+    shape = vllm_kinds.shape_of(task["dry"])
+    length, count = task["length"], task["count"]
+    began = time.perf_counter()
+    llm = vllm_kinds.open_engine(
+        task["kind"],
+        model=vllm_kinds.model_folder(shape, Path(task["models"])),
+        dry=task["dry"],
+        eager=task["mode"] == "eager",
+        gigabytes=task["gigabytes"],
+        length=length + 256,
+        blocks=int(2.5 * length / shape.block_size),
+    )
+    emit({"what": "start", "s": round(time.perf_counter() - began, 2)})
+    source = random.Random(7)
+
+    def run(prompt: Any, tokens: int = 1) -> tuple[Row, list[int]]:
+        began = time.perf_counter()
+        (output,) = llm.generate(prompt, vllm_kinds.greedy(tokens), use_tqdm=False)
+        took = {"ms": round((time.perf_counter() - began) * 1e3, 3), "cached": output.num_cached_tokens}
+        return took, list(output.outputs[0].token_ids)
+
+    def fresh(tokens: int) -> Any:
+        return vllm_kinds.as_prompt(vllm_kinds.draw(source, tokens))
+
+    run(fresh(length))
+    run(fresh(min(512, length)), REFERENCE_TOKENS)
+    prompts = [fresh(length) for _ in range(count)]
+    references = []
+    for i, prompt in enumerate(prompts):
+        emit({"what": "cold", "prompt": i, **run(prompt)[0]})
+        emit({"what": "on_gpu", "prompt": i, **run(prompt)[0]})
+        took, tokens = run(prompt, REFERENCE_TOKENS)
+        emit({"what": "reference", "prompt": i, **took})
+        references.append(tokens)
+    for number in range(1, task["passes"]):
+        for i, prompt in enumerate(prompts):
+            emit({"what": "returned", "pass": number, "prompt": i, **run(prompt)[0]})
+    same = 0
+    for i, prompt in enumerate(prompts):
+        took, tokens = run(prompt, REFERENCE_TOKENS)
+        same += tokens == references[i]
+        emit({"what": "again", "prompt": i, "same": tokens == references[i], **took})
+    distinct = len({tuple(tokens) for tokens in references})
+    emit({"what": "tokens", "same": same, "of": count, "distinct": distinct})
+    began = time.perf_counter()
+    llm.generate(prompts, vllm_kinds.greedy(1), use_tqdm=False)
+    emit({"what": "batch", "prompts": count, "ms": round((time.perf_counter() - began) * 1e3, 3)})
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    """A line for every engine, length and mode: medians, and what they are to be compared with."""
+    bus = next((row["to_device_gbps"] for row in rows if row["what"] == "bus"), None)
+    lines: dict[tuple[int, str, str], list[Row]] = {}
+    for row in rows:
+        if "kind" in row:
+            lines.setdefault((row["length"], row["mode"], row["kind"]), []).append(row)
+    summary = []
+    for (length, mode, kind), group in lines.items():
+        times = {
+            what: [row["ms"] for row in group if row["what"] == what]
+            for what in ("cold", "on_gpu", "returned", "again", "batch")
+        }
+        line: Row = {"length": length, "mode": mode, "kind": kind}
+        line |= {f"{what}_ms": median(values) if values else None for what, values in times.items()}
+        line["worst_returned_ms"] = max(times["returned"], default=None)
+        tokens = next((row for row in group if row["what"] == "tokens"), None)
+        line["same_tokens"] = f"{tokens['same']} of {tokens['of']}" if tokens else None
+        line["start_s"] = next((row["s"] for row in group if row["what"] == "start"), None)
+        size = next((row["bytes"] for row in group if "bytes" in row), None)
+        line["bus_ms"] = size / bus / 1e6 if size and bus else None
+        floors = [ms for ms in (line["bus_ms"], line["on_gpu_ms"]) if ms is not None]
+        line["floor_ms"] = max(floors) if len(floors) == 2 else None
+        line["failed"] = next((row["why"] for row in group if row["what"] == "failed"), None)
+        summary.append(line)
+    return summary
+
+
+def show(line: Row) -> str:
+    if line["failed"]:
+        return f"{line['length']:>7} {line['mode']:<7}{line['kind']:<8} failed: {line['failed'].splitlines()[0]}"
+    numbers = "".join(
+        f"{line[name]:>11.1f}" if line[name] is not None else f"{'-':>11}"
+        for name in ("cold_ms", "on_gpu_ms", "returned_ms", "worst_returned_ms", "batch_ms", "floor_ms")
+    )
+    return f"{line['length']:>7} {line['mode']:<7}{line['kind']:<8}{numbers}   {line['same_tokens']}"
+
+
+HEADER = f"{'tokens':>7} {'mode':<7}{'engine':<8}" + "".join(
+    f"{name:>11}" for name in ("cold", "on GPU", "returned", "worst", "batch", "floor")
+)
+
+
+def main() -> int:
+    if run_child(child):
+        return 0
+    parser = arguments(__doc__)
+    vllm_kinds.add_arguments(parser)
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[32768], metavar="N", help="tokens of a prompt (32768)"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=("eager", "graphs"), default=["eager"], help="with CUDA graphs, or eager"
+    )
+    parser.add_argument(
+        "--count", type=int, default=6, metavar="N", help="prompts (6); at least 4, or they stay on the GPU"
+    )
+    parser.add_argument(
+        "--passes", type=int, default=3, metavar="N", help="turns of each prompt, the cold one included (3)"
+    )
+    parser.add_argument(
+        "--gb", type=float, metavar="GB", help="size of the host tier; else what all prompts need and a tenth"
+    )
+    options = parser.parse_args()
+    if options.count < 4 or options.passes < 2 or min(options.lengths) < 64:
+        parser.error("--count takes at least 4, --passes at least 2, --lengths at least 64")
+    vllm_kinds.check(options)
+    shape = vllm_kinds.shape_of(options.dry)
+    names = ("kinds", "lengths", "modes", "count", "passes", "gb", "dry")
+    record = Record("ttft", {**{name: getattr(options, name) for name in names}, "model": shape.name}, options.json)
+    common = {"models": str(options.models), "dry": options.dry}
+    with Child(__file__, {"kind": "prepare", **common}, "prepare") as running:
+        for row in running.rows(options.limit):
+            record.add(row)
+    failures = 0
+    print(HEADER, flush=True)
+    for mode in options.modes:
+        for length in options.lengths:
+            for kind in options.kinds:
+                what = {"kind": kind, "length": length, "mode": mode}
+                # The warm-up prompt and one that is evicted too late: room for two more than there are.
+                gigabytes = options.gb or 1.1 * (options.count + 2) * length * shape.token_bytes / 1e9
+                size = shape.loaded_bytes(length)
+                task = {**what, **common, "count": options.count, "passes": options.passes, "gigabytes": gigabytes}
+                wait_for_memory()
+                try:
+                    with Child(__file__, task, kind) as running:
+                        for row in running.rows(options.limit):
+                            record.add({**what, "bytes": size, **row})
+                except ChildError as error:
+                    failures += 1
+                    record.add({**what, "what": "failed", "why": str(error)})
+                    print(error, file=sys.stderr)
+                print(show(summarise(record.rows)[-1]), flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What KVBM refuses, what it stays out of, and what it says at start."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from engines import do, generate, prompt
+
+pytestmark = pytest.mark.engine
+
+CACHE = {"cpu_cache_override_num_blocks": 512}
+PROMPT, OTHER = prompt(1, 400), prompt(2, 400)
+
+
+def test_no_tier_is_refused_and_the_settings_are_named(run_scenario):
+    story = run_scenario([], {}, refused=True)
+    for name in ("DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "DYN_KVBM_DISK_CACHE_GB"):
+        assert name in story.refused
+
+
+def test_a_wrong_value_is_refused_by_name(run_scenario):
+    story = run_scenario([], {"cpu_cache_gb": "plenty"}, refused=True)
+    assert "cpu_cache_gb='plenty'" in story.refused
+
+
+def test_more_memory_than_there_is_is_refused_with_what_would_fit(run_scenario):
+    story = run_scenario([], {"cpu_cache_gb": 100_000}, refused=True)
+    assert "DYN_KVBM_CPU_CACHE_GB" in story.refused
+    fits = re.search(r"up to ([\d.]+) GB", story.refused)
+    assert fits is not None, story.refused
+    assert 0 < float(fits[1]) < 100_000
+
+
+def test_settings_come_from_the_environment_too(run_scenario):
+    env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "300", "DYN_KVBM_DISK_CACHE_DIR": "/nowhere"}
+    story = run_scenario([do("state", "state")], {}, env=env)
+    assert story["state"]["size"] == 300
+    assert story.said("known, not used yet: DYN_KVBM_DISK_CACHE_DIR")
+    assert story.said("KVBM is ready: 300 host blocks of 32 tokens")
+    # Where vLLM's own lines go, and at its level.
+    assert "KVBM is ready: 300 host blocks" in story.output
+
+
+def test_everything_worth_a_warning_is_said_once(run_scenario):
+    kvbm = {"cpu_cache_override_num_blocks": 100, "kv_load_failure_policy": "fail"}
+    story = run_scenario([], kvbm, patch={"vllm:__version__": "0.99.1"})
+    (policy,) = story.said("kv_load_failure_policy is 'fail'")
+    assert '"kv_load_failure_policy": "recompute"' in policy
+    (small,) = story.said("is smaller than vLLM's own cache")
+    assert "100 blocks" in small
+    assert "256 blocks" in small
+    (version,) = story.said("has not been tested with vLLM 0.99.1")
+    assert "tested: 0.26" in version
+
+
+def test_an_ordinary_start_warns_of_nothing(run_scenario):
+    story = run_scenario([], CACHE)
+    assert [message for level, message in story.log if level != "INFO"] == []
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory, model):
+    """Makes other tiny models whose tokens depend on their KV, with the tokenizer of the usual one."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    def make(kind: str, **settings: object) -> str:
+        folder = tmp_path_factory.mktemp(kind)
+        torch.manual_seed(0)
+        shape = {"vocab_size": 49152, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.3}
+        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": False}
+        config = getattr(transformers, f"{kind}Config".replace("Gemma3C", "Gemma3TextC"))
+        config = config(**{**shape, **heads, **tokens, "max_position_embeddings": 8192, **settings})
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (Path(model) / name).exists():
+                shutil.copy(Path(model) / name, folder)
+        return str(folder)
+
+    return make
+
+
+def test_a_model_that_lets_go_of_blocks_runs_without_kvbm(make_model, run_scenario, baseline):
+    """A sliding window: vLLM puts its null block in the place of blocks that have left it, and nobody can tell from the
+    block table. What was kept from there would be found under a good key by the next prompt."""
+    engine = {"model": make_model("Mistral", sliding_window=128)}
+    half = PROMPT[:160] + prompt(3, 100)
+    wanted = baseline([PROMPT, OTHER, half], 16, engine)
+    steps = [
+        generate(PROMPT, name="first"),
+        generate(OTHER),  # pushes the first out of the host tier, were there one
+        generate(PROMPT),  # an engine hit that has only the window's blocks
+        do("reset", "reset"),
+        generate(half, name="half"),
+        do("state", "state"),
+    ]
+    story = run_scenario(steps, {"cpu_cache_override_num_blocks": 13}, engine)
+    assert (story.tokens("first"), story.tokens("half")) == (wanted[:1], wanted[2:])
+    assert story["state"] == {"bypassed": True}
+    (sentence,) = story.said("KVBM stays out of the way")
+    assert "SlidingWindowSpec" in sentence
+    assert "vLLM runs as if it were not configured" in sentence
+
+
+def test_a_model_with_some_sliding_layers_is_served(make_model, run_scenario, baseline):
+    """vLLM keeps all blocks of such a model when its connector does not manage several groups."""
+    engine = {"model": make_model("Gemma3", sliding_window=128, num_hidden_layers=6, query_pre_attn_scalar=32)}
+    half = PROMPT[:160] + prompt(3, 100)
+    wanted = baseline([PROMPT, half], 16, engine)
+    steps = [
+        generate(PROMPT, name="cold"),
+        do("reset"),
+        generate(PROMPT, name="host hit"),
+        do("reset"),
+        generate(half, name="half"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, CACHE, engine)
+    assert story.tokens("cold") == story.tokens("host hit") == wanted[:1]
+    assert story.tokens("half") == wanted[1:]
+    assert story["end"]["onboarded"] == 12 + 5
