@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from child import Child, ChildError, Emit, run_child, wait_for_memory
 from records import Record, Row, arguments, percentile
 
 SHORT_PROMPT = 512
+GUESTS = 3  # prompts that return in turn
 
 
 class Stepper:
@@ -33,6 +35,7 @@ class Stepper:
         self._engine = engine
         self._now = now
         self.times: dict[str, list[float]] = {}
+        self.cached: dict[str, int | None] = {}  # tokens that were not computed
 
     def add(self, name: str, tokens: vllm_kinds.Tokens, count: int) -> None:
         from vllm.sampling_params import RequestOutputKind
@@ -50,6 +53,7 @@ class Stepper:
             # The engine's clock where it tells: its process may have been done long before this one looked.
             metrics = getattr(output, "metrics", None)
             self.times[output.request_id].append(getattr(metrics, "last_token_ts", 0.0) or self._now())
+            self.cached[output.request_id] = output.num_cached_tokens
             seen.add(output.request_id)
         return seen
 
@@ -66,34 +70,43 @@ def gaps(times: dict[str, list[float]], since: float, until: float) -> list[floa
     return [
         (later - earlier) * 1e3
         for tokens in times.values()
-        for earlier, later in zip(tokens, tokens[1:], strict=False)
+        for earlier, later in pairwise(tokens)
         if since < later <= until
     ]
+
+
+def forget(llm: Any, source: random.Random) -> None:
+    """Empty vLLM's prefix cache. A connector may still hold blocks that it is copying: a few more steps see to that."""
+    for _ in range(50):
+        if llm.reset_prefix_cache():
+            return
+        llm.generate(vllm_kinds.as_prompt(vllm_kinds.draw(source, 8)), vllm_kinds.greedy(4), use_tqdm=False)
+    raise RuntimeError("vLLM does not let go of its prefix cache: some blocks are still in use")
 
 
 def child(task: Row, emit: Emit) -> None:
     shape = vllm_kinds.shape_of(task["dry"])
     length, others, rounds, quiet = task["length"], task["others"], task["rounds"], task["quiet"]
-    decoded = (rounds + 2) * (quiet + 200)  # more than the whole run takes
+    decoded = (rounds + 2) * (quiet + 40)  # more than the whole run takes
     short = min(SHORT_PROMPT, length)
-    needed = length + others * (short + decoded) + (rounds + 1) * length
+    decoding_tokens = others * (short + decoded)
     llm = vllm_kinds.open_engine(
         task["kind"],
         model=vllm_kinds.model_folder(shape, Path(task["models"])),
         dry=task["dry"],
         eager=task["mode"] == "eager",
-        gigabytes=1.1 * (needed + length) * shape.token_bytes / 1e9,
+        gigabytes=1.1 * ((GUESTS + 2) * length + decoding_tokens) * shape.token_bytes / 1e9,
         length=max(length, short + decoded) + 256,
-        # Enough for all that runs at a time; what was here before is dropped below.
-        blocks=-(-(2 * length + others * (short + decoded)) // shape.block_size) + 64,
+        # Room for what runs at a time and less than one prompt more: when a prompt returns, those that came since have
+        # taken all of its blocks.
+        blocks=int(decoding_tokens + 1.25 * length) // shape.block_size + others,
         disable_log_stats=False,  # for the engine's own times
     )
     source = random.Random(11)
-    prompts = [vllm_kinds.draw(source, length) for _ in range(rounds)]
-    for prompt in [vllm_kinds.draw(source, length), *prompts]:
+    prompts = [vllm_kinds.draw(source, length) for _ in range(GUESTS)]
+    for prompt in prompts:
         llm.generate(vllm_kinds.as_prompt(prompt), vllm_kinds.greedy(1), use_tqdm=False)
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("vLLM did not let go of its prefix cache: blocks are still in use")
+    forget(llm, source)
     stepper = Stepper(llm.llm_engine)
     decoding = [f"decode-{i}" for i in range(others)]
     for name in decoding:
@@ -103,14 +116,14 @@ def child(task: Row, emit: Emit) -> None:
         return len(stepper.times[name])
 
     stepper.step_until(lambda: all(length_of(name) >= 8 for name in decoding), task["limit"])
-    # The first onboarding of an engine's life is not measured: it compiles what is left to compile.
-    for number, prompt in enumerate([vllm_kinds.draw(source, length), *prompts]):
+    # The first return in an engine's life is not measured: it compiles what is left to compile.
+    for number in range(rounds + 1):
         target = length_of(decoding[0]) + quiet
         stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])  # noqa: B023
         came = max(stepper.times[name][-1] for name in decoding)
         guest = f"guest-{number}"
         added = time.perf_counter()
-        stepper.add(guest, prompt, 1)
+        stepper.add(guest, prompts[number % GUESTS], 1)
         stepper.step_until(lambda: length_of(guest) > 0, task["limit"])  # noqa: B023
         ttft = (time.perf_counter() - added) * 1e3
         first = stepper.times.pop(guest)[0]
@@ -127,6 +140,7 @@ def child(task: Row, emit: Emit) -> None:
                 {
                     "what": "onboarding",
                     "round": number,
+                    "cached": stepper.cached[guest],
                     "ttft_ms": round(ttft, 3),
                     "engine_ms": round((first - came) * 1e3, 3),
                     "with_ms": [round(gap, 3) for gap in during],
@@ -146,6 +160,7 @@ def summarise(rows: list[Row]) -> list[Row]:
         line["failed"] = next((row["why"] for row in group if row["what"] == "failed"), None)
         rounds = [row for row in group if row["what"] == "onboarding"]
         line["rounds"] = len(rounds)
+        line["cached"] = percentile([row["cached"] for row in rounds], 50) if rounds else None
         line["ttft_ms"] = percentile([row["ttft_ms"] for row in rounds], 50) if rounds else None
         for when in ("with", "without"):
             values = [gap for row in rounds for gap in row[f"{when}_ms"]]

@@ -33,6 +33,7 @@ def child(task: Row, emit: Emit) -> None:
         gigabytes=1.5 * blocks * shape.block_size * shape.token_bytes / 1e9,
         length=inputs + outputs + 16,
         blocks=blocks,
+        gpu_memory_utilization=0.3,  # the others are there too
     )
     emit({"what": "ready"})
     for order in orders():
@@ -50,8 +51,11 @@ def summarise(rows: list[Row]) -> list[Row]:
     """A line an engine; ``change_percent`` compares each repeat with the first engine's of the same round."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if row["what"] == "run" and row["round"]:
-            groups.setdefault(row["kind"], []).append(row)
+        if row["what"] == "run":
+            measured = groups.setdefault(row["kind"], [])
+            if row["round"]:
+                measured.append(row)
+    groups = {kind: group for kind, group in groups.items() if group}
     first = {row["round"]: row["s"] for row in next(iter(groups.values()), [])}
     summary = []
     for kind, group in groups.items():

@@ -14,7 +14,7 @@ has dropped it. For every engine, length and mode, in a process of its own:
     batch      all prompts at once
 
 The floor of a returned prompt is the longer of `on_gpu` and its bytes at the speed of one plain pinned copy, which is
-measured first. Every single time is in the rows; machines and runs differ by some 15 %, so compare engines within a run.
+measured first. Every single time is in the rows. Machines and runs differ by some 15 %: compare engines within a run.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def summarise(rows: list[Row]) -> list[Row]:
         line: Row = {"length": length, "mode": mode, "kind": kind}
         line |= {f"{what}_ms": median(values) if values else None for what, values in times.items()}
         line["worst_returned_ms"] = max(times["returned"], default=None)
+        cached = [row["cached"] / length * 100 for row in group if row["what"] == "returned"]
+        line["hit_percent"] = median(cached) if cached else None
         tokens = next((row for row in group if row["what"] == "tokens"), None)
         line["same_tokens"] = f"{tokens['same']} of {tokens['of']}" if tokens else None
         line["start_s"] = next((row["s"] for row in group if row["what"] == "start"), None)
@@ -128,19 +130,24 @@ def summarise(rows: list[Row]) -> list[Row]:
     return summary
 
 
+COLUMNS = {
+    "cold": "cold_ms",
+    "on GPU": "on_gpu_ms",
+    "returned": "returned_ms",
+    "worst": "worst_returned_ms",
+    "batch": "batch_ms",
+    "floor": "floor_ms",
+    "hits %": "hit_percent",
+}
+HEADER = f"{'tokens':>7} {'mode':<7}{'engine':<8}" + "".join(f"{name:>10}" for name in COLUMNS) + "  same tokens"
+
+
 def show(line: Row) -> str:
+    start = f"{line['length']:>7} {line['mode']:<7}{line['kind']:<8}"
     if line["failed"]:
-        return f"{line['length']:>7} {line['mode']:<7}{line['kind']:<8} failed: {line['failed'].splitlines()[0]}"
-    numbers = "".join(
-        f"{line[name]:>11.1f}" if line[name] is not None else f"{'-':>11}"
-        for name in ("cold_ms", "on_gpu_ms", "returned_ms", "worst_returned_ms", "batch_ms", "floor_ms")
-    )
-    return f"{line['length']:>7} {line['mode']:<7}{line['kind']:<8}{numbers}   {line['same_tokens']}"
-
-
-HEADER = f"{'tokens':>7} {'mode':<7}{'engine':<8}" + "".join(
-    f"{name:>11}" for name in ("cold", "on GPU", "returned", "worst", "batch", "floor")
-)
+        return f"{start} failed: {line['failed'].splitlines()[0]}"
+    cells = (f"{line[name]:.1f}" if line[name] is not None else "-" for name in COLUMNS.values())
+    return start + "".join(f"{cell:>10}" for cell in cells) + f"  {line['same_tokens']}"
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 
 QWEN3_8B = Shape("qwen3-8b-random", 36, 4096, 32, 8, 128, 12288, 151936, "bfloat16", 16)
-TINY = Shape("qwen3-tiny-random-bench", 2, 128, 4, 2, 32, 256, 151936, "float32", 32)
+TINY = Shape("qwen3-tiny-random-bench", 2, 64, 2, 1, 32, 128, 151936, "float32", 32)
 
 
 def shape_of(dry: bool) -> Shape:
@@ -162,7 +162,7 @@ def open_engine(
         more["block_size"] = shape.block_size
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    os.environ["DYN_KVBM_CPU_CACHE_GB"] = f"{gigabytes:.3f}"
+    os.environ["DYN_KVBM_CPU_CACHE_GB"] = f"{gigabytes:.6f}"
     transfer = connector(kind, gigabytes)
     if transfer is not None:
         more["kv_transfer_config"] = transfer
@@ -173,13 +173,12 @@ def open_engine(
         skip_tokenizer_init=True,
         dtype=shape.dtype,
         max_model_len=length,
-        gpu_memory_utilization=0.5,
         enforce_eager=eager,
         enable_prefix_caching=True,
         max_num_batched_tokens=STEP_TOKENS,
         seed=0,
         num_gpu_blocks_override=blocks,
-        **more,
+        **{"gpu_memory_utilization": 0.5, **more},
     )
 
 

@@ -31,6 +31,7 @@ DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # of the sampler: compiling it takes longer than all that is computed here
     "HF_HUB_OFFLINE": "1",
     # One thread: the models are tiny, and threads that spin while they wait for each other crawl on a busy machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -118,7 +119,7 @@ class Scenario:
         priority: list | None = None,
         **params,
     ) -> dict:
-        """Greedy, all prompts at once. ``salts``, ``lora`` ([name, number, path]) and ``priority`` have one entry each."""
+        """Greedy, all prompts at once. ``salts``, ``lora`` ([name, number, path]) and ``priority``: an entry each."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 

@@ -86,28 +86,30 @@ def test_prompt_logprobs_are_computed_for_every_token(mode, run_scenario):
 
 def test_speculative_decoding_keeps_only_what_was_accepted(run_scenario, baseline):
     """Drafts that are rejected have been written into blocks as well; under no key may they be found."""
-    engine = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
-    phrase = prompt(3, 40)
-    first = phrase * 5 + prompt(4, 10) + phrase[:20]  # something to draft from
-    wanted = baseline([first], 120, engine)
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engine = {"speculative_config": speculation}
+    first = prompt(3, 40) * 5
+    options = {"allowed_token_ids": first[:40]}  # whatever is said has been said before: there is always a draft
+    wanted = baseline([first], 120, engine, **options)
     turn = first + wanted[0] + prompt(5, 5)
-    wanted += baseline([turn], 60, engine)
+    wanted += baseline([turn], 60, engine, **options)
     steps = [
-        generate(first, name="cold", max_tokens=120),
+        generate(first, name="cold", max_tokens=120, **options),
         do("metrics", "metrics"),
         do("drain"),
         do("reset"),
-        generate(turn, name="turn", max_tokens=60),
+        generate(turn, name="turn", max_tokens=60, **options),
         do("drain"),
         do("reset"),
-        generate(first, name="again", max_tokens=120),
+        generate(first, name="again", max_tokens=120, **options),
         do("drain"),
         do("state", "end"),
     ]
     story = run_scenario(steps, CACHE, engine)
-    assert story["metrics"]["vllm:spec_decode_num_draft_tokens"] > story["metrics"]["vllm:spec_decode_num_accepted_tokens"]
+    drafted, accepted = (story["metrics"][f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
+    assert drafted > accepted > 0
     assert [story.tokens(name)[0] for name in ("cold", "turn", "again")] == [wanted[0], wanted[1], wanted[0]]
-    assert story["turn"]["cached"][0] >= 10 * 32  # the answer's blocks, too
+    assert story["turn"]["cached"][0] >= 9 * 32  # the answer's blocks, too
     assert is_clean(story["end"])
 
 
@@ -129,18 +131,16 @@ def test_decoded_blocks_are_left_out_when_that_is_asked_for(run_scenario, baseli
 def test_a_host_tier_of_a_few_blocks_evicts_and_stays_right(run_scenario, baseline):
     prompts = [prompt(30 + i, 300) for i in range(6)]
     wanted = baseline(prompts)
-    steps = [
-        generate(*prompts, name="cold"),
-        do("reset"),
-        generate(*prompts, name="again"),
-        do("reset"),
-        generate(*reversed(prompts), name="backwards"),
-        do("drain"),
-        do("state", "end"),
-    ]
+    steps = []
+    for i, tokens in enumerate(prompts):
+        steps += [generate(tokens, name=f"cold {i}"), do("drain")]
+    steps += [do("reset"), generate(*prompts, name="together"), do("reset")]
+    steps += [generate(*reversed(prompts), name="backwards"), do("drain"), do("state", "end")]
     story = run_scenario(steps, {"cpu_cache_override_num_blocks": 20})
-    assert story.tokens("cold") == story.tokens("again") == story.tokens("backwards")[::-1] == wanted
+    assert [story.tokens(f"cold {i}")[0] for i in range(6)] == wanted
+    assert story.tokens("together") == story.tokens("backwards")[::-1] == wanted
     assert story["end"]["evictions"] > 0
+    assert story["end"]["onboarded"] > 0
     assert is_clean(story["end"])
 
 

@@ -232,13 +232,16 @@ def test_scribbling_destroys_just_the_blocks_named(cache):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("rows", [1, 3, 100], ids=lambda rows: f"{rows} rows a buffer")
 @pytest.mark.parametrize("prefetched", ["not", "this", "other"])
-def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched):
+@pytest.mark.parametrize("batch", [2, 8192], ids=lambda batch: f"{batch} indices at a time")
+def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched, batch, monkeypatch):
+    from kvbm.transfer import kernel_copies
     from kvbm.transfer.cuda import CudaCopier
 
+    monkeypatch.setattr(kernel_copies, "_BATCH", batch)
     cache = Cache(layout, device)
     cache.copier.close()
     slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
-    staging = 3 * rows * cache.layout.block_bytes
+    staging = 3 * (rows * cache.layout.block_bytes + 4096)
     cache.copier = CudaCopier(cache.layout, slab, torch.device(device), staging, bulk_bytes=0)
     try:
         before = [cache.read(block) for block in range(BLOCKS)]

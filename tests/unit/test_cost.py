@@ -91,6 +91,14 @@ def test_a_few_slow_blocks_are_taken_for_what_is_behind_them():
     assert decide(h200(), (HOST, 1000), (DISK, 8), (HOST, 1039))[:2] == (WHOLE, False)
 
 
+def test_a_match_that_changes_tiers_at_every_block_is_taken_to_its_end():
+    runs = [(HOST if i % 2 else DISK, 1) for i in range(WHOLE)]
+    assert decide(h200(HOST=51, DISK=12), *runs).blocks == WHOLE
+    assert decide(h200(HOST=51, DISK=1), *runs).blocks == 0
+    half = decide(h200(), *[(HOST, 1)] * 1000, *[(DISK, 1)] * 1000).blocks
+    assert 1000 - 2000 // 64 <= half <= 1000
+
+
 def test_tiers_count_one_after_the_other():
     model = h200(HOST=12, DISK=12)
     mixed = decide(model, (HOST, 1000), (DISK, 1000), others=True).seconds

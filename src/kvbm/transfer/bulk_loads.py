@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import BlockLayout
+from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.base import Ticket
 from kvbm.transfer.kernel_copies import KernelCopies, mark
 
@@ -114,7 +114,7 @@ class BulkLoads:
             for index, group in enumerate(self._groups)
             for segment in layout.segments[group.first : group.last]
         }
-        self._buffer_bytes = memory.numel() // _BUFFERS
+        self._buffer_bytes = memory.numel() // _BUFFERS // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
         self._buffers = [memory.data_ptr() + i * self._buffer_bytes for i in range(_BUFFERS)]
         self._fetched = [torch.cuda.Event() for _ in range(_BUFFERS)]
         self._emptied = [torch.cuda.Event() for _ in range(_BUFFERS)]
@@ -157,11 +157,11 @@ class BulkLoads:
                 self._release(ticket)
 
     def _work(self, ticket: BulkTicket) -> None:
-        slots = np.asarray(ticket.slots, np.int64)
-        units = self._units(len(slots))
+        hosts = self._slab.address + np.asarray(ticket.slots, np.int64) * self._slab.slot_bytes
+        units = self._units(len(hosts))
         fetched = 0
         while fetched < min(_BUFFERS, len(units)) and not ticket.given.is_set():
-            self._fetch(slots, units[fetched], self._next + fetched)
+            self._fetch(hosts, units[fetched], self._next + fetched)
             fetched += 1
         ticket.given.wait()
         if ticket.blocks is None:
@@ -169,13 +169,20 @@ class BulkLoads:
         for condition in ticket.conditions:
             self._stream.wait_event(condition)
         ticket.began = mark(self._stream)
-        for i, (index, start, end) in enumerate(units):
-            while fetched < min(i + _BUFFERS, len(units)):
-                self._fetch(slots, units[fetched], self._next + fetched)
-                fetched += 1
-            self._scatter(ticket.blocks[start:end], self._groups[index], self._next + i)
-            if end == len(slots) and index + 1 < len(self._groups):
-                ticket.issued[index].set()
+        with torch.cuda.stream(self._stream):
+            indices = self._kernel.upload(ticket.blocks)
+            for i, (index, start, end) in enumerate(units):
+                while fetched < min(i + _BUFFERS, len(units)):
+                    self._fetch(hosts, units[fetched], self._next + fetched)
+                    fetched += 1
+                group, buffer = self._groups[index], (self._next + i) % _BUFFERS
+                self._stream.wait_event(self._fetched[buffer])
+                address = self._buffers[buffer] - group.offset
+                self._kernel.from_rows(indices, start, end, address, group.size, group.first, group.last)
+                self._emptied[buffer].record(self._stream)
+                if end == len(hosts) and index + 1 < len(self._groups):
+                    ticket.issued[index].set()
+            self._kernel.release(indices)
         self._next += len(units)
         ticket.ended = mark(self._stream)
         ticket.issued[-1].set()
@@ -188,21 +195,13 @@ class BulkLoads:
             units += [(index, start, min(start + rows, blocks)) for start in range(0, blocks, rows)]
         return units
 
-    def _fetch(self, slots: np.ndarray, unit: tuple[int, int, int], turn: int) -> None:
+    def _fetch(self, hosts: np.ndarray, unit: tuple[int, int, int], turn: int) -> None:
         index, start, end = unit
         group, buffer = self._groups[index], turn % _BUFFERS
         self._fetch_stream.wait_event(self._emptied[buffer])
-        sources = self._slab.address + slots[start:end] * self._slab.slot_bytes + group.offset
         targets = self._buffers[buffer] + np.arange(end - start, dtype=np.int64) * group.size
-        self._batch(targets, sources, group.size, self._fetch_stream)
+        self._batch(targets, hosts[start:end] + group.offset, group.size, self._fetch_stream)
         self._fetched[buffer].record(self._fetch_stream)
-
-    def _scatter(self, blocks: Sequence[int], group: _Group, turn: int) -> None:
-        buffer = turn % _BUFFERS
-        self._stream.wait_event(self._fetched[buffer])
-        with torch.cuda.stream(self._stream):
-            self._kernel.from_rows(blocks, self._buffers[buffer] - group.offset, group.size, group.first, group.last)
-        self._emptied[buffer].record(self._stream)
 
     def _release(self, ticket: BulkTicket) -> None:
         """A load has failed half-way: whoever waits for its layers must not wait for ever. They will hear it is bad."""

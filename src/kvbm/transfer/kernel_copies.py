@@ -52,15 +52,27 @@ class KernelCopies:
         """Blocks to slots."""
         self._copy(slots, blocks, False)
 
-    def from_rows(self, blocks: Sequence[int], address: int, row: int, first: int, last: int) -> None:
-        """Segments ``first`` to ``last`` of blocks from rows of ``row`` bytes on the device, counting layers.
+    def upload(self, blocks: Sequence[int]) -> list[_IndexBuffer]:
+        """Put row numbers and blocks on the device for any number of :meth:`from_rows`; :meth:`release` ends it."""
+        parts = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
+        return [self._upload(range(len(part)), part) for part in parts]
 
-        ``address`` is where the first row would begin if it held the whole slot.
+    def from_rows(
+        self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int
+    ) -> None:
+        """Segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end`` from rows on the device.
+
+        Counts layers. Rows are ``row`` bytes apart; ``address`` is where the first would begin if it held a whole slot.
         """
-        rows = range(len(blocks))
-        self._copy(
-            rows, blocks, True, first=first, last=last, signal=True, host=(address, row), programs=_LOCAL_PROGRAMS
-        )
+        while start < end:
+            buffer, at = buffers[start // _BATCH], start % _BATCH
+            count = min(end - start, buffer.count - at)
+            self._launch(buffer, 0, buffer.count + at, count, (address, row), first, last, True, True, _LOCAL_PROGRAMS)
+            address, start = address + count * row, start + count
+
+    def release(self, buffers: list[_IndexBuffer]) -> None:
+        for buffer in buffers:
+            buffer.release()
 
     def zero(self, blocks: Sequence[int]) -> None:
         self._copy([0] * len(blocks), blocks, True, host=(self._zeros.data_ptr(), 0))
@@ -70,29 +82,41 @@ class KernelCopies:
         slots: Sequence[int],
         blocks: Sequence[int],
         to_device: bool,
-        *,
         first: int = 0,
-        last: int | None = None,
         signal: bool = False,
         host: tuple[int, int] | None = None,  # another slab: address, bytes a slot
-        programs: int = _PROGRAMS,
     ) -> None:
-        address, slot_bytes = host or (self._slab.address, self._slab.slot_bytes)
-        last = self._count if last is None else last
-        buffers = [self._upload(slots[i : i + _BATCH], blocks[i : i + _BATCH]) for i in range(0, len(slots), _BATCH)]
+        host = host or (self._slab.address, self._slab.slot_bytes)
+        for i in range(0, len(slots), _BATCH):
+            buffer = self._upload(slots[i : i + _BATCH], blocks[i : i + _BATCH])
+            self._launch(buffer, 0, buffer.count, buffer.count, host, first, self._count, to_device, signal, _PROGRAMS)
+            buffer.release()
+
+    def _launch(
+        self,
+        buffer: _IndexBuffer,
+        slots_at: int,
+        blocks_at: int,
+        count: int,
+        host: tuple[int, int],
+        first: int,
+        last: int,
+        to_device: bool,
+        signal: bool,
+        programs: int,
+    ) -> None:
         for launch in self._launches:
             begin, end = max(first, launch.first), min(last, launch.first + launch.segments)
-            if begin >= end:
-                continue
-            for buffer in buffers:
-                copy_pieces[(min(programs, (end - begin) * buffer.count),)](
+            if begin < end:
+                copy_pieces[(min(programs, (end - begin) * count),)](
                     self._table,
                     buffer.device,
-                    address,
-                    slot_bytes,
+                    slots_at,
+                    blocks_at,
+                    *host,
                     begin,
                     end - begin,
-                    buffer.count,
+                    count,
                     self.arrived,
                     WORD=launch.word,
                     WORDS=launch.words,
@@ -101,8 +125,6 @@ class KernelCopies:
                     SIGNAL=signal,
                     num_warps=_WARPS,
                 )
-        for buffer in buffers:
-            buffer.release()
 
     def _upload(self, slots: Sequence[int], blocks: Sequence[int]) -> _IndexBuffer:
         buffer = self._buffers[0]

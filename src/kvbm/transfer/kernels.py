@@ -16,10 +16,12 @@ _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 # Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for
 # multiples of 16, and would do so while a request waits.
-@triton.jit(do_not_specialize=["slot_bytes", "host", "first", "segments", "count"])
+@triton.jit(do_not_specialize=["slots_at", "blocks_at", "host", "slot_bytes", "first", "segments", "count"])
 def copy_pieces(
     table,  # int64[segments, 4]: device address of block 0, bytes between blocks, offset in a slot, layer
-    pairs,  # int64[2 * count]: slots, then blocks
+    pairs,  # int64[]: slots and blocks
+    slots_at,  # where in it the slots of this launch begin
+    blocks_at,  # and the blocks
     host,  # device-visible address of slot 0
     slot_bytes,
     first,  # first segment of this launch
@@ -40,8 +42,8 @@ def copy_pieces(
         address = tl.load(table + segment * 4)
         stride = tl.load(table + segment * 4 + 1)
         offset = tl.load(table + segment * 4 + 2)
-        slot = tl.load(pairs + pair)
-        block = tl.load(pairs + count + pair)
+        slot = tl.load(pairs + slots_at + pair)
+        block = tl.load(pairs + blocks_at + pair)
         device_words = (address + block * stride).to(tl.pointer_type(WORD))
         host_words = (host + slot * slot_bytes + offset).to(tl.pointer_type(WORD))
         for tile in range(0, WORDS, TILE):

@@ -99,6 +99,16 @@ def speak_like_vllm() -> None:
         ours.setLevel(theirs.level)
 
 
+def recovers_exactly(vllm_config: Any) -> bool:
+    """Whether vLLM computes again exactly what it has lost when a load that a step was waiting for fails.
+
+    With steps that overlap it believes the token of the next step, which was computed on what did not arrive; its
+    second model runner goes on at the wrong position (vllm-project/vllm issues 45138 and 49250, open with 0.32).
+    """
+    overlapping = getattr(vllm_config.scheduler_config, "async_scheduling", False)
+    return not overlapping and not getattr(vllm_config, "use_v2_model_runner", False)
+
+
 def resumed_requests(cached: Any) -> set[str]:
     """Requests of a step that come back from preemption with a new block table."""
     return set(getattr(cached, "resumed_req_ids", ()) or ())
@@ -124,3 +134,9 @@ def is_on_device(block_pool: Any, block_hash: bytes) -> bool:
         return bool(block_pool.get_cached_block(block_hash, [0]))
     except Exception:
         return True
+
+
+def forget_on_device(block_pool: Any, blocks: set[int]) -> None:
+    """Let vLLM's own prefix cache forget these blocks. Requests that hold them keep them."""
+    if block_pool is not None:
+        block_pool.evict_blocks(blocks)

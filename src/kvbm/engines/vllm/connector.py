@@ -127,6 +127,8 @@ class DynamoConnector(KVConnectorBase_V1):
             for part in meta.reports:
                 self._leader_channel.unpack(part)
             self._scheduler.apply(self._leader_channel.receive())
+        if connector_output.invalid_block_ids:
+            self._scheduler.lost(connector_output.invalid_block_ids)
 
     @guarded((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

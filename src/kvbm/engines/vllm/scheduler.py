@@ -39,15 +39,17 @@ class _Request:
         self.blocks: list[int] | None = None
         self.stored = 0  # blocks from the front that need no more thought
         self.loads = False  # blocks are on their way to it, or have been
-        self.keep = True  # False: what it computes rests on blocks from before a reset
+        self.keep = True  # False: what it computes rests on blocks from before a reset, or on blocks that were lost
         self.match: Match | None = None
         self.in_step = False
         self.refused = False  # a load of it could not even be planned: nothing more is offered
         self.patience_ends: float | None = None
 
-    def new_table(self, blocks: Sequence[int]) -> None:
+    def new_table(self, blocks: Sequence[int], computed: int) -> None:
         self.blocks = list(blocks)
         self.stored = 0
+        if not computed:
+            self.keep = True  # it starts from nothing
 
 
 class SchedulerHalf:
@@ -242,7 +244,6 @@ class SchedulerHalf:
         stores: list[StorePlan] = []
         fences: list[int] = []
         try:
-            self._forget_prefetched()
             fences = self._follow_tables(output)
         except Exception as error:
             # Without the tables we can tell neither which copies are in danger nor whose a block is: the step waits for
@@ -256,18 +257,24 @@ class SchedulerHalf:
         except Exception as error:
             self._faults.record("planning stores", error)
         if any(load.layered for load in loads):
-            self._prefetch_next()
+            try:
+                self._prefetch_next()
+            except Exception as error:
+                self._faults.record("prefetching", error)
         return StepPlan(loads, stores, fences)
 
     def _follow_tables(self, output: Any) -> list[int]:
         """Bring our block tables up to date; returns the copies that must be over before this step writes."""
         size = self._block_size
         written: list[int] = []
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            if (state := self._requests.get(request_id)) is not None:
+                state.blocks = None
         for new in output.scheduled_new_reqs:
             table = new.block_ids[0]
             written += table[new.num_computed_tokens // size :]
             if (state := self._requests.get(new.req_id)) is not None:
-                state.new_table(table)
+                state.new_table(table, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         resumed = compat.resumed_requests(cached)
         for i, request_id in enumerate(cached.req_ids):
@@ -278,7 +285,7 @@ class SchedulerHalf:
             if request_id in resumed:
                 written += fresh[cached.num_computed_tokens[i] // size :]
                 if state is not None:
-                    state.new_table(fresh)
+                    state.new_table(fresh, cached.num_computed_tokens[i])
             else:
                 written += fresh
                 if state is not None and state.blocks is not None:
@@ -320,6 +327,20 @@ class SchedulerHalf:
                     stores.append(plan)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def lost(self, blocks: set[int]) -> None:
+        """These blocks of the engine did not arrive. A step may have computed on them, and vLLM has taken its blocks into
+        its own prefix cache; it counts on computing them again, but may preempt the request before it gets to that."""
+        spoiled: set[int] = set()
+        for state in self._requests.values():
+            if state.blocks is None or blocks.isdisjoint(state.blocks):
+                continue
+            first = next(i for i, block in enumerate(state.blocks) if block in blocks)
+            spoiled.update(state.blocks[first:])
+            if not compat.recovers_exactly(self._vllm_config):
+                state.keep = False
+        if spoiled:
+            compat.forget_on_device(self.block_pool, spoiled)
 
     def apply(self, reports: Sequence[Report]) -> None:
         if self.leader is None:

@@ -1,0 +1,208 @@
+"""The adapter against vLLM's own classes, without an engine: keys, releases, set-ups it stays out of."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+TOKENS = list(range(1000, 1043))
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    return pytest.importorskip("vllm")
+
+
+@pytest.fixture
+def keys(vllm):
+    """Makes a RequestKeys for one of vLLM's hash functions."""
+    from kvbm.core.keys import Namespace
+    from kvbm.engines.vllm.keys import RequestKeys
+
+    def make(algorithm="sha256", hash_block_size=4):
+        namespace = Namespace(model="m", dtype="float32", layout="", block_size=4)
+        return RequestKeys(namespace, algorithm, hash_block_size)
+
+    return make
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_two_adapters_give_two_sets_of_keys(algorithm, keys):
+    from clockwork import make_request
+    from vllm.lora.request import LoRARequest
+
+    found = keys(algorithm)
+    adapters = [None, LoRARequest("first", 1, "/first"), LoRARequest("second", 2, "/second")]
+    sets = []
+    for i, adapter in enumerate(adapters):
+        request = make_request(f"r{i}", TOKENS, lora_request=adapter)
+        sets.append(set(found.of(request)))
+        # The same adapter in another request: the same keys.
+        assert set(found.of(make_request(f"again{i}", TOKENS, lora_request=adapter))) == sets[-1]
+    assert [len(each) for each in sets] == [10, 10, 10]
+    assert len(set.union(*sets)) == 30
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_two_salts_give_two_sets_of_keys(algorithm, keys):
+    from clockwork import make_request
+
+    found = keys(algorithm)
+    requests = [make_request(f"r{i}", TOKENS, cache_salt=salt) for i, salt in enumerate((None, "a", "b", "a"))]
+    none, first, second, again = (set(found.of(request)) for request in requests)
+    assert first == again
+    assert len(none | first | second) == 30
+
+
+def test_hashes_that_can_be_made_to_collide_are_not_taken_as_keys(keys):
+    from clockwork import make_request
+
+    request = make_request("r", TOKENS)
+    assert keys("sha256").of(request) is request.block_hashes
+    for own in (keys("xxhash"), keys("xxhash_cbor"), keys("sha256", hash_block_size=2)):
+        assert set(own.of(request)).isdisjoint(request.block_hashes)
+        own.forget("r")
+        assert not own._chains
+
+
+def test_a_session_that_takes_tokens_back_is_left_alone(keys, monkeypatch):
+    """Up to 0.31 vLLM keeps the hash of a block whose last token it has taken back: the block has a wrong name then."""
+    from clockwork import make_request
+
+    from kvbm.engines.vllm import compat
+
+    session = make_request("s", TOKENS, resumable=True)
+    monkeypatch.setattr(compat, "release", lambda: (0, 31))
+    assert list(keys("sha256").of(session)) == []
+    assert list(keys("xxhash").of(session)) == []
+    monkeypatch.setattr(compat, "release", lambda: (0, 32))
+    assert keys("sha256").of(session) is session.block_hashes
+    assert list(keys("xxhash").of(session)) == []
+
+
+def test_every_method_of_the_base_class_has_been_read(vllm):
+    """Fails with a release that adds one: somebody must read what it asks of us, and add it to KNOWN_MEMBERS."""
+    from kvbm.engines.vllm import compat
+
+    assert compat.unknown_members() == set()
+
+
+def test_a_new_method_of_the_base_class_is_noticed(vllm, monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvbm.engines.vllm import compat
+
+    monkeypatch.setattr(KVConnectorBase_V1, "fold_space", lambda self: None, raising=False)
+    assert compat.unknown_members() == {"fold_space"}
+
+
+@pytest.mark.parametrize("version", ["0.99.0", "1.0.0rc1", "dev"])
+def test_an_unknown_release_is_tried_with_a_warning(version, vllm, monkeypatch, caplog):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from kvbm.engines.vllm import compat
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(KVConnectorBase_V1, "fold_space", lambda self: None, raising=False)
+    caplog.set_level(logging.WARNING, logger="kvbm")
+    compat.warn_if_untested()
+    assert f"not been tested with vLLM {version}" in caplog.text
+    assert "fold_space" in caplog.text
+
+
+def groups(*specs):
+    return SimpleNamespace(
+        num_blocks=16, kv_cache_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=spec) for spec in specs]
+    )
+
+
+@pytest.fixture
+def specs(vllm):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    return SimpleNamespace(full=FullAttentionSpec(**shape), sliding=SlidingWindowSpec(**shape, sliding_window=8))
+
+
+def test_set_ups_that_cannot_be_served_are_left_alone_with_a_sentence(specs, model, caplog):
+    """And then every call of vLLM gets a neutral answer."""
+    from clockwork import make_config, make_request
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    config = make_config(model, {"cpu_cache_gb": 1})
+    caplog.set_level(logging.WARNING, logger="kvbm")
+    for cache, sentence in (
+        (groups(specs.full, specs.sliding), "the model has 2 KV cache groups"),
+        (groups(), "the model has 0 KV cache groups"),
+        (groups(specs.sliding), "SlidingWindowSpec"),
+        (groups(SimpleNamespace(kv_cache_specs={"a": specs.full, "b": specs.sliding})), "SlidingWindowSpec"),
+        (None, "did not say how its KV cache is made up"),
+    ):
+        caplog.clear()
+        connector = DynamoConnector(config, KVConnectorRole.SCHEDULER, cache)
+        assert "KVBM stays out of the way" in caplog.text
+        assert sentence in caplog.text
+        request = make_request("r", TOKENS)
+        assert connector.on_new_request(request) is None
+        assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert connector.update_state_after_alloc(request, None, 0) is None
+        assert connector.build_connector_meta(None) is not None
+        assert connector.request_finished(request, []) == (False, None)
+        assert connector.has_pending_push_work() is False
+        assert connector.reset_cache() is True
+        assert connector.get_kv_connector_stats() is None
+        assert connector.requires_kv_delivery is False
+        worker = DynamoConnector(config, KVConnectorRole.WORKER, cache)
+        worker.register_kv_caches({})
+        worker.handle_preemptions(connector.build_connector_meta(None))
+        worker.bind_connector_metadata(connector.build_connector_meta(None))
+        worker.start_load_kv(None)
+        worker.wait_for_layer_load("a")
+        worker.wait_for_save()
+        assert worker.get_finished({"r"}) == (None, None)
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert worker.build_connector_worker_meta() is None
+        assert worker.get_handshake_metadata() is None
+        worker.shutdown()
+
+
+def test_ordinary_attention_is_served(specs):
+    from kvbm.engines.vllm import compat
+
+    (group,) = groups(specs.full).kv_cache_groups
+    assert compat.unsupported_attention(group) is None
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_left_alone(name, specs, model, caplog):
+    from clockwork import make_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    config = make_config(model, {"cpu_cache_gb": 1})
+    setattr(config.parallel_config, name, 2)
+    caplog.set_level(logging.WARNING, logger="kvbm")
+    DynamoConnector(config, KVConnectorRole.SCHEDULER, groups(specs.full))
+    assert f"{name} is 2" in caplog.text
+
+
+def test_ranks_that_do_not_answer_are_named(specs, model):
+    from clockwork import make_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvbm.plans import Hello, Tier
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    config = make_config(model, {"cpu_cache_gb": 1})
+    config.parallel_config.world_size = 2
+    connector = DynamoConnector(config, KVConnectorRole.SCHEDULER, groups(specs.full))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] answered, expected 0 to 1"):
+        connector._half.meet([Hello(1, 64, {Tier.HOST: 8}, "")])

@@ -1,0 +1,68 @@
+"""Save, reset, load: what every supported vLLM release has to pass. `make test-matrix` runs it with each of them."""
+
+from __future__ import annotations
+
+import pytest
+from engines import do, generate, prompt
+
+pytestmark = pytest.mark.matrix
+
+CACHE = {"cpu_cache_override_num_blocks": 512}
+PROMPT, OTHER = prompt(1, 400), prompt(2, 200)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_the_engine_has_forgotten_comes_back(mode, run_scenario, baseline):
+    wanted = baseline([PROMPT, OTHER])
+    steps = [
+        generate(PROMPT, name="cold"),
+        do("drain"),
+        do("reset", "reset"),
+        generate(PROMPT, OTHER, name="host hit"),
+        do("drain"),
+        do("state", "loaded"),
+        do("reset"),
+        generate(PROMPT, name="logprobs", prompt_logprobs=0),
+        do("reset"),
+        do("add", names=["doomed"], prompts=[PROMPT]),
+        do("step"),
+        do("abort", names=["doomed"]),
+        generate(OTHER, name="other"),
+        do("drain"),
+        do("reset", "reset at the end", connector=True),
+        do("state", "end"),
+        do("metrics", "metrics"),
+    ]
+    story = run_scenario(steps, {**CACHE, "onboard": mode})
+    assert story["reset"] is True
+    assert story.tokens("cold") == story.tokens("logprobs") == wanted[:1]
+    assert story.tokens("host hit") == wanted
+    assert story["loaded"]["onboarded"] == 12
+    assert [len(logprobs) for logprobs in story["logprobs"]["prompt_logprobs"]] == [400]
+    assert story.tokens("other") == wanted[1:]
+    assert story["reset at the end"] is True
+    end = story["end"]
+    assert (end["published"], end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, 0, False)
+    assert end["faults"] == {}
+    assert story["metrics"]["kvbm_onboard_blocks_h2d"] == end["onboarded"]
+    assert not [message for level, message in story.log if level != "INFO"]
+
+
+def test_a_lost_load_is_computed_again(run_scenario, baseline):
+    steps = [
+        generate(PROMPT),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, OTHER, name="lost"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, {**CACHE, "inject_faults": "load:every=5"})
+    assert story.tokens("lost") == baseline([PROMPT, OTHER])
+    assert story["end"]["failed_load_blocks"] == 2
+
+
+def test_every_method_of_the_base_class_has_been_read():
+    compat = pytest.importorskip("kvbm.engines.vllm.compat")
+    assert compat.unknown_members() == set()
+    assert "{}.{}".format(*compat.release()) in compat.TESTED

@@ -1,0 +1,597 @@
+"""The GPU benchmarks where there is no GPU: they say so, and all that does not need one is right."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "report")
+SCRIPTS = ("copies", "ttft", "interference", "throughput")
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """All modules of the folder, imported as a script there would."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+def call(monkeypatch, script, *arguments):
+    """The exit status of a script's main()."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *arguments])
+    try:
+        return script.main()
+    except SystemExit as exit:
+        return exit.code
+
+
+# -- without a device -------------------------------------------------------------------------------------------------
+
+
+def test_a_script_without_a_device_says_so_and_ends_with_3():
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "copies.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert "sees no CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_leaves_without_a_device(gpu, monkeypatch, capsys, tmp_path, name):
+    monkeypatch.setattr(gpu.records, "why_no_device", lambda: "There is nothing to measure.")
+    result = tmp_path / "result.json"
+    assert call(monkeypatch, getattr(gpu, name), "--json", str(result)) == 3
+    assert capsys.readouterr().err == "There is nothing to measure.\n"
+    assert not result.exists()
+
+
+def test_without_torch_there_is_a_sentence_too(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "torch cannot be imported" in gpu.records.why_no_device()
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
+    assert call(monkeypatch, getattr(gpu, name), "--help") == 0
+    help_text = capsys.readouterr().out
+    assert getattr(gpu, name).__doc__.splitlines()[0] in help_text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("copies", ["--programs", "0"]),
+        ("copies", ["--blocks", "1"]),
+        ("copies", ["--tiles", "48"]),
+        ("copies", ["--layouts", "sideways"]),
+        ("ttft", ["--count", "3"]),
+        ("ttft", ["--lengths", "10"]),
+        ("ttft", ["--kinds", "lmcache"]),
+        ("interference", ["--rounds", "0"]),
+        ("throughput", ["--repeats", "0"]),
+        ("report", []),
+    ],
+)
+def test_what_makes_no_sense_is_refused(gpu, monkeypatch, capsys, name, arguments):
+    assert call(monkeypatch, getattr(gpu, name), *arguments) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_out_what_needs_a_gpu(gpu, capsys):
+    options = SimpleNamespace(dry=True, kinds=["base", "native", "kvbm"])
+    gpu.vllm_kinds.check(options)
+    assert options.kinds == ["base", "kvbm"]
+    assert "only base, kvbm run on a CPU" in capsys.readouterr().err
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_values_that_were_measured(gpu):
+    median, percentile = gpu.records.median, gpu.records.percentile
+    assert median([3, 1, 2]) == 2
+    assert median([4, 1, 3, 2]) == 3
+    hundred = list(range(1, 101))
+    assert [percentile(hundred, p) for p in (1, 50, 99, 100)] == [1, 50, 99, 100]
+    assert percentile([7], 99) == 7
+    assert percentile([1, 2, 3], 99) == 3
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_a_record_is_complete_after_every_row(gpu, tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    record = gpu.records.Record("ttft", {"dry": True}, path)
+    for number in range(3):
+        record.add({"what": "cold", "ms": float(number)})
+        written = json.loads(path.read_text())
+        assert len(written["rows"]) == number + 1
+    assert set(written) == {"benchmark", "taken", "command", "machine", "settings", "rows"}
+    assert written["machine"]["python"] == sys.version.split()[0]
+    assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
+
+
+# -- children ---------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from child import orders, run_child
+
+def main(task, emit):
+    print("a line for the log")
+    if task["do"] == "count":
+        for i in range(task["to"]):
+            emit({{"i": i}})
+    elif task["do"] == "answer":
+        for order in orders():
+            emit({{"double": 2 * order["number"]}})
+    elif task["do"] == "fail":
+        raise RuntimeError("no luck")
+    elif task["do"] == "hang":
+        import subprocess
+        emit({{"pid": subprocess.Popen(["sleep", "60"]).pid}})
+        time.sleep(60)
+
+run_child(main)
+"""
+
+
+@pytest.fixture
+def start(gpu, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHILD.format(folder=str(FOLDER)))
+    return lambda **task: gpu.child.Child(str(script), task, "test")
+
+
+def test_a_child_sends_rows(start):
+    with start(do="count", to=3) as running:
+        assert list(running.rows(30)) == [{"i": 0}, {"i": 1}, {"i": 2}]
+
+
+def test_a_child_takes_orders(start):
+    with start(do="answer") as running:
+        for number in (1, 2):
+            running.send({"number": number})
+            assert running.receive(30) == {"double": 2 * number}
+
+
+def test_a_child_that_fails_is_heard(gpu, start):
+    with (
+        start(do="fail") as running,
+        pytest.raises(gpu.child.ChildError, match=r"(?s)status 1.*a line for the log.*no luck"),
+    ):
+        list(running.rows(30))
+
+
+def test_a_child_that_hangs_is_ended_with_all_it_has_started(gpu, start):
+    running = start(do="hang")
+    pid = running.receive(30)["pid"]
+    with pytest.raises(gpu.child.ChildError, match="nothing heard"), running:
+        running.receive(0.2)
+    for _ in range(100):
+        if not _alive(pid):
+            break
+        time.sleep(0.05)
+    assert not _alive(pid)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_script_that_is_no_child_goes_on(gpu, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ttft.py", "--dry"])
+    assert not gpu.child.run_child(lambda task, emit: pytest.fail("not a child"))
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_the_model(gpu):
+    shape = gpu.vllm_kinds.QWEN3_8B
+    assert shape.token_bytes == 147_456
+    # The last block holds the token whose logits are wanted: it is never loaded.
+    assert shape.loaded_bytes(32_768) == 32_752 * 147_456
+    assert shape.loaded_bytes(32_769) == 32_768 * 147_456
+
+
+def test_kinds_differ_in_their_connector_alone(gpu):
+    connector = gpu.vllm_kinds.connector
+    assert connector("base", 1.5) is None
+    assert connector("native", 1.5)["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1_500_000_000}
+    assert connector("kvbm", 1.5)["kv_connector_module_path"] == "kvbm.vllm_integration.connector"
+
+
+def test_prompts_come_from_their_seed(gpu):
+    draw = gpu.vllm_kinds.draw
+    assert draw(random.Random(1), 50) == draw(random.Random(1), 50) != draw(random.Random(2), 50)
+
+
+def test_the_model_is_written_once_and_complete(gpu, tmp_path):
+    pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors")
+    shape = gpu.vllm_kinds.TINY._replace(name="smaller", vocab=64, hidden=16, heads=2, kv_heads=1, head_dim=8, mlp=32)
+    folder = gpu.vllm_kinds.model_folder(shape, tmp_path)
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(places) == 3 + 11 * shape.layers
+    for file in set(places.values()):
+        with safetensors.safe_open(folder / file, "pt") as weights:
+            assert set(weights.keys()) == {name for name, place in places.items() if place == file}
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == shape.layers
+    before = (folder / "config.json").stat().st_mtime_ns
+    assert gpu.vllm_kinds.model_folder(shape, tmp_path) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["smaller"]
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_shape_of_the_kernel_is_measured_twice(gpu):
+    shapes = list(gpu.copies.variants([4, 8], [16], [16, 64, 128], piece_kib=64))
+    assert [tuple(shape) for shape in shapes] == [(4, 16, 16), (4, 16, 64), (8, 16, 16), (8, 16, 64)]
+    assert "4 programs of 16 warps, 64 KiB" in str(shapes[1])
+
+
+def test_the_kernel_has_another_shape_for_a_while(gpu):
+    module = SimpleNamespace(__name__="kernels", _PROGRAMS=1, _WARPS=2, _TILE_BYTES=3)
+    with gpu.copies.shaped(module, gpu.copies.Variant(8, 16, 64)):
+        assert (module._PROGRAMS, module._WARPS, module._TILE_BYTES) == (8, 16, 64 << 10)
+    assert (module._PROGRAMS, module._WARPS, module._TILE_BYTES) == (1, 2, 3)
+    del module._WARPS
+    with (
+        pytest.raises(SystemExit, match="kernels has no _WARPS"),
+        gpu.copies.shaped(module, gpu.copies.Variant(1, 1, 1)),
+    ):
+        pass
+
+
+def test_the_project_has_what_the_script_uses():
+    """Read from the sources, which cannot be imported without CUDA."""
+    transfer = FOLDER.parents[1] / "src" / "kvbm" / "transfer"
+    tree = ast.parse((transfer / "kernel_copies.py").read_text())
+    constants = {node.targets[0].id for node in tree.body if isinstance(node, ast.Assign)}
+    assert {"_PROGRAMS", "_WARPS", "_TILE_BYTES"} <= constants
+    (kernels,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "KernelCopies"]
+    methods = {node.name: node for node in kernels.body if isinstance(node, ast.FunctionDef)}
+    for name, first in (("__init__", ["layout", "slab", "device"]), ("to_device", ["slots", "blocks"])):
+        assert [argument.arg for argument in methods[name].args.args[1:]][: len(first)] == first
+    assert [argument.arg for argument in methods["to_host"].args.args] == ["self", "slots", "blocks"]
+    assert "def batch_function()" in (transfer / "engine_copies.py").read_text()
+
+
+@pytest.mark.parametrize("layout", ["layers", "blocks"])
+def test_the_bench_moves_blocks_through_the_projects_own_copier(gpu, layout):
+    """On the CPU, which has a copier as well."""
+    pytest.importorskip("torch")
+    bench = gpu.copies.Bench(layout, 4096, 12, device="cpu")
+    try:
+        assert bench.bytes == 12 * gpu.copies.LAYERS * 4096
+        assert len(bench.layout.merged()) == (gpu.copies.LAYERS if layout == "layers" else 1)
+        assert bench.round_trip()
+        record = gpu.records.Record("copies", {}, None)
+        for way, direction, *copies in gpu.copies.ways(bench, None, []):
+            what = {"layout": layout, "piece_kib": 4, "way": way, "direction": direction}
+            gpu.copies.measure(record, what, bench, 3, *copies)
+        assert [row["direction"] for row in record.rows] == ["to device", "to device", "to host", "both"]
+        for row in record.rows:
+            assert len(row["gbps"]) == len(row["issue_ms"]) == 3
+            assert min(row["gbps"]) > 0
+        bench.copier.store = lambda places, slots: SimpleNamespace(wait=lambda: None)
+        assert not bench.round_trip()
+    finally:
+        bench.close()
+
+
+# -- ttft -------------------------------------------------------------------------------------------------------------
+
+
+def ttft_rows(kind="kvbm", length=1000, mode="eager", factor=1.0, cached=990):
+    what = {"kind": kind, "length": length, "mode": mode, "bytes": 50_000_000}
+    rows = [{**what, "what": "start", "s": 12.5}]
+    for prompt in range(4):
+        rows.append({**what, "what": "cold", "prompt": prompt, "ms": 100.0 + prompt, "cached": 0})
+        rows.append({**what, "what": "on_gpu", "prompt": prompt, "ms": 4.0 + prompt, "cached": 990})
+        rows.append({**what, "what": "reference", "prompt": prompt, "ms": 9.0, "cached": 990})
+    for number in (1, 2):
+        for prompt in range(4):
+            ms = factor * (10.0 * number + prompt)
+            rows.append({**what, "what": "returned", "pass": number, "prompt": prompt, "ms": ms, "cached": cached})
+    rows += [{**what, "what": "again", "prompt": p, "same": p > 0, "ms": 20.0, "cached": 990} for p in range(4)]
+    rows.append({**what, "what": "tokens", "same": 3, "of": 4, "distinct": 4})
+    rows.append({**what, "what": "batch", "prompts": 4, "ms": 33.0})
+    return rows
+
+
+BUS = {"what": "bus", "to_device_gbps": 50.0, "to_host_gbps": 49.0, "both_gbps": 90.0}
+
+
+def test_times_to_first_token_are_set_beside_their_floor(gpu):
+    (line,) = gpu.ttft.summarise([BUS, *ttft_rows()])
+    assert line["cold_ms"] == 102.0
+    assert line["returned_ms"] == 20.0
+    assert line["worst_returned_ms"] == 23.0
+    assert line["bus_ms"] == pytest.approx(1.0)
+    assert line["floor_ms"] == line["on_gpu_ms"] == 6.0
+    assert (line["same_tokens"], line["batch_ms"], line["hit_percent"], line["start_s"]) == ("3 of 4", 33.0, 99.0, 12.5)
+    slow_bus = {**BUS, "to_device_gbps": 1.0}
+    (line,) = gpu.ttft.summarise([slow_bus, *ttft_rows()])
+    assert line["floor_ms"] == line["bus_ms"] == pytest.approx(50.0)
+    assert len(gpu.ttft.show(line)) <= len(gpu.ttft.HEADER)
+
+
+def test_engines_lengths_and_modes_are_kept_apart(gpu):
+    rows = [BUS, *ttft_rows("base", cached=0), *ttft_rows(), *ttft_rows(length=2000), *ttft_rows(mode="graphs")]
+    lines = gpu.ttft.summarise(rows)
+    assert [(line["kind"], line["length"], line["mode"]) for line in lines] == [
+        ("base", 1000, "eager"), ("kvbm", 1000, "eager"), ("kvbm", 2000, "eager"), ("kvbm", 1000, "graphs"),
+    ]  # fmt: skip
+    assert [line["hit_percent"] for line in lines] == [0.0, 99.0, 49.5, 99.0]
+
+
+def test_an_engine_that_failed_has_a_line_that_says_why(gpu):
+    failed = {"kind": "native", "length": 1000, "mode": "eager", "what": "failed", "why": "ended with status 1\nmore"}
+    (line,) = gpu.ttft.summarise([BUS, failed])
+    assert gpu.ttft.show(line).endswith("failed: ended with status 1")
+
+
+@pytest.mark.engine
+def test_a_dry_run_goes_through(tmp_path):
+    """A real vLLM on the CPU, and with it every call that the benchmark makes of it."""
+    command = [sys.executable, str(FOLDER / "ttft.py"), "--dry", "--models", str(tmp_path), "--kinds", "kvbm"]
+    command += [
+        "--lengths",
+        "256",
+        "--count",
+        "4",
+        "--passes",
+        "2",
+        "--limit",
+        "240",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["same"] for row in rows if row["what"] == "tokens"] == [4]
+    assert sum(row["what"] == "returned" for row in rows) == 4
+
+
+# -- interference -----------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Answers each step with what it was given."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    def step(self):
+        return self.steps.pop(0)
+
+
+def output(name, tokens=1, at=None):
+    metrics = None if at is None else SimpleNamespace(last_token_ts=at)
+    return SimpleNamespace(
+        request_id=name, outputs=[SimpleNamespace(token_ids=[7] * tokens)], metrics=metrics, num_cached_tokens=5
+    )
+
+
+def test_times_are_the_engines_own_where_it_tells_them(gpu):
+    engine = Engine([output("a", at=1.5), output("b", tokens=0)], [], [output("a"), output("b", at=1.75)])
+    stepper = gpu.interference.Stepper(engine, now=lambda: 99.0)
+    stepper.times = {"a": [], "b": []}
+    assert [stepper.step() for _ in range(3)] == [{"a"}, set(), {"a", "b"}]
+    assert stepper.times == {"a": [1.5, 99.0], "b": [1.75]}
+    assert stepper.cached["a"] == 5
+
+
+def test_waiting_for_an_engine_has_an_end(gpu):
+    clock = iter(range(100))
+    stepper = gpu.interference.Stepper(Engine(*[[]] * 50), now=lambda: next(clock))
+    with pytest.raises(TimeoutError, match="within 10 s"):
+        stepper.step_until(lambda: False, 10)
+
+
+def test_gaps_belong_to_the_later_token(gpu):
+    times = {"a": [1.0, 2.0, 4.0, 5.0], "b": [1.5, 3.0]}
+    assert sorted(gpu.interference.gaps(times, 2.0, 4.0)) == [1500.0, 2000.0]
+
+
+def test_vllm_is_asked_until_its_cache_is_empty(gpu, monkeypatch):
+    monkeypatch.setattr(gpu.vllm_kinds, "as_prompt", list)
+    monkeypatch.setattr(gpu.vllm_kinds, "greedy", lambda tokens: tokens)
+    answers = iter([False, False, True])
+    llm = SimpleNamespace(reset_prefix_cache=lambda: next(answers), generate=lambda *_, **__: None)
+    gpu.interference.forget(llm, random.Random(1))
+    stuck = SimpleNamespace(reset_prefix_cache=lambda: False, generate=lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="still in use"):
+        gpu.interference.forget(stuck, random.Random(1))
+
+
+def interference_rows(kind="kvbm", during=(10.0, 11.0, 12.0)):
+    what = {"kind": kind, "mode": "graphs", "what": "onboarding", "cached": 990, "engine_ms": 80.0}
+    return [
+        {**what, "round": i, "ttft_ms": 90.0 + i, "with_ms": list(during), "without_ms": [10.0, 10.0]}
+        for i in (1, 2, 3)
+    ]
+
+
+def test_what_the_others_notice(gpu):
+    (line,) = gpu.interference.summarise(interference_rows())
+    assert (line["without_p99_ms"], line["with_p50_ms"], line["with_p99_ms"]) == (10.0, 11.0, 12.0)
+    assert line["p99_raised_percent"] == pytest.approx(20.0)
+    assert (line["rounds"], line["with_gaps"], line["without_gaps"], line["ttft_ms"]) == (3, 9, 6, 92.0)
+    assert len(gpu.interference.show(line)) <= len(gpu.interference.HEADER)
+
+
+# -- throughput -------------------------------------------------------------------------------------------------------
+
+
+def throughput_rows():
+    rows = []
+    for number, (base, ours) in enumerate([(9.0, 9.0), (1.0, 1.0), (2.0, 2.1), (1.0, 1.01)]):
+        pair = [("base", base), ("kvbm", ours)]
+        # The order changes from round to round; who came first in the first is what the others are compared with.
+        for kind, seconds in pair if number % 2 == 0 else pair[::-1]:
+            row = {
+                "kind": kind,
+                "round": number,
+                "what": "run",
+                "s": seconds,
+                "made": 100,
+                "computed": 900,
+                "cached": 0,
+            }
+            rows.append(row)
+    return rows
+
+
+def test_repeats_are_compared_round_by_round(gpu):
+    base, ours = gpu.throughput.summarise(throughput_rows())
+    assert (base["kind"], base["repeats"], base["s"], base["change_percent"]) == ("base", 3, 1.0, 0.0)
+    assert ours["changes_percent"] == [0.0, -4.76, -0.99]
+    assert ours["change_percent"] == pytest.approx(-0.99, abs=0.01)
+
+
+def test_a_run_that_was_cut_short_can_still_be_read(gpu):
+    assert gpu.throughput.summarise(throughput_rows()[:2]) == []
+    assert gpu.interference.summarise([]) == gpu.ttft.summarise([BUS]) == []
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def copies_rows():
+    what = {"layout": "layers", "piece_kib": 64}
+    return [
+        {"way": "plain", "to_device_gbps": 55.5, "to_host_gbps": 55.3, "both_gbps": 101.7},
+        {**what, "way": "round trip", "blocks": 2048, "equal": True},
+        {**what, "way": "copier", "direction": "to device", "gbps": [50.0, 51.0, 52.0], "issue_ms": [1.0, 1.1, 1.2]},
+        {**what, "way": "copier", "direction": "both", "gbps": [90.0], "issue_ms": [1.0]},
+    ]
+
+
+RESULTS = {
+    "ttft": ({"dry": False}, lambda: [BUS, *ttft_rows("base", factor=10), *ttft_rows()]),
+    "interference": ({"others": 16, "length": 32768, "dry": False}, interference_rows),
+    "throughput": ({"requests": 64, "inputs": 2048, "outputs": 128, "dry": False}, throughput_rows),
+    "copies": ({}, copies_rows),
+}
+
+
+@pytest.fixture
+def results(tmp_path):
+    paths = []
+    for i, (name, (settings, rows)) in enumerate(RESULTS.items()):
+        record = {
+            "benchmark": name, "taken": f"2026-03-0{i + 1}T10:00:00+00:00", "command": [f"{name}.py", "--json", "x"],
+            "machine": {"gpu": "NVIDIA H200", "vllm": "0.26.0", "kvbm": None}, "settings": settings, "rows": rows(),
+        }  # fmt: skip
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(record))
+    return paths
+
+
+def report(gpu, *arguments):
+    return gpu.report.main([str(argument) for argument in arguments])
+
+
+def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert report(gpu, *results, "--out", tmp_path) == 0
+    page = (tmp_path / "2026-03-04.md").read_text()
+    assert page.startswith("# Results of 2026-03-04\n\ngpu NVIDIA H200, vllm 0.26.0\n")
+    for title in gpu.report.TITLES.values():
+        assert f"## {title}" in page
+    assert "| 1000 | eager | kvbm | 102.0 | 6.0 | 20.0 | 23.0 | 6.0 | 33.0 | 99.0 | 3 of 4 | 12.5 |" in page
+    assert "- 1000 eager kvbm: 10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 22.0, 23.0" in page
+    assert "| graphs | kvbm | 10.0 | 11.0 | 10.0 | 12.0 | 12.0 | 20.0 | 92.0 | 990 | 3 |" in page
+    assert "| kvbm | 1.010 | 990 | -0.99 | +0.00, -4.76, -0.99 | 0 |" in page
+    assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
+    assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page
+    assert "[ttft.json](ttft.json)" in page
+    assert "![" not in page
+
+
+def test_each_result_has_a_plot(gpu, results, tmp_path):
+    pytest.importorskip("matplotlib")
+    second = tmp_path / "second.json"
+    second.write_text(results[0].read_text())
+    assert report(gpu, *results, second, "--out", tmp_path / "out") == 0
+    pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+    assert pictures == [
+        "2026-03-04-copies.png", "2026-03-04-interference.png", "2026-03-04-throughput.png",
+        "2026-03-04-ttft-2.png", "2026-03-04-ttft.png",
+    ]  # fmt: skip
+    page = (tmp_path / "out" / "2026-03-04.md").read_text()
+    assert all(f"({name})" in page for name in pictures)
+
+
+def test_what_failed_is_on_the_page(gpu, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    what = {"kind": "native", "mode": "eager", "what": "failed", "why": "ended with status 1\nand more"}
+    for name, rows in {
+        "ttft": [BUS, {**what, "length": 1000}],
+        "interference": [what],
+        "throughput": [what],
+        "copies": [{"layout": "layers", "piece_kib": 64, "way": "round trip", "blocks": 9, "equal": False}],
+    }.items():
+        record = {"benchmark": name, "taken": "2026-03-01T", "machine": {}, "settings": RESULTS[name][0], "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    assert report(gpu, *tmp_path.glob("*.json"), "--out", tmp_path) == 0
+    page = (tmp_path / "2026-03-01.md").read_text()
+    assert page.count("ended with status 1") == 3
+    assert "**NOT every byte came back**" in page
+
+
+def test_a_dry_run_is_called_one(gpu, results, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    record = json.loads(results[0].read_text())
+    results[0].write_text(json.dumps({**record, "settings": {"dry": True}}))
+    report(gpu, results[0], "--out", tmp_path)
+    assert "the times mean nothing" in (tmp_path / "2026-03-01.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("nothing", "cannot be read"),
+        ("[]", "is no result"),
+        ('{"benchmark": "ttft"}', "lacks taken, machine, settings, rows"),
+        ('{"benchmark": "x", "taken": "", "machine": {}, "settings": {}, "rows": []}', "'x' is none of ttft"),
+    ],
+)
+def test_a_foreign_file_is_refused(gpu, tmp_path, capsys, content, reason):
+    path = tmp_path / "foreign.json"
+    path.write_text(content)
+    assert report(gpu, path, "--out", tmp_path) == 2
+    message = capsys.readouterr().err
+    assert str(path) in message
+    assert reason in message
