@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from kvbm.observe.nvtx import annotate
 from kvbm.plans import LoadPlan, LoadResult, Report, StepPlan, StoreResult, Tier
 from kvbm.transfer.base import Copier, Ticket, When
 
@@ -80,7 +81,8 @@ class Worker:
             return
         reading = {i: self._stores[i] for i in plan.fences if i in self._stores}
         try:
-            self._copier.begin_step(reading.values())
+            with annotate("copier.begin_step"):
+                self._copier.begin_step(reading.values())
         except Exception as error:
             # Nothing holds the engine back from what these still read, nor a load from what the engine still uses.
             self._fault("fence", error)
@@ -89,7 +91,8 @@ class Worker:
 
     def prefetch(self, slots: list[int]) -> bool:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
-        return self._copier.prefetch(slots)
+        with annotate("copier.prefetch"):
+            return self._copier.prefetch(slots)
 
     def end_prefetch(self) -> None:
         self._copier.end_prefetch()
@@ -143,7 +146,8 @@ class Worker:
         for store in plan.stores:
             try:
                 self._check(store.copy.tier, store.copy.slots, store.copy.blocks)
-                self._stores[store.id] = self._copier.store(store.copy.blocks, store.copy.slots)
+                with annotate("copier.store"):
+                    self._stores[store.id] = self._copier.store(store.copy.blocks, store.copy.slots)
             except Exception as error:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
@@ -230,7 +234,8 @@ class Worker:
         try:
             if not self._step_begun:
                 raise RuntimeError("not begun, because the fence before it failed")
-            ticket = self._copier.load(slots, blocks, after.values(), when)
+            with annotate("copier.load"):
+                ticket = self._copier.load(slots, blocks, after.values(), when)
         except Exception as error:
             self._fault("load", error)
             for load in loads:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvbm.observe.nvtx import annotate
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.base import Ticket
@@ -151,7 +152,8 @@ class BulkLoads:
         torch.cuda.set_device(self._device)
         while (ticket := self._jobs.get()) is not None:
             try:
-                self._work(ticket)
+                with annotate("copier.fetch"):
+                    self._work(ticket)
             except Exception as error:
                 ticket.error = error
                 self._release(ticket)

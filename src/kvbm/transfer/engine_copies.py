@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvbm.observe.nvtx import annotate
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Ticket
@@ -124,7 +125,8 @@ class EngineCopies:
             began = mark(self._stream)
             error: BaseException | None = None
             try:
-                self._issue(np.asarray(blocks, np.int64), np.asarray(slots, np.int64))
+                with annotate("copier.issue"):
+                    self._issue(np.asarray(blocks, np.int64), np.asarray(slots, np.int64))
             except Exception as caught:
                 error = caught
             ticket.issued(began, mark(self._stream), error)

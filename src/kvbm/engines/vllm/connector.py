@@ -21,6 +21,8 @@ from kvbm.engines.vllm.guard import Faults, guarded
 from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats, figures
 from kvbm.engines.vllm.worker import WorkerHalf
+from kvbm.observe import nvtx
+from kvbm.observe.nvtx import annotate
 from kvbm.plans import Report, StepPlan, decode_hello, encode
 from kvbm.runtime.channel import InBandLeader, InBandWorker
 from kvbm.runtime.worker import Outcome
@@ -70,6 +72,7 @@ class DynamoConnector(KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         config = settings.load(extra=transfer.kv_connector_extra_config)
         settings.require_tier(config)
+        nvtx.switch(config.nvtx)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         reason = _unsupported(vllm_config, kv_cache_config)
         if reason is not None:
@@ -140,6 +143,7 @@ class DynamoConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy
 
+    @annotate("reset_cache")
     def reset_cache(self) -> bool:
         """False when blocks may be left: after new weights they would be wrong, so whoever asked must hear of it."""
         if self._half is None:
@@ -150,6 +154,7 @@ class DynamoConnector(KVConnectorBase_V1):
             self._faults.record("reset_cache", error)
             return False
 
+    @annotate("set_xfer_handshake_metadata")
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         if self._half is not None:
             self._scheduler.meet([decode_hello(part.hello) for part in metadata.values()])
@@ -159,14 +164,17 @@ class DynamoConnector(KVConnectorBase_V1):
 
     # -- worker -------------------------------------------------------------------------------------------------------
 
+    @annotate("register_kv_caches")
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._half is not None:
             self._worker.register(kv_caches)
 
+    @annotate("get_handshake_metadata")
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         hello = None if self._half is None else self._worker.meet()
         return None if hello is None else WorkerHello(encode(hello))
 
+    @annotate("bind_connector_metadata")
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._receive(connector_metadata)

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvbm.observe.nvtx import annotate
+
 logger = logging.getLogger("kvbm")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,14 +51,19 @@ class Faults:
 
 
 def guarded(neutral: Any) -> Callable[[F], F]:
-    """Answer with ``neutral`` (a value, or a function that makes one) when the method raises or KVBM is off."""
+    """Answer with ``neutral`` (a value, or a function that makes one) when the method raises or KVBM is off.
+
+    Each call is a range of the method's name in a profile.
+    """
 
     def decorate(method: F) -> F:
+        ranged = annotate(method.__name__)(method)
+
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self._half is not None:
                 try:
-                    return method(self, *args, **kwargs)
+                    return ranged(self, *args, **kwargs)
                 except Exception as error:
                     self._faults.record(method.__name__, error)
             return neutral() if callable(neutral) else neutral
