@@ -37,10 +37,11 @@ class Watch:
         tempfile.tempdir = None
 
     def end(self) -> None:
+        # What has just been told to end may take a moment, and so may a segment that another program is making.
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (left := self._processes()) and time.monotonic() < deadline:
+        while (self._processes() or self._new_segments()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.found += [f"process {pid}: {command}" for pid, command in left.items()]
+        self.found += [f"process {pid}: {command}" for pid, command in self._processes().items()]
         self.found += [f"shared memory {SHARED_MEMORY / name}" for name in self._new_segments()]
         self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
         for name, value in self._before.items():

@@ -73,10 +73,12 @@ class Worker:
         self._spoiled_stores: set[int] = set()  # the engine may have written over their source
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
+        self._plan = StepPlan()  # of the current step
 
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
         self._step_begun = True
+        self._plan = plan
         if not plan:
             return
         reading = {i: self._stores[i] for i in plan.fences if i in self._stores}
@@ -153,7 +155,8 @@ class Worker:
                 self._fault("store", error)
 
     def poll(self) -> Outcome:
-        """Everything that has ended. Never waits."""
+        """Everything that has ended. Never waits, but for in-step loads that have failed."""
+        self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
         loads: list[LoadResult] = []
         arrived: set[str] = set()
         bad_blocks: set[int] = set()

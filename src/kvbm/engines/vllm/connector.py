@@ -183,10 +183,10 @@ class DynamoConnector(KVConnectorBase_V1):
         """Take in a step's plan. vLLM hands it over twice, before the step and at its beginning."""
         if metadata is not self._received:
             assert isinstance(metadata, DynamoConnectorMetadata)
-            self._received = metadata
             self._worker_channel.unpack(metadata.metadata)
             plans = self._worker_channel.receive()
-            self._plan = plans[0] if plans else StepPlan()
+            self._plan = plans[0] if len(plans) == 1 else _joined(plans)
+            self._received = metadata
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -258,6 +258,15 @@ class DynamoConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if isinstance(self._half, WorkerHalf):
             self._half.close()
+
+
+def _joined(plans: list[StepPlan]) -> StepPlan:
+    """What several plans ask for, in their order: none may be passed over."""
+    return StepPlan(
+        [load for plan in plans for load in plan.loads],
+        [store for plan in plans for store in plan.stores],
+        [fence for plan in plans for fence in plan.fences],
+    )
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:

@@ -329,8 +329,8 @@ class SchedulerHalf:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def lost(self, blocks: set[int]) -> None:
-        """These blocks of the engine did not arrive. A step may have computed on them, and vLLM has taken its blocks into
-        its own prefix cache; it counts on computing them again, but may preempt the request before it gets to that."""
+        """These blocks of the engine did not arrive. A step may have computed on them, and vLLM has taken its blocks
+        into its own prefix cache; it means to compute them again, but may preempt the request before it gets there."""
         spoiled: set[int] = set()
         for state in self._requests.values():
             if state.blocks is None or blocks.isdisjoint(state.blocks):
