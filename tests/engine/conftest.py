@@ -43,7 +43,7 @@ def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFa
         env: dict[str, str] | None = None,
         patch: dict[str, Any] | None = None,
         refused: bool = False,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> Outcome:
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
         scenario["patch"] = patch or {}

@@ -8,6 +8,7 @@ from engines import do, generate, prompt
 pytestmark = pytest.mark.engine
 
 CACHE = {"cpu_cache_override_num_blocks": 512}
+ANSWER = 4
 PROMPT, OTHER = prompt(1, 400), prompt(2, 300)
 BLOCKS = 255  # of the engine, without the one it keeps for itself
 
@@ -45,21 +46,22 @@ def story(request, run_scenario):
         steps += [
             do("reset"),
             do("break", target=what),
-            generate(PROMPT, OTHER, name=f"{what} host hit"),
-            generate(prompt(100 + number, 80)),
-            generate(OTHER, PROMPT, name=f"{what} engine hit"),
+            generate(PROMPT, OTHER, name=f"{what} host hit", max_tokens=ANSWER),
+            generate(prompt(100 + number, 80), max_tokens=ANSWER),
+            generate(OTHER, PROMPT, name=f"{what} engine hit", max_tokens=ANSWER),
             do("reset", f"{what} reset"),
             do("mend"),
-            generate(PROMPT, OTHER, name=f"{what} mended"),
+            generate(PROMPT, OTHER, name=f"{what} mended", max_tokens=ANSWER),
             do("drain"),
             do("state", f"{what} end"),
         ]
-    steps += [do("reset"), generate(PROMPT, name="last"), do("state", "end"), do("metrics", "metrics")]
+    steps += [do("reset"), generate(PROMPT, name="last", max_tokens=ANSWER)]
+    steps += [do("state", "end"), do("metrics", "metrics")]
     return run_scenario(steps, {**CACHE, "onboard": request.param})
 
 
 def test_an_exception_costs_a_hit_and_nothing_else(story, baseline):
-    first, second = baseline([PROMPT, OTHER])
+    first, second = baseline([PROMPT, OTHER], ANSWER)
     for what in BREAKABLE:
         assert story.tokens(f"{what} host hit") == [first, second], what
         assert story.tokens(f"{what} engine hit") == [second, first], what
@@ -83,7 +85,7 @@ def test_an_exception_is_counted_and_told_once(story):
 
 
 def test_hits_come_back_when_the_exceptions_end(story, baseline):
-    assert story.tokens("last") == baseline([PROMPT, OTHER])[:1]
+    assert story.tokens("last") == baseline([PROMPT, OTHER], ANSWER)[:1]
     assert story["last"]["cached"] == [384]
     assert story["metrics"]["kvbm_faults"] == sum(story["end"]["faults"].values())
 

@@ -42,7 +42,7 @@ def story(run_scenario):
         do("metrics", "metrics"),
     ]
     kvbm = {**CACHE, "onboard": "sync", "inject_faults": FAULTS}
-    return run_scenario(steps, kvbm, ENGINE, ENVIRONMENT, timeout=300)
+    return run_scenario(steps, kvbm, ENGINE, ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")

@@ -131,4 +131,6 @@ def test_a_server_keeps_brings_back_counts_and_stops(server):
 
     server.process.popen.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
-    assert "Traceback" not in log.read_text()
+    # vLLM itself may complain while it stops, when one of its processes is slower than another. We must not.
+    assert "/kvbm/engines/" not in log.read_text()
+    assert "KVBM stays out of the way" not in log.read_text()
