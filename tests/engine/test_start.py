@@ -104,22 +104,3 @@ def test_a_model_that_lets_go_of_blocks_runs_without_kvbm(make_model, run_scenar
     (sentence,) = story.said("KVBM stays out of the way")
     assert "SlidingWindowSpec" in sentence
     assert "vLLM runs as if it were not configured" in sentence
-
-
-def test_a_model_with_some_sliding_layers_is_served(make_model, run_scenario, baseline):
-    """vLLM keeps all blocks of such a model when its connector does not manage several groups."""
-    engine = {"model": make_model("Gemma3", sliding_window=128, num_hidden_layers=6, query_pre_attn_scalar=32)}
-    half = PROMPT[:160] + prompt(3, 100)
-    wanted = baseline([PROMPT, half], 16, engine)
-    steps = [
-        generate(PROMPT, name="cold"),
-        do("reset"),
-        generate(PROMPT, name="host hit"),
-        do("reset"),
-        generate(half, name="half"),
-        do("state", "end"),
-    ]
-    story = run_scenario(steps, CACHE, engine)
-    assert story.tokens("cold") == story.tokens("host hit") == wanted[:1]
-    assert story.tokens("half") == wanted[1:]
-    assert story["end"]["onboarded"] == 12 + 5
