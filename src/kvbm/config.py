@@ -292,7 +292,7 @@ SETTINGS: tuple[Setting, ...] = (
             Number(unit="blocks", low=1, example="4096"), 4096, MOVING,
             "Blocks that may wait to be offloaded; beyond it new ones are skipped rather than queued.", used=True),
     Setting("staging_mb", "KVBM_STAGING_MB",
-            Number(unit="MiB", high=65536, example="384"), 384, MOVING,
+            Number(unit="MiB", high=65536, example="512"), 512, MOVING,
             "GPU memory for bringing blocks near while the engine is still making room for them, taken only where four "
             "times as much is free; 0 does without.", used=True),
     Setting("stores", "KVBM_STORES", Choice(words=("auto", "kernel", "engine")), "auto", MOVING,

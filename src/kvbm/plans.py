@@ -45,6 +45,8 @@ class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
     # Whether attention may wait for its own layer only. Not when the step could be replayed from a full CUDA graph, in
     # which no layer asks: then the whole load comes before the step. Means nothing outside of a step.
     layered: bool = False
+    # How many tokens of the request are left to compute: what a load by layer can hide behind.
+    tokens: int = 0
 
     @property
     def blocks(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""How a long load is cut into pieces: every layer once, in order, less and less towards the end."""
+"""How a long load is cut: a front of most layers, which comes in one piece a slot, and the last layers behind it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-import itertools
-
 from kvbm.storage.layout import TensorSpec, describe
-from kvbm.transfer.bulk_loads import _groups
+from kvbm.transfer.bulk_loads import front
 
 
 def layout(layers, planes=1):
@@ -20,21 +18,16 @@ def layout(layers, planes=1):
     return describe(tensors, 10)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 5, 6, 7, 12, 36, 61, 80])
+@pytest.mark.parametrize("layers", [2, 3, 5, 8, 12, 36, 61, 80])
 @pytest.mark.parametrize("planes", [1, 2])
-def test_groups_cover_every_segment_once_and_in_order(layers, planes):
+def test_the_front_ends_where_a_layer_begins_and_leaves_the_last_eighth(layers, planes):
     described = layout(layers, planes)
-    groups = _groups(described)
-    assert groups[0].first == 0
-    assert groups[-1].last == len(described.segments)
-    for left, right in itertools.pairwise(groups):
-        assert left.last == right.first
-        assert left.offset + left.size == right.offset
-    assert groups[-1].offset + groups[-1].size == described.block_bytes
+    split, size = front(described)
+    left = max(1, layers // 8)
+    assert described.segments[split].layer == layers - left
+    assert described.segments[split - 1].layer == layers - left - 1
+    assert size == described.segments[split].offset == sum(s.size for s in described.segments[:split])
 
 
-def test_the_last_group_is_one_layer_and_none_is_larger_than_a_sixth():
-    sizes = [group.last - group.first for group in _groups(layout(36))]
-    assert sizes[-1] == 1
-    assert max(sizes) == 6
-    assert sizes == sorted(sizes, reverse=True)
+def test_a_single_layer_has_no_front():
+    assert front(layout(1)) == (0, 0)

@@ -47,7 +47,7 @@ class FakeCopier(Copier):
     def begin_step(self, tickets):
         self._call("begin_step", list(tickets))
 
-    def load(self, slots, blocks, after, when):
+    def load(self, slots, blocks, after, when, tokens=0):
         self._call("load", list(slots), list(blocks), list(after), when)
         return self.ticket
 

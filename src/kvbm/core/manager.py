@@ -105,7 +105,14 @@ class BlockManager:
         return Match(start, runs, pending, wanted)
 
     def load(
-        self, match: Match, request: str, blocks: Sequence[int], in_step: bool, after: list[int], layered: bool = False
+        self,
+        match: Match,
+        request: str,
+        blocks: Sequence[int],
+        in_step: bool,
+        after: list[int],
+        layered: bool = False,
+        tokens: int = 0,
     ) -> LoadPlan:
         """Plan to fill the engine's ``blocks`` from a match of the same length, and pin its slots until the end.
 
@@ -120,7 +127,7 @@ class BlockManager:
             self.pools[tier].pin(slots)
             copies.append(Copy(tier, slots, list(blocks[at : at + len(slots)])))
             at += len(slots)
-        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered)
+        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered, tokens)
         self._loads[plan.id] = _Load(match.runs)
         return plan
 

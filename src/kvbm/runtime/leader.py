@@ -71,10 +71,10 @@ class Leader:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def onboard(
-        self, match: Match, request: str, blocks: Sequence[int], in_step: bool, layered: bool = False
+        self, match: Match, request: str, blocks: Sequence[int], in_step: bool, layered: bool = False, tokens: int = 0
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, whatever happens to the request."""
-        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered)
+        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered, tokens)
         self._loads[plan.id] = _Flight(plan, self._ranks)
         if in_step:
             self._in_step.add(plan.id)

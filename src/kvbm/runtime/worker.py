@@ -91,10 +91,10 @@ class Worker:
             self._spoiled_stores.update(reading)
             self._step_begun = False
 
-    def prefetch(self, slots: list[int]) -> bool:
+    def prefetch(self, slots: list[int], tokens: int) -> bool:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
         with annotate("copier.prefetch"):
-            return self._copier.prefetch(slots)
+            return self._copier.prefetch(slots, tokens)
 
     def end_prefetch(self) -> None:
         self._copier.end_prefetch()
@@ -238,7 +238,7 @@ class Worker:
             if not self._step_begun:
                 raise RuntimeError("not begun, because the fence before it failed")
             with annotate("copier.load"):
-                ticket = self._copier.load(slots, blocks, after.values(), when)
+                ticket = self._copier.load(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
         except Exception as error:
             self._fault("load", error)
             for load in loads:

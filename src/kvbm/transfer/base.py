@@ -70,11 +70,11 @@ class Copier(ABC):
         """A load is about to come between two steps: it may begin when what the engine has submitted so far is over."""
         return
 
-    def prefetch(self, slots: Sequence[int]) -> bool:
+    def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
         """Begin to bring slots near, for a ``BY_LAYER`` load of the same slots that is expected in milliseconds.
 
-        False when this copier has no room of its own near the engine. The slots must not change until that load, or
-        until :meth:`end_prefetch`; a load of other slots ends it too.
+        False when this copier has no room of its own near the engine, or would not use it for such a load. The slots
+        must not change until that load, or until :meth:`end_prefetch`; a load of other slots ends it too.
         """
         return False
 
@@ -83,8 +83,13 @@ class Copier(ABC):
         return
 
     @abstractmethod
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
-        """Copy slots into the engine's blocks once the ``after`` tickets are over."""
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
+    ) -> Ticket:
+        """Copy slots into the engine's blocks once the ``after`` tickets are over.
+
+        ``tokens``: how many the step computes on them, for a load by layer.
+        """
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:

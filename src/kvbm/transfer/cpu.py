@@ -56,7 +56,9 @@ class CpuCopier(Copier):
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvbm-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvbm-store")
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
+    ) -> Ticket:
         waiting = list(after)
 
         def copy() -> None:

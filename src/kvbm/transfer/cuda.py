@@ -3,11 +3,11 @@
 Two streams of our own, one for loads, one of low priority for stores; events order them against the engine's stream,
 and nothing ever makes the CPU wait for the GPU. Everything the hot path needs is made at start.
 
-*Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones the copy engine and a kernel
-(:mod:`~kvbm.transfer.bulk_loads`). For the step that is about to run they come layer by layer, and the kernel counts,
-for each layer, the pieces that have arrived; just before a layer's attention the engine's stream is made to wait for
-that layer's count. So the copy of layer *i+1* runs under the computation of layer *i*, and a prompt costs the longer of
-the two instead of their sum.
+*Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones with little to compute meanwhile the copy engine
+and a kernel (:mod:`~kvbm.transfer.bulk_loads`). For the step that is about to run they come layer by layer, and the
+kernel counts, for each layer, the pieces that have arrived; just before a layer's attention the engine's stream is made
+to wait for that layer's count. So the copy of layer *i+1* runs under the computation of layer *i*, and a prompt costs
+the longer of the two instead of their sum.
 
 *Stores* take the copy engine (:mod:`~kvbm.transfer.engine_copies`) where pieces are large enough for it: it is no
 faster, but it leaves every multiprocessor to the forward pass that runs meanwhile.
@@ -25,7 +25,7 @@ import torch
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier, Ticket, When
-from kvbm.transfer.bulk_loads import BulkLoads, BulkTicket
+from kvbm.transfer.bulk_loads import BulkLoads, Fetch
 from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket, batch_function
 from kvbm.transfer.kernel_copies import KernelCopies, mark
 
@@ -36,6 +36,9 @@ COPY_WAYS = ("auto", "kernel", "engine")
 # Of the kernel's bandwidth, what the copy engine must reach to be preferred for stores. Hardly any bandwidth is needed
 # to keep up with a prefill, so being out of its way counts for more.
 _ENGINE_IS_ENOUGH = 0.5
+
+# Up to so many tokens are computed behind the last layers of a load in bulk; with more of them it pays to begin sooner.
+_BULK_TOKENS = 512
 
 
 class EventTicket(Ticket):
@@ -58,9 +61,6 @@ class EventTicket(Ticket):
         """Nothing submitted to the stream from now on begins before this is over."""
         stream.wait_event(self._ended)
 
-    def end(self) -> torch.cuda.Event:
-        return self._ended
-
     @property
     def seconds(self) -> float:
         return float(self._began.elapsed_time(self._ended)) / 1e3
@@ -74,7 +74,7 @@ class CudaCopier(Copier):
         device: torch.device,
         staging: int = 0,
         stores: str = "auto",
-        bulk_bytes: int = 64 << 20,
+        bulk_bytes: int = 512 << 20,
     ) -> None:
         slab.pin(_pin, _unpin)
         self._layout = layout
@@ -88,14 +88,14 @@ class CudaCopier(Copier):
             self._kernel = KernelCopies(layout, slab, device)
             self._engine = EngineCopies.open(layout, slab, device, self._store_stream) if stores != "kernel" else None
             self._bulk = self._open_bulk(staging)
-            self._bulk_blocks = bulk_bytes // layout.block_bytes  # shorter loads are over before the first group is
+            self._bulk_blocks = bulk_bytes // layout.block_bytes  # what is gained on shorter loads is lost at their end
             self._engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
         self._expected = [0] * len(layout.layers)  # pieces of each layer that loads by layer have ever asked for
-        self._prefetched: BulkTicket | None = None
-        self._open: list[EventTicket | BulkTicket] = []  # loads by layer whose forward pass has not been submitted yet
+        self._prefetched: Fetch | None = None
+        self._open: list[EventTicket] = []  # loads by layer whose forward pass has not been submitted yet
         self._warm_up()
         if stores == "auto" and self._engine is not None and not self._engine_is_enough():
             self._engine.close()
@@ -113,37 +113,45 @@ class CudaCopier(Copier):
         # Not the current stream: between steps the engine may be on another one than the one it computes on.
         self._step_began.record(self._engine_stream)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
-        fetched, self._prefetched = self._prefetched, None
-        if fetched is not None and (when is not When.BY_LAYER or fetched.slots != slots):
-            fetched.give(None, [])
-            fetched = None
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
+    ) -> Ticket:
         if when is not When.BY_LAYER:
+            self.end_prefetch()
             return self._load_whole(slots, blocks, after, when)
         for segment in self._layout.segments:
             self._expected[segment.layer] += len(blocks)
-        ticket: EventTicket | BulkTicket
-        if fetched is None and (self._bulk is None or len(blocks) < self._bulk_blocks):
-            ticket = self._load_layers(slots, blocks, after)
-        else:
-            assert self._bulk is not None
-            ticket = fetched or self._bulk.begin(slots)
-            ticket.expected = list(self._expected)
-            began = torch.cuda.Event()  # not the one that the next step will record again
-            began.record(self._engine_stream)
-            ticket.give(blocks, [began, *_ends(after)])
+        try:
+            ticket = self._load_layers(slots, blocks, after, tokens)
+        except Exception:
+            # The counts must come to what is expected of them, or the next load would wait for ever.
+            with torch.cuda.stream(self._load_stream):
+                self._kernel.arrived.copy_(torch.tensor(self._expected, dtype=torch.int64).to(torch.int32))
+            raise
         ticket.unasked = set(range(len(self._expected)))
         self._open.append(ticket)
         return ticket
 
-    def _load_layers(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket]) -> EventTicket:
+    def _load_layers(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], tokens: int
+    ) -> EventTicket:
+        fetched, self._prefetched = self._prefetched, None
+        if self._bulk is not None:
+            if fetched is not None and fetched.slots != slots:
+                self._bulk.drop(fetched)
+                fetched = None
+            if fetched is None and self._suits_bulk(slots, tokens):
+                fetched = self._bulk.begin(slots)
         stream = self._load_stream
         # Steps the engine submitted earlier may still be using the blocks; the one that begins now does not.
         stream.wait_event(self._step_began)
         _hold(stream, after)
         with torch.cuda.stream(stream):
             began = mark(stream)
-            self._kernel.to_device(slots, blocks, signal=True)
+            if fetched is None or self._bulk is None:
+                self._kernel.to_device(slots, blocks, signal=True)
+            else:
+                self._bulk.place(fetched, blocks)
             return EventTicket(began, mark(stream))
 
     def _load_whole(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
@@ -158,24 +166,24 @@ class CudaCopier(Copier):
             ticket.hold(self._engine_stream)
         return ticket
 
-    def prefetch(self, slots: Sequence[int]) -> bool:
-        if self._bulk is None or self._prefetched is not None or len(slots) < self._bulk_blocks:
+    def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
+        if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens):
             return False
         self._prefetched = self._bulk.begin(slots)
         return True
 
+    def _suits_bulk(self, slots: Sequence[int], tokens: int) -> bool:
+        return len(slots) >= self._bulk_blocks and tokens <= _BULK_TOKENS
+
     def end_prefetch(self) -> None:
-        if self._prefetched is not None:
-            self._prefetched.give(None, [])
+        if self._prefetched is not None and self._bulk is not None:
+            self._bulk.drop(self._prefetched)
             self._prefetched = None
 
     def wait_layer(self, layer: str) -> None:
         index = self._layer_index.get(layer)
         if index is None or not self._open:
             return
-        for ticket in self._open:
-            if isinstance(ticket, BulkTicket) and self._bulk is not None:
-                self._bulk.await_issue(ticket, index)
         # The counts only ever grow, so waiting for the last load's total is waiting for all of them.
         stream = torch.cuda.current_stream(self._device)
         _wait_until(stream, self._kernel.arrived.data_ptr() + 4 * index, self._expected[index])
@@ -183,7 +191,7 @@ class CudaCopier(Copier):
             ticket.unasked.discard(index)
 
     def end_load(self, ticket: Ticket) -> bool:
-        assert isinstance(ticket, EventTicket | BulkTicket)
+        assert isinstance(ticket, EventTicket)
         if ticket in self._open:
             self._open.remove(ticket)
         return not ticket.unasked
@@ -210,9 +218,8 @@ class CudaCopier(Copier):
 
     def close(self) -> None:
         self.end_prefetch()
-        for thread in (self._engine, self._bulk):
-            if thread is not None:
-                thread.close()
+        if self._engine is not None:
+            self._engine.close()
         self._load_stream.synchronize()
         self._store_stream.synchronize()
         self._slab.close()
@@ -224,12 +231,8 @@ class CudaCopier(Copier):
         if not size or free < 4 * size or batch is None:
             return None
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        bulk = BulkLoads(self._layout, self._slab, self._device, self._load_stream, self._kernel.arrived, memory, batch)
-        self._memory = memory
-        if bulk.can_take():
-            return bulk
-        bulk.close()
-        return None
+        bulk = BulkLoads(self._layout, self._slab, self._device, self._load_stream, self._kernel, memory, batch)
+        return bulk if bulk.can_take() else None
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -267,17 +270,8 @@ class CudaCopier(Copier):
 
 def _hold(stream: torch.cuda.Stream, tickets: Iterable[Ticket]) -> None:
     for ticket in tickets:
-        assert isinstance(ticket, EventTicket | IssuedTicket | BulkTicket)
-        ticket.hold(stream)
-
-
-def _ends(tickets: Iterable[Ticket]) -> list[torch.cuda.Event]:
-    """The events that end these transfers; waits until they have been issued."""
-    ends = []
-    for ticket in tickets:
         assert isinstance(ticket, EventTicket | IssuedTicket)
-        ends.append(ticket.end())
-    return ends
+        ticket.hold(stream)
 
 
 def _wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:

@@ -59,12 +59,6 @@ class IssuedTicket(Ticket):
         assert self._ended is not None
         stream.wait_event(self._ended)
 
-    def end(self) -> torch.cuda.Event:
-        """The event that ends it. Waits until it has been issued."""
-        self._issued.wait()
-        assert self._ended is not None
-        return self._ended
-
     @property
     def bad(self) -> Sequence[int]:
         return range(self._blocks) if self._error is not None else ()

@@ -68,14 +68,16 @@ class FaultyCopier(Copier):
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
         self._inner.begin_step([_real(ticket) for ticket in tickets])
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
+    ) -> Ticket:
         bad = [position for position in range(len(blocks)) if self._strikes("load")]
         zeroed = self._strikes("zeros")
         good = [position for position in range(len(blocks)) if position not in bad]
         sources = [_real(ticket) for ticket in after]
 
         def begin() -> Ticket:
-            ticket = self._inner.load([slots[i] for i in good], [blocks[i] for i in good], sources, when)
+            ticket = self._inner.load([slots[i] for i in good], [blocks[i] for i in good], sources, when, tokens)
             if zeroed or bad:
                 ticket.wait()  # so that what is scribbled now is not overwritten by the real block
                 self.scribble(blocks if zeroed else [blocks[position] for position in bad])

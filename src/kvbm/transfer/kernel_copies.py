@@ -25,9 +25,7 @@ _BUFFERS = 32
 class KernelCopies:
     """Moves blocks between the engine's cache and the slab, or rows on the device. One thread at a time."""
 
-    def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, arrived: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device) -> None:
         self._slab = slab
         segments = layout.segments
         self._count = len(segments)
@@ -42,7 +40,7 @@ class KernelCopies:
         self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
         # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
-        self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device) if arrived is None else arrived
+        self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
 
     def to_device(self, slots: Sequence[int], blocks: Sequence[int], first: int = 0, signal: bool = False) -> None:
         """Slots to blocks, from segment ``first`` on."""

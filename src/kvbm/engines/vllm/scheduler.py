@@ -138,7 +138,7 @@ class SchedulerHalf:
         found = self.leader.manager.lookup(keys, 0, limit)
         if len(found.runs) != 1 or found.blocks < PREFETCH_BLOCKS or found.pending:
             return
-        if self._local.prefetch(found.runs[0].slots):
+        if self._local.prefetch(found.runs[0].slots, request.num_tokens - found.blocks * self._block_size):
             self.leader.manager.hold(found)
             self._prefetched = found
             self._prefetched_for = request.request_id
@@ -229,7 +229,7 @@ class SchedulerHalf:
         targets = table[match.start : match.start + count]
         left = request.num_tokens - (match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
-        plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered)
+        plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left)
         state.loads = True
         self.counts.matched_tokens += count * self._block_size
         matched = self.counts.matched_blocks

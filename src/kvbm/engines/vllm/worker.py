@@ -88,8 +88,10 @@ class WorkerHalf:
         if self._worker is not None:
             self._worker.begin(plan)
 
-    def prefetch(self, slots: list[int]) -> bool:
-        return self._worker is not None and threading.get_ident() == self._thread and self._worker.prefetch(slots)
+    def prefetch(self, slots: list[int], tokens: int) -> bool:
+        if self._worker is None or threading.get_ident() != self._thread:
+            return False
+        return self._worker.prefetch(slots, tokens)
 
     def end_prefetch(self) -> None:
         if self._worker is not None:
