@@ -60,6 +60,17 @@ class StorePlan(msgspec.Struct, frozen=True, array_like=True):
     copy: Copy
 
 
+class Recompute(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose load has failed on some rank, for engines that cannot be told of it: every rank must itself set
+    the request back to ``position``, the first token to compute, and answers with a :class:`LoadResult` of this id."""
+
+    id: int
+    request: str
+    position: int
+    # True: every rank has set the request back, so that it may go on.
+    agreed: bool = False
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Everything the workers do around one engine step."""
 
@@ -67,9 +78,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     stores: list[StorePlan] = []
     # Stores that must have read their source before this step writes: their blocks have been handed to another request.
     fences: list[int] = []
+    recompute: list[Recompute] = []
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.fences)
+        return bool(self.loads or self.stores or self.fences or self.recompute)
 
 
 class LoadResult(msgspec.Struct, frozen=True, array_like=True):

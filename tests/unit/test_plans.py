@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm import plans
-from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier
+from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StorePlan, StoreResult, Tier
 
 numbers = st.integers(0, 2**63 - 1)
 lists = st.lists(numbers, max_size=4)
@@ -17,7 +17,10 @@ loads = st.builds(
     LoadPlan, id=numbers, request=text, copies=st.lists(copies, max_size=3), in_step=flags, layered=flags, after=lists
 )
 stores = st.builds(StorePlan, id=numbers, copy=copies)
-steps = st.builds(StepPlan, loads=st.lists(loads, max_size=3), stores=st.lists(stores, max_size=3), fences=lists)
+again = st.lists(st.builds(Recompute, id=numbers, request=text, position=numbers, agreed=flags), max_size=2)
+steps = st.builds(
+    StepPlan, loads=st.lists(loads, max_size=3), stores=st.lists(stores, max_size=3), fences=lists, recompute=again
+)
 reports = st.lists(
     st.builds(
         Report,
@@ -127,6 +130,7 @@ def test_an_empty_message_is_false():
     assert not StepPlan()
     assert not Report(0)
     assert StepPlan(fences=[1])
+    assert StepPlan(recompute=[Recompute(-1, "r", 0)])
     assert StepPlan(stores=[StorePlan(1, Copy(Tier.HOST, [], []))])
     assert StepPlan(loads=[LoadPlan(1, "r", [], True)])
     assert Report(0, loads=[LoadResult(1)])

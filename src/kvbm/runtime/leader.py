@@ -13,7 +13,7 @@ and collects reports; it never touches a byte and never waits. Three rules keep 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -67,6 +67,9 @@ class Leader:
         # Engine block -> the store that is reading it. Blocks may be freed and reused while the copy runs; whoever
         # writes them next is told to wait for exactly that copy.
         self._reading: dict[int, int] = {}
+        # Called with a load that has ended badly and the positions in it that did not arrive, for engines that must be
+        # told so by the leader.
+        self.on_failed_load: Callable[[LoadPlan, set[int]], None] | None = None
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -141,6 +144,8 @@ class Leader:
             onboarded[copy.tier] = onboarded.get(copy.tier, 0) + good
             at += len(copy.slots)
         self.manager.finish_load(plan_id, flight.bad)
+        if flight.bad and self.on_failed_load is not None:
+            self.on_failed_load(flight.plan, flight.bad)
         for store_id, store in list(self._stores.items()):
             if plan_id in store.beside:
                 self._settle_store(store_id, store)

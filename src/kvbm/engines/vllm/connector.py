@@ -16,8 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm import config as settings
+from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat
-from kvbm.engines.vllm.guard import Faults, guarded
 from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats, figures
 from kvbm.engines.vllm.worker import WorkerHalf

@@ -11,8 +11,8 @@ from kvbm.config import Config
 from kvbm.core.keys import Key, Namespace
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.pool import Pool
+from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat
-from kvbm.engines.vllm.guard import Faults
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier

@@ -1,7 +1,8 @@
 """The engine never dies of its cache.
 
-Every call from vLLM goes through :func:`guarded`: an exception of ours is counted, logged once for each kind with its
-traceback, and answered with a neutral value. Methods that have promised the engine something clean up themselves first.
+Every call from an engine goes through :func:`guarded`: an exception of ours is counted, logged once for each kind with
+its traceback, and answered with a neutral value. Methods that have promised the engine something clean up themselves
+first.
 """
 
 from __future__ import annotations
