@@ -286,6 +286,9 @@ SETTINGS: tuple[Setting, ...] = (
             Choice(words=("auto", "sync", "async"), synonyms=(("intra", "sync"), ("inter", "async"))), "auto", MOVING,
             "How blocks are brought back: inside the step (sync), while other requests decode (async), or whichever "
             "suits the request (auto).", used=True),
+    Setting("load", "KVBM_LOAD", Choice(words=("auto", "always", "never")), "auto", MOVING,
+            "Whether blocks that are found are brought back: when that is expected to be faster than computing them "
+            "(auto), whatever it takes (always), or not at all (never).", used=True),
     Setting("offload_decode", "KVBM_OFFLOAD_DECODE", _SWITCH, True, MOVING,
             "Keep the blocks that decoding fills, and not only those of the prompt.", used=True),
     Setting("max_pending_offloads", "KVBM_MAX_PENDING_OFFLOADS",
@@ -419,6 +422,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disk_cache_override_num_blocks: int
 
     onboard: Literal["auto", "sync", "async"]
+    load: Literal["auto", "always", "never"]
     offload_decode: bool
     max_pending_offloads: int
     staging_mb: int

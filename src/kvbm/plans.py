@@ -97,6 +97,7 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     ok: bool = True
+    seconds: float = 0.0  # as a load's
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):

@@ -33,7 +33,8 @@ def model() -> str:
 def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFactory):
     """Runs steps in an engine of their own: ``run_scenario(steps, kvbm={...}, engine={...}, env={...})``.
 
-    ``kvbm=None`` is vLLM without KVBM; ``refused`` says that the engine is not to start.
+    ``kvbm=None`` is vLLM without KVBM; ``refused`` says that the engine is not to start. Whatever is found is loaded,
+    unless ``kvbm`` says otherwise: the model is so small that computing a block is often faster than loading it.
     """
 
     def run(
@@ -45,6 +46,8 @@ def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFa
         refused: bool = False,
         timeout: float = 300,
     ) -> Outcome:
+        if kvbm is not None:
+            kvbm = {"load": "always", **kvbm}
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
         scenario["patch"] = patch or {}
         outcome = driver.run(scenario, tmp_path_factory.mktemp("engine"), timeout)

@@ -5,6 +5,7 @@ import pytest
 from kvbm.core.cost import (
     ALONE,
     FORCED,
+    NEVER,
     NO_TIME_TO_WAIT,
     NOTHING_FOUND,
     OUTSIDE,
@@ -165,12 +166,34 @@ def test_a_slow_engine_takes_everything(runs, others):
 @pytest.mark.parametrize("others", [False, True])
 def test_a_forced_mode_decides_where(mode, in_step, others):
     assert decide(h200(mode), (HOST, WHOLE), others=others)[:3] == (WHOLE, in_step, FORCED)
-    assert decide(h200(mode, HOST=51, DISK=12), (DISK, WHOLE), others=others)[:2] == (WHOLE, in_step)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_mode_brings_a_slower_tier_into_the_step(mode):
+    assert decide(h200(mode, HOST=51, DISK=12), (DISK, WHOLE))[:3] == (WHOLE, False, SLOW_TIER)
+    assert decide(h200(mode, HOST=51, DISK=12), (HOST, 1), (DISK, WHOLE - 1))[:3] == (WHOLE, False, SLOW_TIER)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_forced_mode_does_not_force_a_slow_load(mode):
     assert decide(h200(mode), (DISK, WHOLE)).reason == RECOMPUTE
+
+
+def test_a_forced_load_is_taken_whole_and_where_it_belongs():
+    model = CostModel(load="always")
+    taught(model, step=0.010, prefill=[(8192, 0.3, 0)], HOST=51, DISK=0.01)
+    assert decide(model, (DISK, WHOLE))[:3] == (WHOLE, False, SLOW_TIER)
+    assert decide(model, (HOST, 3), (DISK, 1), (HOST, 2))[:3] == (6, False, SLOW_TIER)
+    assert decide(model, (HOST, WHOLE))[:3] == (WHOLE, True, ALONE)
+    assert decide(model, (HOST, WHOLE), others=True)[:3] == (WHOLE, False, OUTSIDE)
+    assert decide(model)[:3] == (0, False, NOTHING_FOUND)
+
+
+def test_a_forbidden_load_is_never_taken():
+    model = CostModel(load="never")
+    for tier in (HOST, DISK, OBJECT):
+        assert decide(model, (tier, WHOLE))[:3] == (0, False, NEVER)
+    assert decide(model).reason == NOTHING_FOUND
 
 
 def test_nothing_found():
@@ -207,6 +230,33 @@ def test_one_outlier_does_not_change_the_picture():
     assert decide(model, (HOST, WHOLE)).blocks == WHOLE
 
 
+@pytest.mark.parametrize("seconds", [0.5, 10.0, 1e4])
+def test_a_first_load_that_waits_for_something_else_does_not_shut_the_host_tier(seconds):
+    """A kernel is compiled, the machine swaps: whatever it was, it says nothing about host memory."""
+    for blocks in (1, 64, WHOLE):
+        model = CostModel(step_tokens=8192, attention_span=4 * 4096)
+        model.observe_load(HOST, blocks * BLOCK, seconds)
+        assert decide(model, (HOST, WHOLE)).blocks == WHOLE
+        assert decide(model, (HOST, 16), prompt=300).blocks == 16
+        assert decide(model, (HOST, WHOLE), others=True).blocks == WHOLE
+
+
+def test_a_first_step_that_took_forever_does_not_shut_the_host_tier():
+    model = CostModel(step_tokens=8192, attention_span=4 * 4096)
+    model.observe_step(20.0)
+    model.observe_prefill(8192, 0.05)
+    assert decide(model, (HOST, 64), prompt=1100).blocks == 64
+
+
+def test_a_tier_that_is_slow_is_found_out_by_a_few_loads():
+    model = h200(HOST=51, DISK=12)
+    loads = 0
+    while decide(model, (DISK, WHOLE)).blocks:
+        model.observe_load(DISK, WHOLE * BLOCK, WHOLE * BLOCK / 0.4e9)
+        loads += 1
+    assert loads <= 6
+
+
 def test_a_tier_that_was_slow_for_a_while_is_tried_again():
     model = h200(HOST=51, DISK=12)
     for _ in range(10):
@@ -225,6 +275,15 @@ def test_a_tier_whose_prior_is_too_slow_stays_refused():
     for _ in range(3000):
         model.observe_refusal(match((OBJECT, WHOLE)))
     assert decide(model, (OBJECT, WHOLE)).blocks == 0
+
+
+def test_a_step_that_hardly_took_longer_with_a_prompt_in_it_shows_how_cheap_that_was():
+    """A tiny model: 4,096 tokens in 1.5 times what a decoding step takes cost at most a step, whatever was believed."""
+    model = CostModel()
+    for _ in range(40):
+        model.observe_step(0.002)
+        model.observe_prefill(4096, 0.003)
+    assert model.prefill_tokens_per_second == pytest.approx(4096 / 0.002, rel=0.1)
 
 
 def test_a_step_with_few_prompt_tokens_teaches_nothing_about_prompts():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, Report, StoreResult, Tier
@@ -427,3 +428,43 @@ def test_whoever_must_tell_the_engine_hears_of_a_failed_load_once_every_rank_has
     assert heard == []
     leader.apply(loaded(bad, 1, bad=[1]))
     assert heard == [(bad.id, [1, 2])]
+
+
+# -- what things take -------------------------------------------------------------------------------------------------
+
+
+def timed(plan, *seconds, bad=()):
+    return [Report(rank, loads=[LoadResult(plan.id, list(bad), took)]) for rank, took in enumerate(seconds)]
+
+
+def test_a_load_takes_what_the_slowest_rank_took():
+    cost = CostModel()
+    leader = make(2, host="abcd", block_bytes=[1 << 30, 2 << 30], cost=cost)
+    before = cost.rate(HOST)
+    leader.apply(timed(onboard(leader, "abcd"), 4.0, 2.0))
+    assert leader.counts.loaded_seconds == {HOST: 4.0}
+    assert leader.counts.loaded_bytes == {HOST: 12 << 30}
+    like = CostModel()
+    like.observe_load(HOST, 8 << 30, 4.0)
+    assert cost.rate(HOST) == like.rate(HOST) != before
+
+
+@pytest.mark.parametrize(
+    ("host", "disk", "seconds", "bad"), [("ab", "c", 1.0, ()), ("abc", "", 1.0, (1,)), ("abc", "", 0.0, ())]
+)
+def test_a_load_of_two_tiers_or_one_that_failed_or_was_not_timed_teaches_nothing(host, disk, seconds, bad):
+    cost = CostModel()
+    leader = make(1, host=host, disk=disk, block_bytes=[1 << 30], cost=cost)
+    before = [cost.rate(tier) for tier in (HOST, DISK)]
+    leader.apply(timed(onboard(leader, "abc"), seconds, bad=bad))
+    assert [cost.rate(tier) for tier in (HOST, DISK)] == before
+    assert leader.counts.loaded_seconds == leader.counts.loaded_bytes == {}
+
+
+def test_what_stores_took_is_counted_when_they_went_well():
+    leader = make(1, block_bytes=[1000])
+    for text, ok in (("ab", True), ("c", False)):
+        plan = offload(leader, text)
+        leader.apply([Report(0, stores=[StoreResult(plan.id, ok, 0.5)])])
+    assert leader.counts.stored_bytes == {HOST: 2000}
+    assert leader.counts.stored_seconds == {HOST: 0.5}

@@ -121,6 +121,18 @@ def test_a_match_can_be_cut(blocks, expected):
     assert match.blocks == len(expected)
 
 
+@pytest.mark.parametrize("blocks", range(6))
+def test_what_is_cut_off_a_match_is_what_lies_beyond(blocks):
+    match = tiers(host="ad", disk="bc").lookup(keys("xabcd"), 1)
+    beyond = match.beyond(blocks)
+    together = [*match.cut(blocks).runs, *beyond.runs]
+    assert [(run.tier, slot) for run in together for slot in run.slots] == [
+        (run.tier, slot) for run in match.runs for slot in run.slots
+    ]
+    assert beyond.start == 1 + min(blocks, 4)
+    assert all(run.slots for run in beyond.runs)
+
+
 def test_a_match_cut_short_is_not_waiting_for_anything():
     manager = tiers(host="ab")
     store(manager, "c")

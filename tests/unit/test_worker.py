@@ -10,9 +10,9 @@ from kvbm.transfer.base import Copier, Ticket, When
 
 
 class FakeTicket(Ticket):
-    def __init__(self, over=True, bad=(), reason=""):
+    def __init__(self, over=True, bad=(), reason="", seconds=0.0):
         self.over = over
-        self._bad, self._reason = bad, reason
+        self._bad, self._reason, self._seconds = bad, reason, seconds
         self.waited = False
 
     def done(self):
@@ -28,6 +28,10 @@ class FakeTicket(Ticket):
     @property
     def reason(self):
         return self._reason
+
+    @property
+    def seconds(self):
+        return self._seconds
 
 
 class FakeCopier(Copier):
@@ -122,6 +126,14 @@ def test_loads_of_one_step_go_as_one_transfer_and_fail_one_by_one(worker, copier
     assert {result.id: result.bad for result in outcome.report.loads} == {1: [], 2: [0]}
     assert outcome.bad_blocks == {13}
     assert not outcome.arrived  # the engine did not wait for them
+
+
+def test_loads_that_go_as_one_transfer_share_its_time(worker, copier):
+    copier.ticket = FakeTicket(seconds=4.0)
+    outcome = step(worker, load(1, (1, 2, 5), (11, 12, 15), True), load(2, (3,), (13,), True))
+    assert {result.id: result.seconds for result in outcome.report.loads} == {1: 3.0, 2: 1.0}
+    (result,) = step(worker, stores=[store()]).report.stores
+    assert result.seconds == 4.0
 
 
 def test_a_layer_that_never_waited_spoils_the_load_in_that_very_step(worker, copier):

@@ -21,15 +21,15 @@ What it expects, in seconds:
   the last 8k of 32k tokens cost 2.2 times the first 8k. One rate for all of them, learned from long prompts, would load
   short prefixes that are sooner computed.
 - *In the step*, host memory comes layer by layer under the forward pass: the longer of the load and the computation of
-  that step. Where layers cannot wait for their own blocks, and for tiers below host memory, which keep a block's layers
-  together, it is the sum.
+  that step. Where layers cannot wait for their own blocks it is the sum.
 - *Outside of the step* the request waits for the load and then about one step until it is scheduled again, but nobody
   else waits.
 
 A load goes into the step when nobody else is running or when it is short (``HOLD_UP`` of a step). Otherwise it stays
 outside, unless waiting there would cost more than recomputing: then the step is the better place for everybody, as
 recomputing would make it longer still. Slower tiers than host memory stay outside always: a slow disk may cost a hit,
-not a step. ``sync`` and ``async`` force the place, never the load: whoever must load whatever it costs does not ask.
+not a step. ``sync`` and ``async`` force the place of what comes from host memory, never the load; ``always`` and
+``never`` force the load, whatever it costs, and leave its place to the model.
 
 Consecutive blocks in one tier are taken together or not at all, up to the end of such a run that is best for the
 request.
@@ -45,6 +45,7 @@ from kvbm.core.manager import Match
 from kvbm.plans import Tier
 
 Mode = Literal["auto", "sync", "async"]
+Load = Literal["auto", "always", "never"]
 
 # A load in a step with others is welcome up to this part of a step: even were nothing of it hidden under the
 # computation, their tokens would come at most this much later.
@@ -55,6 +56,9 @@ _MOST_ENDS = 64
 
 # A prior counts as one observation. Later ones count for at least this much, so that about the last ten matter.
 _LEAST_WEIGHT = 0.2
+# A sample counts for at most this many times what was believed, or this part of it. A first load that waits for a
+# kernel to be compiled, or a step in which the machine was elsewhere, is noise; what is really slow says so again.
+_WILDEST = 4.0
 # How far a refusal moves a tier's estimate back to its prior: a disk that was slow once is tried again after a hundred
 # refusals or so, and one that is always slow costs one request in a hundred some time.
 _FORGET = 1 / 256
@@ -67,6 +71,7 @@ NO_TIME_TO_WAIT = "in the step: waiting outside would not pay"
 OUTSIDE = "outside of the step: others are running"
 SLOW_TIER = "outside of the step: not from host memory alone"
 FORCED = "as configured"
+NEVER = "configured never to load"
 
 
 class Rate(NamedTuple):
@@ -93,7 +98,7 @@ class Decision(NamedTuple):
     in_step: bool
     reason: str  # one of the few sentences above, so that it can be counted
     seconds: float  # expected until the prompt is computed, if this is done
-    recompute_seconds: float  # the same if nothing is loaded; never less than ``seconds``
+    recompute_seconds: float  # the same if nothing is loaded; never less than ``seconds`` unless the load is forced
 
 
 class CostModel:
@@ -112,6 +117,7 @@ class CostModel:
         layers_from: float = 1,
         attention_span: float = inf,
         mode: Mode = "auto",
+        load: Load = "auto",
         rates: Mapping[Tier, Rate] | None = None,
     ) -> None:
         if step_tokens < 1 or not attention_span > 0:
@@ -120,6 +126,7 @@ class CostModel:
         self._layers_from = layers_from
         self._span = attention_span
         self._mode: Mode = mode
+        self._load: Load = load
         self._tiers = {tier: _TierRate(rate) for tier, rate in {**PRIORS, **(rates or {})}.items()}
         self._token = _Average(1 / PRIOR_TOKENS_PER_SECOND)  # seconds of a token at position 0
         self._step = _Average(PRIOR_STEP_SECONDS)
@@ -135,11 +142,14 @@ class CostModel:
         """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others.
 
         With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
-        took longer than one which only decodes says nothing about the tokens and is ignored.
+        took longer than one which only decodes does not say what its tokens cost, only what they cost at most.
         """
         step = self._step.value
-        if tokens > 0 and 2 * step <= seconds < inf:
-            self._token.observe((seconds - step) / self._work(computed_tokens, tokens))
+        if not tokens > 0 or not 0 < seconds < inf:
+            return
+        at_most = max(seconds - step, step) / self._work(computed_tokens, tokens)
+        if seconds >= 2 * step or at_most < self._token.value:
+            self._token.observe(at_most)
 
     def observe_step(self, seconds: float) -> None:
         """A step that only decoded took this long."""
@@ -188,6 +198,8 @@ class CostModel:
         """
         recompute = self.compute_seconds(computed_tokens, remaining_tokens)
         best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute)
+        if self._load == "never" and match.runs:
+            return best._replace(reason=NEVER)
         sizes: dict[Tier, int] = {}
         blocks = 0
         every = -(-len(match.runs) // _MOST_ENDS)
@@ -199,7 +211,7 @@ class CostModel:
             loaded = blocks * block_size
             rest = max(remaining_tokens - loaded, 0)
             in_step, reason, seconds = self._place(sizes, computed_tokens + loaded, rest, others_running, recompute)
-            if seconds < best.seconds:
+            if seconds < best.seconds if self._load == "auto" else not left:
                 best = Decision(blocks, in_step, reason, seconds, recompute)
         return best
 
@@ -214,11 +226,11 @@ class CostModel:
         now = min(rest, self._step_tokens)
         step = self.compute_seconds(computed, now)
         later = self._token.value * self._work(computed + now, rest - now)
-        inside = slow + (max(host, step) if rest >= self._layers_from else host + step) + later
-        if self._mode != "auto":
-            return (True, FORCED, inside) if self._mode == "sync" else (False, FORCED, outside)
+        inside = (max(host, step) if rest >= self._layers_from else host + step) + later
         if slow:
             return False, SLOW_TIER, outside
+        if self._mode != "auto":
+            return (True, FORCED, inside) if self._mode == "sync" else (False, FORCED, outside)
         if not others_running:
             return True, ALONE, inside
         if host <= HOLD_UP * self._step.value:
@@ -233,7 +245,7 @@ class CostModel:
 
 
 class _Average:
-    """A number that follows what is observed: at first the mean of all, later of the last few."""
+    """A number that follows what is observed: at first the mean of all, later of the last few; never in leaps."""
 
     __slots__ = ("count", "prior", "value")
 
@@ -243,6 +255,8 @@ class _Average:
 
     def observe(self, sample: float) -> None:
         self.count += 1
+        if self.value > 0:
+            sample = min(max(sample, self.value / _WILDEST), self.value * _WILDEST)
         self.value += (sample - self.value) * max(1 / self.count, _LEAST_WEIGHT)
 
     def forget(self) -> None:

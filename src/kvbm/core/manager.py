@@ -45,6 +45,16 @@ class Match(NamedTuple):
             blocks -= len(slots)
         return Match(self.start, runs, pending, self.keys)
 
+    def beyond(self, blocks: int) -> Match:
+        """What :meth:`cut` leaves off."""
+        runs: list[Run] = []
+        at = 0
+        for tier, slots in self.runs:
+            if at + len(slots) > blocks:
+                runs.append(Run(tier, slots[max(blocks - at, 0) :]))
+            at += len(slots)
+        return Match(self.start + min(blocks, at), runs, self.pending, self.keys)
+
 
 class _Load(NamedTuple):
     runs: list[Run]

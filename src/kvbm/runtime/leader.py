@@ -14,16 +14,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
+from kvbm.core.cost import CostModel
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.plans import LoadPlan, Report, StorePlan, Tier
 
+T = TypeVar("T", int, float)
+
 
 class Counts(msgspec.Struct):
-    """What has happened since the start. Blocks count once, not once a rank."""
+    """What has happened since the start.
+
+    Blocks count once, not once a rank. Bytes are those of all ranks, seconds those of the slowest one, and both are of
+    transfers that went well and whose time is known.
+    """
 
     lookups: int = 0
     looked_up_blocks: int = 0
@@ -35,24 +43,41 @@ class Counts(msgspec.Struct):
     failed_store_blocks: int = 0
     tainted_store_blocks: int = 0
     refused_store_blocks: int = 0
+    refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
+    loaded_bytes: dict[Tier, int] = msgspec.field(default_factory=dict)
+    loaded_seconds: dict[Tier, float] = msgspec.field(default_factory=dict)
+    stored_bytes: dict[Tier, int] = msgspec.field(default_factory=dict)
+    stored_seconds: dict[Tier, float] = msgspec.field(default_factory=dict)
 
 
 class _Flight:
     """A plan on its way: which ranks have not answered yet, and what went wrong so far."""
 
-    __slots__ = ("bad", "beside", "plan", "ranks")
+    __slots__ = ("bad", "beside", "plan", "ranks", "seconds")
 
     def __init__(self, plan: LoadPlan | StorePlan, ranks: int, beside: Iterable[int] = ()) -> None:
         self.plan = plan
         self.ranks = set(range(ranks))
         self.bad: set[int] = set()
+        self.seconds = 0.0  # of the slowest rank
         # A store's loads: those whose blocks the same forward pass may have computed on.
         self.beside = set(beside)
 
 
 class Leader:
-    def __init__(self, manager: BlockManager, ranks: int, max_pending_blocks: int = 4096) -> None:
+    """``block_bytes``: bytes of a block on each rank, and ``cost``: whom to tell what loads took, both if known."""
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        ranks: int,
+        max_pending_blocks: int = 4096,
+        block_bytes: Sequence[int] = (),
+        cost: CostModel | None = None,
+    ) -> None:
         self.manager = manager
+        self._block_bytes = block_bytes
+        self._cost = cost
         self.counts = Counts()
         self.faults: Counter[str] = Counter()
         self._ranks = ranks
@@ -117,12 +142,12 @@ class Leader:
             for reason, times in report.faults.items():
                 self.faults[reason] += times
             for load in report.loads:
-                self._end_load(report.rank, load.id, load.bad)
+                self._end_load(report.rank, load.id, load.bad, load.seconds)
         for report in reports:
             for store in report.stores:
-                self._end_store(report.rank, store.id, store.ok)
+                self._end_store(report.rank, store.id, store.ok, store.seconds)
 
-    def _end_load(self, rank: int, plan_id: int, bad: list[int]) -> None:
+    def _end_load(self, rank: int, plan_id: int, bad: list[int], seconds: float = 0.0) -> None:
         flight = self._loads.get(plan_id)
         if bad or (flight is not None and flight.bad):
             # Whoever planned it, and again with every further rank: the engine may have gone on until it heard of it.
@@ -131,6 +156,7 @@ class Leader:
             return
         flight.ranks.discard(rank)
         flight.bad.update(bad)
+        flight.seconds = max(flight.seconds, seconds)
         if flight.ranks:
             return
         del self._loads[plan_id]
@@ -140,9 +166,9 @@ class Leader:
         at = 0
         for copy in flight.plan.copies:
             good = sum(position not in flight.bad for position in range(at, at + len(copy.slots)))
-            onboarded = self.counts.onboarded_blocks
-            onboarded[copy.tier] = onboarded.get(copy.tier, 0) + good
+            _add(self.counts.onboarded_blocks, copy.tier, good)
             at += len(copy.slots)
+        self._note_load(flight)
         self.manager.finish_load(plan_id, flight.bad)
         if flight.bad and self.on_failed_load is not None:
             self.on_failed_load(flight.plan, flight.bad)
@@ -150,7 +176,20 @@ class Leader:
             if plan_id in store.beside:
                 self._settle_store(store_id, store)
 
-    def _end_store(self, rank: int, plan_id: int, ok: bool) -> None:
+    def _note_load(self, flight: _Flight) -> None:
+        """What a good load took, when it says something about one tier."""
+        assert isinstance(flight.plan, LoadPlan)
+        tiers = {copy.tier for copy in flight.plan.copies}
+        if flight.bad or not flight.seconds or not self._block_bytes or len(tiers) != 1:
+            return
+        (tier,) = tiers
+        blocks = len(flight.plan.blocks)
+        if self._cost is not None:
+            self._cost.observe_load(tier, blocks * max(self._block_bytes), flight.seconds)
+        _add(self.counts.loaded_bytes, tier, blocks * sum(self._block_bytes))
+        _add(self.counts.loaded_seconds, tier, flight.seconds)
+
+    def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
         flight = self._stores.get(plan_id)
         if flight is None:
             return
@@ -158,6 +197,7 @@ class Leader:
             flight.bad.add(rank)
         if rank not in flight.ranks:
             return
+        flight.seconds = max(flight.seconds, seconds)
         flight.ranks.remove(rank)
         if flight.ranks:
             return
@@ -183,6 +223,10 @@ class Leader:
             self.counts.failed_store_blocks += blocks
         elif tainted:
             self.counts.tainted_store_blocks += blocks
+        elif flight.seconds and self._block_bytes:
+            tier = flight.plan.copy.tier
+            _add(self.counts.stored_bytes, tier, blocks * sum(self._block_bytes))
+            _add(self.counts.stored_seconds, tier, flight.seconds)
         self.counts.offloaded_blocks += self.manager.finish_store(plan_id, ok=not flight.bad and not tainted)
 
     def fail_rank(self, rank: int) -> None:
@@ -222,3 +266,7 @@ class Leader:
     @property
     def busy(self) -> bool:
         return bool(self._stores or self._loads)
+
+
+def _add(totals: dict[Tier, T], tier: Tier, value: T) -> None:
+    totals[tier] = totals.get(tier, 0) + value

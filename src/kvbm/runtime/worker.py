@@ -30,6 +30,11 @@ class _Part(NamedTuple):
     blocks: int
     ticket: Ticket
     offset: int  # position in the transfer of that block
+    share: float  # of the whole transfer, which may serve several loads
+
+    @property
+    def seconds(self) -> float:
+        return self.ticket.seconds * self.share
 
 
 class _Load:
@@ -177,11 +182,11 @@ class Worker:
             try:
                 if not ticket.done():
                     continue
-                ok, reason = not ticket.bad, ticket.reason
+                ok, reason, seconds = not ticket.bad, ticket.reason, ticket.seconds
             except Exception as error:
-                ok, reason = False, f"{type(error).__name__}: {error}"
+                ok, reason, seconds = False, f"{type(error).__name__}: {error}", 0.0
             del self._stores[i]
-            stores.append(StoreResult(i, ok and i not in self._spoiled_stores))
+            stores.append(StoreResult(i, ok and i not in self._spoiled_stores, seconds))
             self._spoiled_stores.discard(i)
             if reason:
                 self._faults[f"store: {reason}"] += 1
@@ -202,7 +207,7 @@ class Worker:
                 return None
             tickets = [part.ticket for part in load.parts]
             self._faults.update(f"load: {reason}" for reason in {ticket.reason for ticket in tickets} if reason)
-            return LoadResult(load.plan.id, load.lost(), max((ticket.seconds for ticket in tickets), default=0.0))
+            return LoadResult(load.plan.id, load.lost(), sum(part.seconds for part in load.parts))
         except Exception as error:
             self._fault("load", error)
             load.spoil()
@@ -245,7 +250,7 @@ class Worker:
                 load.spoil()
             return
         for load, first, count, offset in places:
-            load.parts.append(_Part(first, count, ticket, offset))
+            load.parts.append(_Part(first, count, ticket, offset, count / len(blocks)))
 
     def _end_loads(self, plan: StepPlan) -> None:
         """The step's forward pass has been submitted: did every layer wait for its blocks?"""

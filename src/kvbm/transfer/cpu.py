@@ -7,6 +7,7 @@ Loads and stores have a thread each, so that a request which waits for its block
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class FutureTicket(Ticket):
-    def __init__(self, future: Future[None], blocks: int) -> None:
+    def __init__(self, future: Future[float], blocks: int) -> None:
         self._future = future
         self._blocks = blocks
 
@@ -39,6 +40,10 @@ class FutureTicket(Ticket):
     def reason(self) -> str:
         error = self._future.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._future.exception() is not None else self._future.result()
 
 
 class CpuCopier(Copier):
@@ -61,12 +66,14 @@ class CpuCopier(Copier):
     ) -> Ticket:
         waiting = list(after)
 
-        def copy() -> None:
+        def copy() -> float:
             for ticket in waiting:
                 ticket.wait()
+            began = time.perf_counter()
             for slot, block, count in runs(slots, blocks):
                 for engine, host in self._pairs:
                     engine[block : block + count] = host[slot : slot + count]
+            return time.perf_counter() - began
 
         ticket = FutureTicket(self._loads.submit(copy), len(blocks))
         if when is not When.LATER:
@@ -75,10 +82,12 @@ class CpuCopier(Copier):
         return ticket
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        def copy() -> None:
+        def copy() -> float:
+            began = time.perf_counter()
             for slot, block, count in runs(slots, blocks):
                 for engine, host in self._pairs:
                     host[slot : slot + count] = engine[block : block + count]
+            return time.perf_counter() - began
 
         return FutureTicket(self._stores.submit(copy), len(blocks))
 

@@ -251,7 +251,11 @@ class DynamoConnector(KVConnectorBase_V1):
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KvbmPromMetrics:
         return KvbmPromMetrics(*args, **kwargs)
 
+    @guarded(())
     def take_events(self) -> Iterable[Any]:
+        """Called last, once for every step that vLLM has taken in the results of."""
+        if isinstance(self._half, SchedulerHalf):
+            self._half.step_ended()
         return ()
 
     @guarded(None)

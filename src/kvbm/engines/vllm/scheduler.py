@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from kvbm.config import Config
+from kvbm.core.cost import RECOMPUTE, CostModel, Decision
 from kvbm.core.keys import Key, Namespace
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.engines.vllm.steps import StepTimes, work_of
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.leader import Counts, Leader
@@ -31,7 +34,9 @@ PREFETCH_BLOCKS = 64
 class _Request:
     """What we know of a request that vLLM is working on."""
 
-    __slots__ = ("blocks", "in_step", "keep", "loads", "match", "patience_ends", "refused", "request", "stored")
+    __slots__ = (
+        "blocks", "declined", "in_step", "keep", "loads", "match", "patience_ends", "refused", "request", "stored",
+    )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -43,6 +48,7 @@ class _Request:
         self.match: Match | None = None
         self.in_step = False
         self.refused = False  # a load of it could not even be planned: nothing more is offered
+        self.declined = False  # blocks were found that are sooner computed than loaded
         self.patience_ends: float | None = None
 
     def new_table(self, blocks: Sequence[int], computed: int) -> None:
@@ -70,6 +76,15 @@ class SchedulerHalf:
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
+        self._cost = CostModel(
+            step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            layers_from=self._decode_tokens + 1 if self._may_layer else inf,
+            attention_span=4 * vllm_config.model_config.get_hidden_size(),
+            mode=config.onboard,
+            load=config.load,
+        )
+        self._steps = StepTimes(self._cost)
+        self._block_bytes = 0  # of the rank that has the most to move
         self._keys: RequestKeys | None = None
         self._local: WorkerHalf | None = None  # the only worker, if it lives in this process
         self._prefetched: Match | None = None
@@ -85,7 +100,8 @@ class SchedulerHalf:
             raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
         layouts = {hello.layout for hello in hellos}
         slots = min(hello.slots[Tier.HOST] for hello in hellos)
-        block_bytes = sum(hello.block_bytes for hello in hellos)
+        by_rank = [hello.block_bytes for hello in hellos]
+        self._block_bytes, block_bytes = max(by_rank), sum(by_rank)
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         namespace = Namespace(
             model=f"{model.model}@{getattr(model, 'revision', None) or ''}",
@@ -99,7 +115,8 @@ class SchedulerHalf:
         if self._ranks == 1:
             self._local = find_local(self._vllm_config.kv_transfer_config.engine_id, 0)
         self._keys = RequestKeys(namespace, algorithm, self._hash_block_size)
-        self.leader = Leader(BlockManager({Tier.HOST: Pool(slots)}), self._ranks, self._config.max_pending_offloads)
+        manager = BlockManager({Tier.HOST: Pool(slots)})
+        self.leader = Leader(manager, self._ranks, self._config.max_pending_offloads, by_rank, self._cost)
         self.counts = self.leader.counts
         logger.info(
             "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s), keys from %s",
@@ -130,13 +147,16 @@ class SchedulerHalf:
         if self._local is None or self.leader is None or self._keys is None or self._prefetched is not None:
             return
         limit = (request.num_tokens - 1) // self._block_size
-        if limit < PREFETCH_BLOCKS or not self._may_layer or self._config.onboard == "async":
+        if limit < PREFETCH_BLOCKS or not self._may_layer:
             return
         keys = self._keys.of(request)
         if not keys or compat.is_on_device(self.block_pool, keys[0]):
             return
         found = self.leader.manager.lookup(keys, 0, limit)
         if len(found.runs) != 1 or found.blocks < PREFETCH_BLOCKS or found.pending:
+            return
+        decision = self._decide(request, found)
+        if decision.blocks < found.blocks or not decision.in_step:
             return
         if self._local.prefetch(found.runs[0].slots, request.num_tokens - found.blocks * self._block_size):
             self.leader.manager.hold(found)
@@ -176,24 +196,32 @@ class SchedulerHalf:
         found = self.leader.manager.lookup(self._keys.of(request), start, limit)
         if found.pending and self._may_wait(state):
             return None, False
-        blocks = found.blocks
-        if not blocks:
+        decision = self._decide(request, found)
+        if decision.blocks < found.blocks and not state.declined:
+            # Once a request, however often vLLM asks for it.
+            state.declined = True
+            self._cost.observe_refusal(found.beyond(decision.blocks))
+            reason = RECOMPUTE if decision.blocks else decision.reason
+            refused = self.counts.refused_load_blocks
+            refused[reason] = refused.get(reason, 0) + found.blocks - decision.blocks
+        if not decision.blocks:
             return 0, False
-        state.match = found
-        state.in_step = self._load_in_step(request.request_id)
-        return blocks * self._block_size, not state.in_step
+        state.match = found.cut(decision.blocks)
+        state.in_step = decision.in_step
+        return decision.blocks * self._block_size, not state.in_step
+
+    def _decide(self, request: Any, found: Match) -> Decision:
+        """How much of a match to load, and where."""
+        computed = found.start * self._block_size
+        others = bool(self._active - {request.request_id})
+        rest = request.num_tokens - computed
+        return self._cost.decide(found, self._block_bytes, self._block_size, computed, rest, others)
 
     def _may_wait(self, state: _Request) -> bool:
         now = time.monotonic()
         if state.patience_ends is None:
             state.patience_ends = now + PATIENCE_SECONDS
         return now < state.patience_ends
-
-    def _load_in_step(self, request_id: str) -> bool:
-        if self._config.onboard == "auto":
-            # With nobody decoding there is nobody to hold up, and waiting outside costs the request a step.
-            return not self._active - {request_id}
-        return self._config.onboard == "sync"
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
@@ -261,6 +289,11 @@ class SchedulerHalf:
                 self._prefetch_next()
             except Exception as error:
                 self._faults.record("prefetching", error)
+        try:
+            waits = any(load.in_step for load in loads)
+            self._steps.scheduled(work_of(output, self._decode_tokens, waits), time.monotonic())
+        except Exception as error:
+            self._faults.record("timing a step", error)
         return StepPlan(loads, stores, fences)
 
     def _follow_tables(self, output: Any) -> list[int]:
@@ -327,6 +360,10 @@ class SchedulerHalf:
                     stores.append(plan)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def step_ended(self) -> None:
+        """vLLM has taken in the results of the oldest step under way."""
+        self._steps.ended(time.monotonic())
 
     def lost(self, blocks: set[int]) -> None:
         """These blocks of the engine did not arrive. A step may have computed on them, and vLLM has taken its blocks
