@@ -187,10 +187,10 @@ class Rank:
 
     def kept(self, slot: int) -> list[list[int]]:
         """What KVBM's slab holds in a slot, a list a layer."""
-        half = self.connector._half
+        rank = self.connector._half._rank
         found = []
-        for segment in half._layout.segments:
-            address = half._slab.address + slot * half._slab.slot_bytes + segment.offset
+        for segment in rank.layout.segments:
+            address = rank._slab.address + slot * rank._slab.slot_bytes + segment.offset
             raw = ctypes.string_at(address, segment.size)
             numbers = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
             found.append([self.disguise(segment.layer, number) for number in numbers])
