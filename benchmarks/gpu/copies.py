@@ -30,7 +30,7 @@ from records import SOURCE, Record, Row, arguments, leave_without_device, median
 
 LAYERS = 36
 PLAIN_BYTES = 1 << 30
-STAGING_BYTES = 512 << 20  # KVBM_STAGING_MB's default
+STAGING_BYTES = 2048 << 20  # KVBM_STAGING_MB's default
 ALL = slice(None)
 
 # Waits for the end of a copy; returns the seconds it took by the GPU's own clock, where that is the one that counts.

@@ -295,9 +295,9 @@ SETTINGS: tuple[Setting, ...] = (
             Number(unit="blocks", low=1, example="4096"), 4096, MOVING,
             "Blocks that may wait to be offloaded; beyond it new ones are skipped rather than queued.", used=True),
     Setting("staging_mb", "KVBM_STAGING_MB",
-            Number(unit="MiB", high=65536, example="512"), 512, MOVING,
-            "GPU memory for bringing blocks near while the engine is still making room for them, taken only where four "
-            "times as much is free; 0 does without.", used=True),
+            Number(unit="MiB", high=65536, example="512"), 2048, MOVING,
+            "GPU memory for bringing blocks near while the engine is still making room for them; no more than a quarter"
+            " of what the engine leaves free, and 0 does without.", used=True),
     Setting("stores", "KVBM_STORES", Choice(words=("auto", "kernel", "engine")), "auto", MOVING,
             "How blocks are copied out of a GPU: by a kernel, by the copy engine, or as a measurement at start finds "
             "best.", used=True),

@@ -253,6 +253,9 @@ def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched, batc
         cache.load([22, 23], [15, 16], When.BY_LAYER)
         for slot, block in zip([*slots, 22, 23], [*blocks, 15, 16], strict=True):
             assert same(cache.read(block), before[slot - 20])
+        neighbours = list(range(29, 19, -1))
+        cache.load(neighbours, list(range(14, 24)), When.BY_LAYER)
+        assert all(same(cache.read(14 + i), before[9 - i]) for i in range(10))
         assert cache.copier.prefetch(slots)
         cache.copier.end_prefetch()
         cache.load([24], [17])

@@ -2,7 +2,7 @@
 
 A kernel that reads pinned memory asks for 128 bytes at a time and gets 51 GB/s out of a bus that carries 55. The copy
 engine gets 54, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so all
-layers but the last few are one piece of it: the copy engine fetches those, slot by slot, into two buffers on the
+layers but the last few are one piece of it: the copy engine fetches those, slot by slot, into buffers on the
 device, and a kernel scatters each buffer to the engine's blocks at the speed of device memory. The last layers come by
 the kernel alone, one after the other, while the engine computes the layers before them::
 
@@ -16,14 +16,14 @@ So the engine begins to compute late. Where it has more to compute than fits beh
 which brings layer after layer from the start, is the better way.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
-scattered once the blocks are known. Everything is submitted to streams from the engine's own thread, 2 ms for a prompt
-of 32k tokens: a thread would have to fight the engine for the interpreter, five milliseconds a round.
+scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
+ready. Everything is submitted to streams from the engine's own thread, in a millisecond or two for a prompt of 32k
+tokens: a thread would have to fight the engine for the interpreter, five milliseconds a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +31,26 @@ import torch
 from kvbm.observe.nvtx import annotate
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
+from kvbm.transfer.engine_copies import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
 
-_BUFFERS = 2  # one is being filled while the other is being emptied
+_BUFFER_BYTES = (
+    384 << 20
+)  # 7 ms of the bus: few enough to cost little CPU, small enough for the last to be scattered soon
+_LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
 
 
 class Fetch:
-    """Slots on their way to the buffers; as far as there are buffers, until their blocks are known."""
+    """Slots on their way to the buffers; as far as there are buffers, until their blocks are known.
 
-    def __init__(self, slots: Sequence[int], addresses: np.ndarray) -> None:
+    They come in the order in which they lie in the slab, not in that of the request: neighbours are one copy.
+    """
+
+    def __init__(self, slots: Sequence[int]) -> None:
         self.slots = slots
-        self.addresses = addresses
+        places = np.asarray(slots, np.int64)
+        self.order = np.argsort(places, kind="stable")
+        self.sorted = places[self.order]
         self.begun = 0  # buffers' worth
 
 
@@ -50,7 +59,7 @@ class BulkLoads:
 
     def __init__(
         self, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream,
-        kernel: KernelCopies, memory: torch.Tensor, batch: Any,
+        kernel: KernelCopies, memory: torch.Tensor, batch: BatchCopy,
     ) -> None:  # fmt: skip
         self._slab = slab
         self._batch = batch
@@ -58,16 +67,14 @@ class BulkLoads:
         self._fetch_stream = torch.cuda.Stream(device, priority=stream.priority)
         self._kernel = kernel
         self._split, self._row = front(layout)
-        size = memory.numel() // _BUFFERS // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
         self._memory = memory
-        self._buffers = [memory.data_ptr() + i * size for i in range(_BUFFERS)]
+        buffers = max(2, memory.numel() // _BUFFER_BYTES)  # one is being filled while another is being emptied
+        size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
+        self._buffers = [memory.data_ptr() + i * size for i in range(buffers)]
         self._rows = size // self._row if self._row else 0  # blocks that a buffer takes
-        self._fetched = [torch.cuda.Event() for _ in range(_BUFFERS)]
-        self._emptied = [torch.cuda.Event() for _ in range(_BUFFERS)]
+        self._fetched = [torch.cuda.Event() for _ in self._buffers]
+        self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0  # the buffer that is filled next
-        if self._rows:
-            row = np.arange(self._rows, dtype=np.int64) * self._row
-            self._targets = [address + row for address in self._buffers]
 
     def can_take(self) -> bool:
         """Whether there is more than one layer, and a block fits a buffer."""
@@ -75,43 +82,54 @@ class BulkLoads:
 
     def begin(self, slots: Sequence[int]) -> Fetch:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
-        hosts = self._slab.address + np.asarray(slots, np.int64) * self._slab.slot_bytes
-        fetch = Fetch(slots, hosts)
+        fetch = Fetch(slots)
         with annotate("copier.fetch"):
-            for _ in range(_BUFFERS):
+            for _ in self._buffers:
                 self._fetch(fetch)
         return fetch
 
     def place(self, fetch: Fetch, blocks: Sequence[int]) -> None:
         """Put what is fetched, and all the rest, into the engine's blocks; counts layers. On the stream of loads."""
         kernel, stream, first = self._kernel, self._stream, self._turn - fetch.begun
-        indices = kernel.upload(blocks)
-        for i, start in enumerate(range(0, len(blocks), self._rows)):
-            end = min(start + self._rows, len(blocks))
-            buffer = (first + i) % _BUFFERS
+        targets = np.asarray(blocks, np.int64)[fetch.order]
+        indices = kernel.upload(targets)
+        for i, start in enumerate(range(0, len(targets), self._rows)):
+            end = min(start + self._rows, len(targets))
+            buffer = (first + i) % len(self._buffers)
             stream.wait_event(self._fetched[buffer])
             kernel.from_rows(indices, start, end, self._buffers[buffer], self._row, 0, self._split)
             self._emptied[buffer].record(stream)
             self._fetch(fetch)
         kernel.release(indices)
-        kernel.to_device(fetch.slots, blocks, first=self._split, signal=True)
+        kernel.to_device(fetch.sorted, targets, first=self._split, signal=True)
 
     def drop(self, fetch: Fetch) -> None:
         """What was fetched is not wanted after all."""
         for turn in range(self._turn - fetch.begun, self._turn):
-            self._emptied[turn % _BUFFERS].record(self._fetch_stream)
+            self._emptied[turn % len(self._buffers)].record(self._fetch_stream)
 
     def _fetch(self, fetch: Fetch) -> None:
         """Fill the next buffer with the next slots, if there are any left."""
-        hosts = fetch.addresses[fetch.begun * self._rows : (fetch.begun + 1) * self._rows]
-        if not len(hosts):
+        slots = fetch.sorted[fetch.begun * self._rows : (fetch.begun + 1) * self._rows]
+        if not len(slots):
             return
-        buffer = self._turn % _BUFFERS
+        buffer = self._turn % len(self._buffers)
         self._fetch_stream.wait_event(self._emptied[buffer])
-        self._batch(self._targets[buffer][: len(hosts)], hosts, self._row, self._fetch_stream)
+        self._copy(slots, self._buffers[buffer])
         self._fetched[buffer].record(self._fetch_stream)
         self._turn += 1
         fetch.begun += 1
+
+    def _copy(self, slots: np.ndarray, target: int) -> None:
+        row, pitch, stream = self._row, self._slab.slot_bytes, self._fetch_stream
+        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1)
+        if len(slots) < _LONG_RUN * len(starts):
+            sources = self._slab.address + slots * pitch
+            self._batch(target + np.arange(len(slots), dtype=np.int64) * row, sources, row, stream)
+            return
+        ends = np.append(starts[1:], len(slots))
+        for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
+            copy_rows(target + start * row, row, self._slab.address + slot * pitch, pitch, row, end - start, stream)
 
 
 def front(layout: BlockLayout) -> tuple[int, int]:

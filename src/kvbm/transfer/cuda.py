@@ -16,6 +16,7 @@ faster, but it leaves every multiprocessor to the forward pass that runs meanwhi
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -228,7 +229,8 @@ class CudaCopier(Copier):
         """None without memory to spare on the device, or without a copy engine worth using."""
         batch = batch_function()
         free, _ = torch.cuda.mem_get_info(self._device)
-        if not size or free < 4 * size or batch is None:
+        size = min(size, free // 4)
+        if not size or batch is None:
             return None
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         bulk = BulkLoads(self._layout, self._slab, self._device, self._load_stream, self._kernel, memory, batch)
@@ -274,11 +276,17 @@ def _hold(stream: torch.cuda.Stream, tickets: Iterable[Ticket]) -> None:
         ticket.hold(stream)
 
 
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def _wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
     """Hold a stream until the 32-bit counter at ``address`` has reached ``count``, which may wrap around."""
-    wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
     handle = ctypes.c_void_p(stream.cuda_stream)
-    error = wait(handle, ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFFFFFF), ctypes.c_uint(0))
+    error = _driver().cuStreamWaitValue32_v2(
+        handle, ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFFFFFF), ctypes.c_uint(0)
+    )
     if error:
         raise RuntimeError(f"cuStreamWaitValue32 failed with error {error}")
 

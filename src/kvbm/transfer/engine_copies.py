@@ -8,10 +8,11 @@ blocks and an event that marks the end of its forward pass, and goes on.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ logger = logging.getLogger("kvbm")
 
 _SMALLEST_PIECE = 16 << 10  # below that a copy engine spends its time on setting up (benchmarks/gpu/copies.py)
 _PIECES_A_CALL = 2048  # a call keeps others out of the driver while it runs: this many take 1.6 ms
+
+
+_HOST_TO_DEVICE = 1
+
+# (targets, sources, bytes of each, stream)
+BatchCopy = Callable[[np.ndarray, np.ndarray, int, torch.cuda.Stream], None]
 
 
 class IssuedTicket(Ticket):
@@ -86,7 +93,7 @@ class EngineCopies:
         return None if batch is None else cls(layout, slab, device, stream, batch)
 
     def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream, batch: Any
+        self, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream, batch: BatchCopy
     ) -> None:
         self._slab = slab
         self._device = device
@@ -142,11 +149,31 @@ class _Attributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in ("order", "from_kind", "from_id", "to_kind", "to_id", "flags")]
 
 
-def batch_function() -> Any:
-    """``cudaMemcpyBatchAsync`` of the CUDA that torch was built with, as a function; None where there is none."""
+@functools.cache
+def _runtime() -> tuple[Any, int]:
+    """The CUDA runtime that torch was built with, and its major version."""
     major = int((torch.version.cuda or "0").split(".")[0])
+    return ctypes.CDLL(f"libcudart.so.{major}"), major
+
+
+def copy_rows(
+    target: int, target_pitch: int, source: int, source_pitch: int, size: int, rows: int, stream: torch.cuda.Stream
+) -> None:
+    """Rows of ``size`` bytes from pinned memory to the device, each a pitch after the one before: one copy for all."""
+    sizes = [ctypes.c_size_t(number) for number in (size, rows)]
+    error = _runtime()[0].cudaMemcpy2DAsync(
+        ctypes.c_void_p(target), ctypes.c_size_t(target_pitch), ctypes.c_void_p(source), ctypes.c_size_t(source_pitch),
+        *sizes, ctypes.c_int(_HOST_TO_DEVICE), ctypes.c_void_p(stream.cuda_stream),
+    )  # fmt: skip
+    if error:
+        raise RuntimeError(f"cudaMemcpy2DAsync failed with error {error}")
+
+
+def batch_function() -> BatchCopy | None:
+    """``cudaMemcpyBatchAsync`` as a function; None where there is none."""
     try:
-        call = ctypes.CDLL(f"libcudart.so.{major}").cudaMemcpyBatchAsync
+        runtime, major = _runtime()
+        call = runtime.cudaMemcpyBatchAsync
     except (OSError, AttributeError):
         return None
     in_stream_order = _Attributes(order=1)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from kvbm.storage.host import HostSlab
@@ -20,6 +21,9 @@ _WARPS = 16
 _TILE_BYTES = 64 << 10
 _BATCH = 8192  # blocks of one launch; a longer transfer takes several
 _BUFFERS = 32
+
+
+Numbers = Sequence[int] | np.ndarray
 
 
 class KernelCopies:
@@ -42,7 +46,7 @@ class KernelCopies:
         # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
         self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
 
-    def to_device(self, slots: Sequence[int], blocks: Sequence[int], first: int = 0, signal: bool = False) -> None:
+    def to_device(self, slots: Numbers, blocks: Numbers, first: int = 0, signal: bool = False) -> None:
         """Slots to blocks, from segment ``first`` on."""
         self._copy(slots, blocks, True, first=first, signal=signal)
 
@@ -50,7 +54,7 @@ class KernelCopies:
         """Blocks to slots."""
         self._copy(slots, blocks, False)
 
-    def upload(self, blocks: Sequence[int]) -> list[_IndexBuffer]:
+    def upload(self, blocks: Numbers) -> list[_IndexBuffer]:
         """Put row numbers and blocks on the device for any number of :meth:`from_rows`; :meth:`release` ends it."""
         parts = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
         return [self._upload(range(len(part)), part) for part in parts]
@@ -77,8 +81,8 @@ class KernelCopies:
 
     def _copy(
         self,
-        slots: Sequence[int],
-        blocks: Sequence[int],
+        slots: Numbers,
+        blocks: Numbers,
         to_device: bool,
         first: int = 0,
         signal: bool = False,
@@ -124,7 +128,7 @@ class KernelCopies:
                     num_warps=_WARPS,
                 )
 
-    def _upload(self, slots: Sequence[int], blocks: Sequence[int]) -> _IndexBuffer:
+    def _upload(self, slots: Numbers, blocks: Numbers) -> _IndexBuffer:
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         buffer.fill(slots, blocks)
@@ -154,7 +158,7 @@ class _IndexBuffer:
         self._array = self._pinned.numpy()
         self._free = torch.cuda.Event()
 
-    def fill(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+    def fill(self, slots: Numbers, blocks: Numbers) -> None:
         # The transfer that had this buffer last was _BUFFERS transfers ago. Should it still be running, far too much is
         # under way, and waiting is right: the leader's limit on pending blocks is what prevents it.
         self._free.synchronize()
