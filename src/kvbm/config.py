@@ -345,6 +345,23 @@ SETTINGS: tuple[Setting, ...] = (
             "off turns it on."),
     Setting("disable_disk_offload_filter", "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", _SWITCH, False, DISK,
             "Spill every block from host to disk, and not only those that were used often enough."),
+    Setting("disk_filter_threshold", "KVBM_DISK_FILTER_THRESHOLD",
+            Number(low=1, high=256, example="2"), 2, DISK,
+            "Frequency a block needs to be spilled to disk; it starts at 1 and doubles whenever the block is found."),
+    Setting("disk_filter_decay_secs", "KVBM_DISK_FILTER_DECAY_SECS", _SECONDS, 600, DISK,
+            "Every block's frequency goes down by 1 this often."),
+    Setting("disk_filter_max_entries", "KVBM_DISK_FILTER_MAX_ENTRIES",
+            Number(unit="blocks", low=1, high=100_000_000, example="1000000"), 1_000_000, DISK,
+            "Blocks whose frequency is known; when there are more, all go down by 1 early. A million take about "
+            "150 MB."),
+    Setting("disk_threads", "KVBM_DISK_THREADS", Number(unit="threads", low=1, high=64, example="4"), 4, DISK,
+            "Threads of a rank that read from disk, and as many again that write."),
+    Setting("max_pending_spills", "KVBM_MAX_PENDING_SPILLS",
+            Number(unit="blocks", low=1, example="1024"), 1024, DISK,
+            "Blocks that may wait to be written to disk; beyond it they are skipped rather than queued."),
+    Setting("disk_bounce_mb", "KVBM_DISK_BOUNCE_MB", Number(unit="MiB", low=1, high=65536, example="256"), 256, DISK,
+            "Host memory of a rank through which blocks pass on their way to and from disk when there is no host "
+            "tier."),
 
     Setting("object_enabled", "DYN_KVBM_OBJECT_ENABLED", _SWITCH, False, OBJECTS,
             "Keep blocks in an object store."),
@@ -444,6 +461,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disk_disable_o_direct: bool
     disk_zerofill_fallback: bool
     disable_disk_offload_filter: bool
+    disk_filter_threshold: int
+    disk_filter_decay_secs: int
+    disk_filter_max_entries: int
+    disk_threads: int
+    max_pending_spills: int
+    disk_bounce_mb: int
 
     object_enabled: bool
     object_bucket: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier
-from kvbm.transfer.faults import FaultyCopier, parse
+from kvbm.transfer.faults import COPY_KINDS, FaultyCopier, parse
 
 
 def open_copier(
@@ -32,5 +32,5 @@ def open_copier(
         copier = CudaCopier(layout, slab, torch.device(device), staging, stores)
     else:
         raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu, cuda")
-    rules = parse(faults)
+    rules = [rule for rule in parse(faults) if rule.kind in COPY_KINDS]
     return FaultyCopier(copier, rules, rank) if rules else copier

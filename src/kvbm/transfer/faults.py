@@ -1,6 +1,8 @@
 """Deliberate faults, for tests: a copier that fails where it is told to.
 
-``KVBM_INJECT_FAULTS`` holds rules separated by commas, each ``kind[:rank=R][:every=N]``:
+``KVBM_INJECT_FAULTS`` holds rules separated by commas, each ``kind[:rank=R][:every=N]``. Those that
+begin with ``disk-``, which may have ``[:errno=NAME][:seconds=S]`` too, are for :mod:`kvbm.storage.faults`; these are
+for copies:
 
 - ``load``: every N-th block to be loaded does not arrive, and garbage lies in its place;
 - ``store``: every N-th store fails after it has written garbage;
@@ -13,13 +15,16 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.transfer.base import Copier, Ticket, When
 
-KINDS = ("load", "store", "zeros", "slow", "slow-store")
+COPY_KINDS = ("load", "store", "zeros", "slow", "slow-store")
+DISK_KINDS = ("disk-read", "disk-write", "disk-slow-read", "disk-slow-write", "disk-flip", "disk-torn")
+KINDS = COPY_KINDS + DISK_KINDS
 LOAD_DELAY_SECONDS = 0.1
 STORE_DELAY_SECONDS = 1.0
 
@@ -28,6 +33,8 @@ class Fault(NamedTuple):
     kind: str
     rank: int | None
     every: int
+    errno: int | None = None
+    seconds: float | None = None
 
     def strikes(self, kind: str, rank: int, count: int) -> bool:
         return kind == self.kind and self.rank in (None, rank) and count % self.every == 0
@@ -41,11 +48,18 @@ def parse(text: str) -> list[Fault]:
         try:
             every, rank = int(values.pop("every", "1")), values.pop("rank", None)
             fault = Fault(kind, None if rank is None else int(rank), every)
-        except ValueError:
+            if kind in DISK_KINDS:
+                number, seconds = values.pop("errno", None), values.pop("seconds", None)
+                fault = fault._replace(
+                    errno=None if number is None else getattr(errno, number),
+                    seconds=None if seconds is None else float(seconds),
+                )
+        except (ValueError, AttributeError):
             fault = None
         if fault is None or values or kind not in KINDS or fault.every < 1:
             raise ValueError(
-                f"KVBM_INJECT_FAULTS: {rule!r} is not kind[:rank=R][:every=N] with kind one of {', '.join(KINDS)}"
+                f"KVBM_INJECT_FAULTS: {rule!r} is not kind[:rank=R][:every=N], with [:errno=NAME][:seconds=S] for a "
+                f"disk, and kind one of {', '.join(KINDS)}"
             )
         faults.append(fault)
     return faults
@@ -59,7 +73,7 @@ class FaultyCopier(Copier):
         self._inner = inner
         self._faults = faults
         self._rank = rank
-        self._counts = dict.fromkeys(KINDS, 0)
+        self._counts = dict.fromkeys(COPY_KINDS, 0)
 
     def _strikes(self, kind: str) -> bool:
         self._counts[kind] += 1

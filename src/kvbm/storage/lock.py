@@ -1,0 +1,111 @@
+"""Files and directories of a cache that outlives its process: private to one user, in use by one engine at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+import weakref
+from pathlib import Path
+
+_PAUSE_SECONDS = 0.05
+
+
+class CacheInUse(OSError):  # noqa: N818 - a state, not a mistake
+    """Another process uses this part of the cache."""
+
+
+class CacheRefused(OSError):  # noqa: N818
+    """The directory cannot be trusted with a cache; the text says why and what to do."""
+
+
+class FileLock:
+    """An exclusive lock that ends with the process, however it ends.
+
+    A child made by fork would keep the lock after its parent's death, so it closes its copy at once.
+    """
+
+    def __init__(self, path: Path, patience: float = 0.0) -> None:
+        """Raises :class:`CacheInUse` when somebody else has the lock and keeps it for ``patience`` seconds.
+
+        The workers of an engine that was killed may live a little longer than it did: who starts right after it waits.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _take(fd, path, patience)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        _held.add(self)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _take(fd: int, path: Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if time.monotonic() >= deadline:
+            raise CacheInUse(
+                errno.EBUSY,
+                f"{path} is in use by another engine. Stop it, or give this one a directory of its own with "
+                "DYN_KVBM_DISK_CACHE_DIR",
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def is_locked(path: Path) -> bool:
+    """True while some process holds the lock. Takes nothing and changes nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def private_directory(path: Path) -> None:
+    """Make a directory that only this user can enter, or make sure that an existing one is such.
+
+    The usual parent is /tmp, where anybody can put a directory of the expected name, and with it KV of their choice.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise CacheRefused(
+            errno.EPERM,
+            f"{path} is not a directory of this user (uid {os.geteuid()}), so what is in it cannot be trusted. "
+            "Remove it, or set DYN_KVBM_DISK_CACHE_DIR to a directory of your own",
+        )
+    if found.st_mode & 0o077:
+        os.chmod(path, 0o700)
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go)

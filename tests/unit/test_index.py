@@ -1,0 +1,245 @@
+"""The persistent index: what it holds after a restart, and what it does when it cannot."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbm.storage import index as index_module
+from kvbm.storage.index import DATABASE, DESCRIPTION, Index, cache_directory
+from kvbm.storage.lock import CacheInUse, CacheRefused
+
+WHAT = {"model": "Org/Some Model-8B", "dtype": "bfloat16", "layout": "2*[1:16]", "block_size": 16, "ranks": 2}
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(32, "big")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return cache_directory(tmp_path, WHAT)
+
+
+def reopen(index: Index, slots: int = 100) -> Index:
+    index.close()
+    return Index.open(index.directory, WHAT, slots)
+
+
+def test_what_was_put_is_there_after_a_restart_least_recently_used_first(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(1), 1), (key(2), 2)])
+    index.put([(key(3), 3)])
+    index.touch([key(2)])
+    index = reopen(index)
+    # Of one request the last block goes first: it is worth nothing without those before it.
+    assert list(index.entries()) == [(key(1), 1), (key(3), 3), (key(2), 2)]
+    index.touch([key(1), key(3)])
+    index = reopen(index)
+    assert list(index.entries()) == [(key(2), 2), (key(3), 3), (key(1), 1)]
+    index.close()
+
+
+def test_what_was_removed_is_gone_after_a_restart(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(10)])
+    index.flush()
+    index.remove([key(3), key(4)])
+    index.put([(key(4), 50)])
+    index.remove([key(7)])
+    index = reopen(index)
+    assert dict(index.entries()) == {key(i): i for i in (0, 1, 2, 5, 6, 8, 9)} | {key(4): 50}
+    index.close()
+
+
+def test_a_slot_has_one_block_and_a_block_one_slot(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(1), 1)])
+    index.flush()
+    index.put([(key(2), 1)])
+    index.flush()
+    index.put([(key(2), 7)])
+    index = reopen(index)
+    assert list(index.entries()) == [(key(2), 7)]
+    index.close()
+
+
+def test_clear_forgets_everything_including_what_waits(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(1), 1)])
+    index.flush()
+    index.put([(key(2), 2)])
+    index.clear()
+    index.put([(key(3), 3)])
+    assert index.flush()
+    assert list(index.entries()) == [(key(3), 3)]
+    index.close()
+
+
+def test_slots_that_no_longer_exist_are_forgotten(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(100)])
+    index = reopen(index, 10)
+    assert dict(index.entries()) == {key(i): i for i in range(10)}
+    index.close()
+
+
+def test_a_cache_is_named_after_its_model_and_everything_that_sets_it_apart(tmp_path):
+    name = cache_directory(tmp_path, WHAT).name
+    assert name.startswith("kvbm-some-model-8b-")
+    assert cache_directory(tmp_path, dict(reversed(WHAT.items()))).name == name
+    others = {cache_directory(tmp_path, WHAT | {what: "other"}).name for what in WHAT}
+    assert len(others | {name}) == len(WHAT) + 1
+    assert cache_directory(tmp_path, {"model": "../../etc"}).parent == tmp_path
+    assert cache_directory(tmp_path, {"model": "/"}).name.startswith("kvbm-cache-")
+
+
+def test_a_second_engine_is_turned_away(place):
+    index = Index.open(place, WHAT, 100)
+    with pytest.raises(CacheInUse, match="in use by another engine"):
+        Index.open(place, WHAT, 100)
+    index.close()
+    Index.open(place, WHAT, 100).close()
+
+
+def test_nobody_else_can_read_it(place):
+    old = os.umask(0)
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(1), 1)])
+    index.flush()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    for file in place.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    index.close()
+    os.umask(old)
+
+
+def test_a_directory_of_somebody_else_is_refused(place, monkeypatch):
+    place.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CacheRefused, match="cannot be trusted"):
+        Index.open(place, WHAT, 100)
+
+
+def test_a_link_in_the_place_of_the_directory_is_refused(place, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheRefused):
+        Index.open(place, WHAT, 100)
+
+
+def _garbage(place: Path) -> None:
+    (place / DATABASE).write_bytes(os.urandom(20_000))
+
+
+def _hole(place: Path) -> None:
+    with open(place / DATABASE, "r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(8192))
+
+
+def _version(place: Path) -> None:
+    database = sqlite3.connect(place / DATABASE)
+    database.execute("PRAGMA user_version = 77")
+    database.close()
+
+
+def _half(place: Path) -> None:
+    os.truncate(place / DATABASE, (place / DATABASE).stat().st_size // 2)
+
+
+def _other_table(place: Path) -> None:
+    database = sqlite3.connect(place / DATABASE)
+    database.executescript("DROP TABLE blocks; CREATE TABLE blocks (something)")
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (_garbage, "cannot be read"),
+        (_hole, "cannot be read"),
+        (_half, "cannot be read"),
+        (_version, "its format is 77"),
+        (_other_table, "cannot be read"),
+        (lambda place: (place / DESCRIPTION).write_text("{"), "cache.json cannot be read"),
+        (lambda place: (place / DESCRIPTION).write_text('{"fingerprint": {"model": "x"}}'), "of another cache"),
+        (lambda place: (place / DESCRIPTION).unlink(), "cache.json is missing"),
+    ],
+)
+def test_an_index_that_cannot_be_used_starts_clean_with_a_sentence(place, caplog, damage, sentence):
+    index = Index.open(place, WHAT, 10_000)
+    index.put([(key(i), i) for i in range(2000)])
+    index.close()
+    damage(place)
+    caplog.clear()
+    index = Index.open(place, WHAT, 10_000)
+    assert list(index.entries()) == []
+    assert sentence in index.started_clean
+    assert sentence in caplog.text
+    index.put([(key(1), 1)])
+    index = reopen(index)
+    assert list(index.entries()) == [(key(1), 1)]
+    assert not index.started_clean
+    index.close()
+
+
+def test_a_caller_never_waits_and_what_does_not_fit_is_counted(place, monkeypatch, caplog):
+    index = Index.open(place, WHAT, 1000, max_pending=100)
+    real = index._write
+
+    def slow(*batch):
+        time.sleep(0.5)
+        real(*batch)
+
+    monkeypatch.setattr(index, "_write", slow)
+    index.put([(key(1000), 1000 - 1)])
+    time.sleep(0.3)  # the thread is busy with it
+    began = time.monotonic()
+    index.put([(key(i), i) for i in range(150)])
+    index.touch([key(i) for i in range(150)])
+    index.remove([key(i) for i in range(200, 300)])
+    assert time.monotonic() - began < 0.1
+    assert index.dropped == 50
+    assert "will not be found after a restart" in caplog.text
+    index = reopen(index, 1000)
+    # First blocks last, so those that did not fit are the first of the request.
+    assert len(list(index.entries())) == 101
+    index.close()
+
+
+def test_a_removal_is_not_lost_when_the_index_cannot_be_written_for_a_while(place, monkeypatch, caplog):
+    monkeypatch.setattr(index_module, "_BATCH_SECONDS", 0.01)
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(10)])
+    index.flush()
+    real = index._write
+    monkeypatch.setattr(index, "_write", lambda *batch: (_ for _ in ()).throw(sqlite3.OperationalError("disk is full")))
+    index.remove([key(3)])
+    index.put([(key(50), 50)])
+    assert not index.flush(timeout=0.2)
+    assert caplog.text.count("disk is full") == 1
+    monkeypatch.setattr(index, "_write", real)
+    assert index.flush(timeout=5)
+    assert dict(index.entries()) == {key(i): i for i in range(10) if i != 3}
+    assert index.dropped == 1
+    index.close()
+
+
+def test_an_index_that_can_never_be_written_again_stays_bounded(place, monkeypatch):
+    monkeypatch.setattr(index_module, "_BATCH_SECONDS", 0.001)
+    index = Index.open(place, WHAT, 10, max_pending=20)
+    monkeypatch.setattr(index, "_write", lambda *batch: (_ for _ in ()).throw(sqlite3.OperationalError("gone")))
+    for i in range(1000):
+        index.put([(key(i), i % 10)])
+        index.touch([key(i)])
+        index.remove([key(i)])
+    assert len(index._gone) + len(index._slots) + len(index._touched) <= 70
+    began = time.monotonic()
+    index.close()
+    assert time.monotonic() - began < 5
