@@ -384,16 +384,25 @@ SETTINGS: tuple[Setting, ...] = (
             "Blocks the object store may hold; 0 means no limit."),
 
     Setting("metrics", "DYN_KVBM_METRICS", _SWITCH, False, METRICS,
-            "Serve Prometheus metrics over HTTP from the leader."),
+            "Serve Prometheus metrics and a web page over HTTP from the leader.", used=True),
     Setting("metrics_port", "DYN_KVBM_METRICS_PORT", _port(6880), 6880, METRICS,
-            "Port of the metrics."),
+            "Port of the metrics; every engine on a host needs its own. With data parallelism, rank n takes this + n.",
+            used=True),
+    Setting("metrics_host", "KVBM_METRICS_HOST", Host(example="0.0.0.0"), "127.0.0.1", METRICS,
+            "Address that metrics are served on: this machine only by default. 0.0.0.0 or :: opens them to the "
+            "network, and there is no password.", used=True),
     Setting("cache_stats_max_requests", "DYN_KVBM_CACHE_STATS_MAX_REQUESTS",
             Number(unit="requests", low=1, example="1000"), 1000, METRICS,
-            "Hit rates are over this many of the latest requests."),
+            "Hit rates are over this many of the latest requests.", used=True),
     Setting("cache_stats_log_interval_secs", "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", _SECONDS, 5, METRICS,
-            "Hit rates are logged this often, when they have changed."),
+            "Hit rates are logged this often, when they have changed.", used=True),
     Setting("enable_record", "DYN_KVBM_ENABLE_RECORD", _SWITCH, False, METRICS,
-            "Record what the leader decides, as JSON lines.", old_names=("ENABLE_KVBM_RECORD",)),
+            "Record what the leader decides, as JSON lines.", used=True, old_names=("ENABLE_KVBM_RECORD",)),
+    Setting("record_dir", "KVBM_RECORD_DIR", FilePath(example="/var/log/kvbm"), Path("kvbm-records"), METRICS,
+            "Directory of the records, created when missing; relative to where the engine was started. Every engine "
+            "writes a file of its own.", used=True),
+    Setting("record_max_mb", "KVBM_RECORD_MAX_MB", Number(unit="MiB", low=1, high=1_000_000, example="1024"), 1024,
+            METRICS, "A record ends when it is this large.", used=True),
     Setting("nvtx", "KVBM_NVTX",
             Choice(words=("auto", "on", "off"), synonyms=(("1", "on"), ("0", "off"))), "auto", METRICS,
             "Ranges on a profiler's timeline: when a profiler has started the engine (auto), always (on) or never "
@@ -478,9 +487,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     metrics: bool
     metrics_port: int
+    metrics_host: str
     cache_stats_max_requests: int
     cache_stats_log_interval_secs: int
     enable_record: bool
+    record_dir: Path
+    record_max_mb: int
     nvtx: Literal["auto", "on", "off"]
 
     kv_events_enable_consolidator: bool

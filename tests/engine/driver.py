@@ -26,6 +26,7 @@ import os
 import sys
 import time
 import traceback
+import urllib.request
 
 DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -196,7 +197,10 @@ class Scenario:
     # -- what to look at ----------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict:
-        """Counters and gauges of vLLM and KVBM in this process, summed over their labels."""
+        """Counters and gauges of vLLM and KVBM in this process, summed over their labels.
+
+        Those of transfers also by their way, as "name source target".
+        """
         from prometheus_client import REGISTRY
 
         found: dict[str, float] = {}
@@ -204,8 +208,18 @@ class Scenario:
             if family.name.startswith(("vllm:", "kvbm_")) and family.type in ("counter", "gauge"):
                 for sample in family.samples:
                     if not sample.name.endswith("_created"):
-                        found[family.name] = found.get(family.name, 0) + sample.value
+                        names = [family.name]
+                        if "source" in sample.labels and "target" in sample.labels:
+                            names.append(f"{family.name} {sample.labels['source']} {sample.labels['target']}")
+                        for name in names:
+                            found[name] = found.get(name, 0) + sample.value
         return found
+
+    def look(self, path: str) -> str:
+        """What KVBM's own port answers."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self.half.observer.server.url + path, timeout=10) as response:
+            return response.read().decode()
 
     def state(self) -> dict:
         """What the leader holds. Needs the scheduler in this process."""

@@ -55,8 +55,8 @@ def test_lost_loads_are_counted_and_told_once(lost_load):
     # Blocks number 5 and 10 of the first load, 15 and 20 of the second.
     assert lost_load["after the load"]["failed_load_blocks"] == 2
     end, metrics = lost_load["end"], lost_load["metrics"]
-    assert end["failed_load_blocks"] == metrics["kvbm_load_failures"] == 4
-    assert metrics["kvbm_faults"] == sum(end["faults"].values()) == 2
+    assert end["failed_load_blocks"] == metrics["kvbm_transfer_failed_blocks host device"] == 4
+    assert metrics["kvbm_failures"] == sum(end["faults"].values()) == 2
     assert len(lost_load.said("injected load fault")) == 1
 
 
@@ -88,7 +88,7 @@ def test_a_lost_store_is_not_found_and_can_be_kept_later(run_scenario, baseline)
     assert [story.tokens(name)[0] for name in ("one", "two", "three")] == wanted
     assert [all(blocks) for blocks in story["held"]] == [True, True, False]
     assert not any(story["held"][2])
-    assert story["state"]["failed_store_blocks"] == story["metrics"]["kvbm_store_failures"] == 6
+    assert story["state"]["failed_store_blocks"] == story["metrics"]["kvbm_transfer_failed_blocks device host"] == 6
     assert len(story.said("injected store fault")) == 1
     assert story.tokens("recomputed") == story.tokens("host hit") == wanted[2:]
     assert story["recomputed"]["cached"] == [0]

@@ -87,7 +87,7 @@ def test_an_exception_is_counted_and_told_once(story):
 def test_hits_come_back_when_the_exceptions_end(story, baseline):
     assert story.tokens("last") == baseline([PROMPT, OTHER], ANSWER)[:1]
     assert story["last"]["cached"] == [384]
-    assert story["metrics"]["kvbm_faults"] == sum(story["end"]["faults"].values())
+    assert story["metrics"]["kvbm_failures"] == sum(story["end"]["faults"].values())
 
 
 def test_books_that_are_out_of_step_are_closed_for_good(run_scenario, baseline):
@@ -111,7 +111,7 @@ def test_books_that_are_out_of_step_are_closed_for_good(run_scenario, baseline):
     assert story["alone"]["cached"] == [0, 0]
     assert story["reset"] is True
     assert story["end"] == {"bypassed": True}
-    assert story["metrics"]["kvbm_faults"] == 1
+    assert story["metrics"]["kvbm_failures"] == 1
     assert len(story.said("KVBM is off from here on")) == 1
 
 

@@ -123,7 +123,8 @@ def test_a_server_keeps_brings_back_counts_and_stops(server):
     server.wait_for_metric("kvbm_onboard_blocks_h2d", 12, seconds=20)
     metrics = server.metrics()
     assert metrics["kvbm_matched_tokens"] == 384
-    assert metrics["kvbm_load_failures"] == metrics["kvbm_store_failures"] == metrics["kvbm_faults"] == 0
+    assert metrics["kvbm_transfer_failed_blocks"] == 0
+    assert "kvbm_failures{" not in server.get("/metrics")
 
     server.post("/reset_prefix_cache?reset_external=true")
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}

@@ -168,6 +168,19 @@ class CostModel:
         known = self._tiers[tier]
         return Rate(1 / known.byte.value, known.fixed.value)
 
+    def is_measured(self, tier: Tier) -> bool:
+        """Whether :meth:`rate` comes from loads that were seen."""
+        known = self._tiers[tier]
+        return known.byte.count > 1 or known.fixed.count > 1
+
+    @property
+    def prefill_is_measured(self) -> bool:
+        return self._token.count > 1
+
+    def prefill_seconds(self, computed_tokens: int, tokens: int) -> float:
+        """What ``tokens`` that come after ``computed_tokens`` others add to the steps they are computed in."""
+        return self._token.value * self._work(computed_tokens, tokens)
+
     @property
     def step_seconds(self) -> float:
         return self._step.value

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -33,8 +33,6 @@ class Counts(msgspec.Struct):
     transfers that went well and whose time is known.
     """
 
-    lookups: int = 0
-    looked_up_blocks: int = 0
     matched_blocks: dict[Tier, int] = msgspec.field(default_factory=dict)
     matched_tokens: int = 0
     offloaded_blocks: int = 0
@@ -48,6 +46,15 @@ class Counts(msgspec.Struct):
     loaded_seconds: dict[Tier, float] = msgspec.field(default_factory=dict)
     stored_bytes: dict[Tier, int] = msgspec.field(default_factory=dict)
     stored_seconds: dict[Tier, float] = msgspec.field(default_factory=dict)
+
+
+class Watcher(Protocol):
+    """Is told when a plan is over on every rank; ``seconds`` of the slowest one, 0 where they are not known."""
+
+    def loaded(self, plan: LoadPlan, seconds: float, bad: set[int]) -> None:
+        """``bad``: positions of blocks that did not arrive."""
+
+    def stored(self, plan: StorePlan, seconds: float, ok: bool) -> None: ...
 
 
 class _Flight:
@@ -65,7 +72,10 @@ class _Flight:
 
 
 class Leader:
-    """``block_bytes``: bytes of a block on each rank, and ``cost``: whom to tell what loads took, both if known."""
+    """``block_bytes``: bytes of a block on each rank, and ``cost``: whom to tell what loads took, both if known.
+
+    ``watcher`` hears of every plan that has ended.
+    """
 
     def __init__(
         self,
@@ -74,8 +84,10 @@ class Leader:
         max_pending_blocks: int = 4096,
         block_bytes: Sequence[int] = (),
         cost: CostModel | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.manager = manager
+        self._watcher = watcher
         self._block_bytes = block_bytes
         self._cost = cost
         self.counts = Counts()
@@ -170,6 +182,8 @@ class Leader:
             at += len(copy.slots)
         self._note_load(flight)
         self.manager.finish_load(plan_id, flight.bad)
+        if self._watcher is not None:
+            self._watcher.loaded(flight.plan, flight.seconds, flight.bad)
         if flight.bad and self.on_failed_load is not None:
             self.on_failed_load(flight.plan, flight.bad)
         for store_id, store in list(self._stores.items()):
@@ -227,7 +241,10 @@ class Leader:
             tier = flight.plan.copy.tier
             _add(self.counts.stored_bytes, tier, blocks * sum(self._block_bytes))
             _add(self.counts.stored_seconds, tier, flight.seconds)
-        self.counts.offloaded_blocks += self.manager.finish_store(plan_id, ok=not flight.bad and not tainted)
+        ok = not flight.bad and not tainted
+        self.counts.offloaded_blocks += self.manager.finish_store(plan_id, ok)
+        if self._watcher is not None:
+            self._watcher.stored(flight.plan, flight.seconds, ok)
 
     def fail_rank(self, rank: int) -> None:
         """A rank is gone for good: what it still owed has failed, and the cache rests from here on.
@@ -258,6 +275,15 @@ class Leader:
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
         return [plan_id for plan_id, flight in self._stores.items() if flight.ranks]
+
+    def under_way(self) -> list[LoadPlan | StorePlan]:
+        """All plans that are not over. May be asked from any thread: copying a dict's values takes the interpreter one
+        go."""
+        return [flight.plan for flight in (*list(self._loads.values()), *list(self._stores.values()))]
+
+    @property
+    def plans_under_way(self) -> int:
+        return len(self._loads) + len(self._stores)
 
     @property
     def stores_under_way(self) -> bool:

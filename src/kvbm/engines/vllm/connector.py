@@ -19,7 +19,7 @@ from kvbm import config as settings
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.scheduler import SchedulerHalf
-from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats, figures
+from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerHalf
 from kvbm.observe import nvtx
 from kvbm.observe.nvtx import annotate
@@ -68,7 +68,8 @@ class DynamoConnector(KVConnectorBase_V1):
         self._received: KVConnectorMetadata | None = None
         self._plan = StepPlan()
         self._outcome: Outcome | None = None
-        self._reported: dict[str, int] = {}
+        self._reported: Figures = {}
+        self._reported_at: tuple[int, ...] = ()
         transfer = vllm_config.kv_transfer_config
         config = settings.load(extra=transfer.kv_connector_extra_config)
         settings.require_tier(config)
@@ -237,11 +238,14 @@ class DynamoConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KvbmStats | None:
         if not isinstance(self._half, SchedulerHalf):
             return None
-        now = figures(self._half.counts, sum(self._faults.counts.values()))
-        fresh = {name: value - self._reported.get(name, 0) for name, value in now.items()}
-        self._reported = now
-        stats = KvbmStats(data={name: value for name, value in fresh.items() if value})
-        return None if stats.is_empty() else stats
+        # Every step asks, and in most of them nothing has happened.
+        source, at = self._half.observer.source, self._half.changes
+        if source is None or at == self._reported_at:
+            return None
+        now = figures(source.snapshot())
+        stats = KvbmStats(data=since(now, self._reported))
+        self._reported, self._reported_at = now, at
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:
@@ -260,7 +264,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(None)
     def shutdown(self) -> None:
-        if isinstance(self._half, WorkerHalf):
+        if self._half is not None:
             self._half.close()
 
 

@@ -16,8 +16,10 @@ from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity
 from kvbm.engines.vllm.steps import StepTimes, work_of
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
+from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.leader import Counts, Leader
 
@@ -35,7 +37,8 @@ class _Request:
     """What we know of a request that vLLM is working on."""
 
     __slots__ = (
-        "blocks", "declined", "in_step", "keep", "loads", "match", "patience_ends", "refused", "request", "stored",
+        "blocks", "declined", "in_step", "keep", "loads", "lookup", "match", "patience_ends", "refused", "request",
+        "stored",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -46,6 +49,7 @@ class _Request:
         self.loads = False  # blocks are on their way to it, or have been
         self.keep = True  # False: what it computes rests on blocks from before a reset, or on blocks that were lost
         self.match: Match | None = None
+        self.lookup: Lookup | None = None  # the last one, until the request is let in
         self.in_step = False
         self.refused = False  # a load of it could not even be planned: nothing more is offered
         self.declined = False  # blocks were found that are sooner computed than loaded
@@ -84,6 +88,7 @@ class SchedulerHalf:
             load=config.load,
         )
         self._steps = StepTimes(self._cost)
+        self.observer = Observer(config, faults.counts)
         self._block_bytes = 0  # of the rank that has the most to move
         self._keys: RequestKeys | None = None
         self._local: WorkerHalf | None = None  # the only worker, if it lives in this process
@@ -116,7 +121,8 @@ class SchedulerHalf:
             self._local = find_local(self._vllm_config.kv_transfer_config.engine_id, 0)
         self._keys = RequestKeys(namespace, algorithm, self._hash_block_size)
         manager = BlockManager({Tier.HOST: Pool(slots)})
-        self.leader = Leader(manager, self._ranks, self._config.max_pending_offloads, by_rank, self._cost)
+        pending = self._config.max_pending_offloads
+        self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log)
         self.counts = self.leader.counts
         logger.info(
             "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s), keys from %s",
@@ -131,6 +137,17 @@ class SchedulerHalf:
                 slots * block_bytes / 1e9, slots, self._engine_blocks * block_bytes / 1e9, self._engine_blocks,
                 self._engine_blocks * block_bytes / 1e9,
             )  # fmt: skip
+        parallel_rank = getattr(parallel, "data_parallel_rank_local", None) or 0
+        self.observer.start(
+            identity(self._vllm_config, self._config, self._ranks, block_bytes, self._engine_blocks),
+            lambda: self.leader,
+            self._cost,
+            who=f"engine {self._vllm_config.kv_transfer_config.engine_id}",
+            replica=parallel_rank,
+        )
+
+    def close(self) -> None:
+        self.observer.close()
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -187,16 +204,19 @@ class SchedulerHalf:
         state.match = None
         # Whoever asks for prompt log-probabilities has every token computed. Before 0.31 vLLM leaves that to us.
         if state.refused or getattr(request, "skip_reading_prefix_cache", False):
+            state.lookup = Lookup(computed_tokens, SKIPPED)
             return 0, False
         start = computed_tokens // self._block_size
         # One token at least is left to compute: the engine needs its logits.
         limit = (request.num_tokens - 1) // self._block_size
         if computed_tokens % self._block_size or limit <= start:
+            state.lookup = Lookup(computed_tokens, ON_DEVICE if start else TOO_SHORT)
             return 0, False
         found = self.leader.manager.lookup(self._keys.of(request), start, limit)
         if found.pending and self._may_wait(state):
             return None, False
         decision = self._decide(request, found)
+        state.lookup = Lookup(computed_tokens, limit=limit, found=found, decision=decision)
         if decision.blocks < found.blocks and not state.declined:
             # Once a request, however often vLLM asks for it.
             state.declined = True
@@ -225,10 +245,11 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
+        state = self._requests.get(request.request_id)
         if not external_tokens:
+            self._let_in(request, state, None)
             return
         table = blocks.get_block_ids()[0]
-        state = self._requests.get(request.request_id)
         try:
             self._loads.append(self._plan_load(request, state, table, external_tokens // self._block_size))
         except Exception as error:
@@ -249,6 +270,14 @@ class SchedulerHalf:
             except Exception as error:
                 self._faults.record("starting a load early", error)  # the step starts it then
         self._end_prefetch()
+        self._let_in(request, state, plan)
+
+    def _let_in(self, request: Any, state: _Request | None, plan: LoadPlan | None) -> None:
+        """Once for every time a request is let in; vLLM comes here again when a load outside of the step is over."""
+        if state is not None and state.lookup is not None:
+            seen = admission(request, state.lookup, plan, self._block_size, self._cost)
+            state.lookup = None
+            self.observer.log.admitted(seen, None if plan is None else plan.id)
 
     def _plan_load(self, request: Any, state: _Request | None, table: Sequence[int], count: int) -> LoadPlan:
         if self.leader is None or state is None or state.match is None:
@@ -403,6 +432,7 @@ class SchedulerHalf:
         if state is not None and state.stored and self.leader is not None:
             # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
             self.leader.manager.touch(self._keys.of(request)[: state.stored])
+        self.observer.log.finished(request.request_id, request.num_output_tokens, self._keys.of(request))
         self._keys.forget(request.request_id)
 
     def reset(self) -> bool:
@@ -412,7 +442,20 @@ class SchedulerHalf:
         self._end_prefetch()
         if self.leader is not None:
             self.leader.reset()
+        self.observer.log.changes += 1
         return True
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """Something else whenever a figure has changed."""
+        counts = self.counts
+        return (
+            self.observer.log.changes,
+            self.leader.plans_under_way if self.leader is not None else 0,
+            counts.refused_store_blocks,
+            sum(counts.refused_load_blocks.values()),
+            sum(self._faults.counts.values()),
+        )
 
     @property
     def busy(self) -> bool:

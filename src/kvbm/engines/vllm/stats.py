@@ -1,4 +1,9 @@
-"""KVBM's figures in vLLM's own log line and on its /metrics page."""
+"""KVBM's figures in vLLM's own log line and on its /metrics page.
+
+The scheduler's half hands over what has changed since vLLM asked last, as plain dicts; vLLM carries them to the process
+that serves its page. The figures are those of the metrics port, made from the same table; vLLM's client library adds
+``_total`` to the names of counters that have none.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +12,84 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvbm.plans import Tier
-from kvbm.runtime.leader import Counts
+from kvbm.observe.metrics import METRICS, Metric
+from kvbm.observe.snapshot import Snapshot
 
-# name -> what it counts; names as upstream's dashboards know them.
-COUNTERS = {
-    "kvbm_matched_tokens": "Tokens found in KVBM's tiers beyond vLLM's own prefix cache",
-    "kvbm_offload_blocks_d2h": "Blocks copied from the engine's cache to host memory",
-    "kvbm_onboard_blocks_h2d": "Blocks copied from host memory back into the engine's cache",
-    "kvbm_load_failures": "Blocks that could not be brought back and were computed again",
-    "kvbm_store_failures": "Blocks that could not be kept",
-    "kvbm_faults": "Faults inside KVBM that cost a hit",
-}
+# What is running is vLLM's to tell on its own page.
+SHOWN: dict[str, Metric] = {metric.name: metric for metric in METRICS if metric.name != "kvbm_info"}
+
+_SEPARATOR = "\x1f"  # between label values; none of ours holds it
+
+Figures = dict[str, dict[str, float]]  # name -> label values, joined -> figure
 
 
-def figures(counts: Counts, faults: int) -> dict[str, int]:
+def figures(snapshot: Snapshot) -> Figures:
     return {
-        "kvbm_matched_tokens": counts.matched_tokens,
-        "kvbm_offload_blocks_d2h": counts.offloaded_blocks,
-        "kvbm_onboard_blocks_h2d": counts.onboarded_blocks.get(Tier.HOST, 0),
-        "kvbm_load_failures": counts.failed_load_blocks,
-        "kvbm_store_failures": counts.failed_store_blocks + counts.tainted_store_blocks,
-        "kvbm_faults": faults,
+        name: {_SEPARATOR.join(labels): value for labels, value in metric.read(snapshot)}
+        for name, metric in SHOWN.items()
     }
+
+
+def since(now: Figures, before: Figures) -> Figures:
+    """What counters have grown by, and gauges as they are; without counters that stood still, unless they are new."""
+    changes: Figures = {}
+    for name, series in now.items():
+        if SHOWN[name].kind == "gauge":
+            changes[name] = series
+            continue
+        old = before.get(name, {})
+        if grown := {k: value - old.get(k, 0) for k, value in series.items() if value != old.get(k)}:
+            changes[name] = grown
+    return changes
 
 
 @dataclass
 class KvbmStats(KVConnectorStats):
-    """Increments since the last time vLLM asked."""
+    """Changes since the last time vLLM asked: ``data`` is of the type Figures."""
 
     def reset(self) -> None:
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+        for name, series in other.data.items():
+            mine = self.data.setdefault(name, {})
+            for labels, value in series.items():
+                mine[labels] = value if SHOWN[name].kind == "gauge" else mine.get(labels, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name.removeprefix("kvbm_"): value for name, value in self.data.items()}
+        """For the log line: the counters without labels that have moved, and the rates."""
+        line: dict[str, int | float] = {}
+        for name, series in self.data.items():
+            value = series.get("")
+            if value and (SHOWN[name].kind == "counter" or name.endswith("_rate")):
+                line[name.removeprefix("kvbm_").removesuffix("_total")] = round(value, 3)
+        return line
 
     def is_empty(self) -> bool:
-        return not any(self.data.values())
+        return not self.data
 
 
 class KvbmPromMetrics(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: dict[str, dict[int, Any]] = {}
-        for name, documentation in COUNTERS.items():
-            counter = self._counter_cls(name=name, documentation=documentation, labelnames=labelnames)
-            self._counters[name] = {i: counter.labels(*values) for i, values in per_engine_labelvalues.items()}
+        self._metrics = {
+            name: (self._counter_cls if metric.kind == "counter" else self._gauge_cls)(
+                name=name, documentation=metric.help, labelnames=[*labelnames, *metric.labels]
+            )
+            for name, metric in SHOWN.items()
+        }
+        for name, metric in SHOWN.items():
+            if not metric.labels:  # a counter that is not there yet looks like one that nobody keeps
+                for values in per_engine_labelvalues.values():
+                    self._metrics[name].labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            if value and name in self._counters:
-                self._counters[name][engine_idx].inc(value)
+        mine = self.per_engine_labelvalues[engine_idx]
+        for name, series in transfer_stats_data.items():
+            for labels, value in series.items():
+                child = self._metrics[name].labels(*mine, *(labels.split(_SEPARATOR) if SHOWN[name].labels else ()))
+                if SHOWN[name].kind == "counter":
+                    child.inc(value)
+                else:
+                    child.set(value)

@@ -1,0 +1,253 @@
+"""Is it helping, and if not, why? Read off a snapshot, in sentences, each with what to do.
+
+The page, `kvbm top` and `kvbm doctor` say the same because they all ask here. Every rule is a small function of a
+snapshot; the first that explains why nothing is gained is enough, as one cause usually hides the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbm.observe.requests import EVICTED, LOADED, NEW, NOT_FOUND, ON_DEVICE, REFUSED, TOO_SHORT
+from kvbm.observe.snapshot import DISK, HOST, Finding, Snapshot, TierState
+
+FEW_REQUESTS = 10  # before these, nothing can be said
+LITTLE = 0.02  # a hit rate below this is no gain
+MANY_MISSED = 0.1  # of the blocks that were looked up in vain had once been kept
+
+
+def explain(snapshot: Snapshot) -> list[Finding]:
+    """What stands out, the most important first."""
+    gain = _gain(snapshot)
+    found = [finding for rule in _TROUBLES if (finding := rule(snapshot)) is not None]
+    if gain is not None:
+        return [gain, *found]
+    why = next((finding for rule in _NO_GAIN if (finding := rule(snapshot)) is not None), None)
+    return [*([why] if why else []), *found]
+
+
+def _gain(s: Snapshot) -> Finding | None:
+    hits = sum(s.hit_rates.hits.values())
+    if not s.saved.loads or not s.hit_rates.blocks or hits / s.hit_rates.blocks < LITTLE:
+        return None
+    net = s.saved.saved_seconds - s.saved.lost_seconds
+    if net <= 0:
+        return None
+    how = "" if s.saved.measured else " (by a guess of the speed of prefill, which has not been measured yet)"
+    return Finding(
+        name="gain",
+        level="good",
+        text=f"It helps: {hits / s.hit_rates.blocks:.0%} of the blocks that the engine did not have were found, and "
+        f"loading them saved about {_seconds(net)} of waiting in {s.saved.loads} loads{how}.",
+    )
+
+
+# -- why nothing is gained --------------------------------------------------------------------------------------------
+
+
+def _too_early(s: Snapshot) -> Finding | None:
+    seen = sum(s.outcomes.values())
+    if seen >= FEW_REQUESTS or s.outcomes.get(REFUSED):
+        return None
+    return Finding(
+        name="too-early",
+        level="note",
+        text="No request has been let in yet." if not seen else f"Only {seen} requests so far: too few to judge.",
+        cure="Send traffic in which prompts come back, for example with `kvbm bench`.",
+    )
+
+
+def _short(s: Snapshot) -> Finding | None:
+    seen = sum(s.outcomes.values())
+    if s.outcomes.get(TOO_SHORT, 0) < 0.8 * seen:
+        return None
+    return Finding(
+        name="short-prompts",
+        level="note",
+        text=f"Most prompts ({s.outcomes[TOO_SHORT]} of {seen}) are no longer than a block, which is "
+        f"{s.identity.block_tokens} tokens, and only whole blocks are kept.",
+        cure="Nothing is wrong; there is nothing to gain. A smaller --block-size of the engine keeps shorter prompts.",
+    )
+
+
+def _on_device(s: Snapshot) -> Finding | None:
+    seen = sum(s.outcomes.values())
+    if s.outcomes.get(ON_DEVICE, 0) < 0.8 * seen:
+        return None
+    return Finding(
+        name="on-device",
+        level="note",
+        text=f"The engine's own cache has what most requests need ({s.outcomes[ON_DEVICE]} of {seen}).",
+        cure="Nothing is wrong: KVBM takes over when the load outgrows the GPU.",
+    )
+
+
+def _not_loaded(s: Snapshot) -> Finding | None:
+    refused = sum(s.refused_loads.values())
+    if not refused or refused < sum(s.matched_blocks.values()):
+        return None
+    reason = max(s.refused_loads, key=lambda name: s.refused_loads[name])
+    if reason == "configured never to load":
+        return Finding(
+            name="never-load",
+            level="bad",
+            text=f"{refused} blocks were found and not loaded, because KVBM_LOAD=never says so.",
+            cure="Take KVBM_LOAD away, or set it to auto.",
+        )
+    speeds = ", ".join(f"{tier.tier} {tier.bytes_per_second / 1e9:.2g} GB/s" for tier in s.tiers)
+    slow = next((tier for tier in s.tiers if tier.tier == DISK and tier.measured), None)
+    where = "the disk" if slow else "what holds them"
+    return Finding(
+        name="slow-tier",
+        level="bad" if slow else "note",
+        text=f"{refused} blocks were found and not loaded: {reason}. Loads were measured at {speeds} a rank, prefill "
+        f"at {s.saved.prefill_tokens_per_second:,.0f} tokens/s.",
+        cure=f"A faster place than {where}: put DYN_KVBM_DISK_CACHE_DIR on local NVMe, or give the host tier more "
+        "memory (DYN_KVBM_CPU_CACHE_GB). `kvbm doctor` measures both.",
+    )
+
+
+def _evicted(s: Snapshot) -> Finding | None:
+    """Blocks are asked for that were there once: the tiers are too small."""
+    evicted = s.missed.get(EVICTED, 0)
+    if not evicted or evicted < MANY_MISSED * sum(s.missed.values()):
+        return None
+    last = s.tiers[-1]
+    setting = "DYN_KVBM_DISK_CACHE_GB" if last.tier == DISK else "DYN_KVBM_CPU_CACHE_GB"
+    more = " Or add a disk tier: DYN_KVBM_DISK_CACHE_GB." if last.tier == HOST else ""
+    return Finding(
+        name="tier-too-small",
+        level="bad",
+        text=f"{evicted} of {sum(s.missed.values())} lookups missed a block that had been kept and was evicted: the "
+        f"{last.tier} tier ({_size(last)}) is too small for what comes back.",
+        cure=f"Raise {setting}.{more}",
+    )
+
+
+def _no_repeats(s: Snapshot) -> Finding | None:
+    if s.outcomes.get(NOT_FOUND, 0) < 0.5 * sum(s.outcomes.values()):
+        return None
+    return Finding(
+        name="no-repeats",
+        level="note",
+        text=f"Prompts do not repeat: {s.missed.get(NEW, 0)} of {sum(s.missed.values())} lookups asked for a block "
+        "that nobody had computed before.",
+        cure="Nothing to reuse, nothing to gain. If prompts should share a beginning, look for what differs early in "
+        "them: a date or an id at the front, another cache salt, another LoRA adapter.",
+    )
+
+
+def _little(s: Snapshot) -> Finding | None:
+    found = s.outcomes.get(LOADED, 0)
+    return Finding(
+        name="little",
+        level="note",
+        text=f"Little is gained so far: {found} of {sum(s.outcomes.values())} requests had blocks brought back.",
+    )
+
+
+# -- what is wrong whether or not something is gained -----------------------------------------------------------------
+
+
+def _failures(s: Snapshot) -> Finding | None:
+    if not s.failures:
+        return None
+    worst = sorted(s.failures, key=lambda name: -s.failures[name])[:3]
+    return Finding(
+        name="failures",
+        level="bad",
+        text=f"{sum(s.failures.values())} faults, each of which cost a hit: "
+        + "; ".join(f"{reason} ({s.failures[reason]} times)" for reason in worst),
+        cure="The engine's log has the first of each kind with its traceback.",
+    )
+
+
+def _slower(s: Snapshot) -> Finding | None:
+    if s.saved.lost_seconds <= max(s.saved.saved_seconds, 0.1):
+        return None
+    return Finding(
+        name="loads-too-slow",
+        level="bad",
+        text=f"Loads took {_seconds(s.saved.lost_seconds - s.saved.saved_seconds)} longer than computing would have.",
+        cure="KVBM_LOAD=auto loads only what pays; it is set otherwise, or the machine has become slower lately.",
+    )
+
+
+def _host_smaller_than_device(s: Snapshot) -> Finding | None:
+    first = s.tiers[0] if s.tiers else None
+    if first is None or first.slots >= s.identity.engine_blocks:
+        return None
+    needed = s.identity.engine_blocks * s.identity.block_bytes / 1e9
+    setting = "DYN_KVBM_CPU_CACHE_GB" if first.tier == HOST else "DYN_KVBM_DISK_CACHE_GB"
+    return Finding(
+        name=f"{first.tier}-smaller-than-device",
+        level="bad",
+        text=f"The {first.tier} tier ({_size(first)}) is smaller than the engine's own cache ({needed:.2f} GB): it "
+        "forgets before the engine does.",
+        cure=f"Set {setting} to at least {needed:.2f}, better several times that.",
+    )
+
+
+def _disk_smaller_than_host(s: Snapshot) -> Finding | None:
+    host, disk = _tier(s, HOST), _tier(s, DISK)
+    if host is None or disk is None or disk.slots >= host.slots:
+        return None
+    return Finding(
+        name="disk-smaller-than-host",
+        level="bad",
+        text=f"The disk tier ({_size(disk)}) is smaller than the host tier ({_size(host)}): it holds nothing that the "
+        "host does not.",
+        cure=f"Set DYN_KVBM_DISK_CACHE_GB to at least {host.slots * host.block_bytes / 1e9:.2f}.",
+    )
+
+
+def _filtered(s: Snapshot) -> Finding | None:
+    """The disk is empty because the filter lets nothing through."""
+    disk = _tier(s, DISK)
+    filtered = sum(count for reason, count in s.refused_blocks.items() if "filter" in reason)
+    if disk is None or not filtered or disk.slots - disk.free > 0.1 * filtered:
+        return None
+    return Finding(
+        name="disk-filter",
+        level="note",
+        text=f"The disk tier is nearly empty: its filter has held back {filtered} blocks that were used only once.",
+        cure="That spares the SSD. If prompts come back only after the host has forgotten them, set "
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=1.",
+    )
+
+
+def _overrun(s: Snapshot) -> Finding | None:
+    refused = s.refused_blocks.get("queue full", 0)
+    stored = sum(flow.blocks for flow in s.flows if flow.target != "device")
+    if refused < 0.05 * (stored + refused) or not refused:
+        return None
+    return Finding(
+        name="queue-full",
+        level="note",
+        text=f"{refused} blocks were not kept because too many were on their way already; {stored} were.",
+        cure="The engine computes faster than blocks can be copied out. KVBM_MAX_PENDING_OFFLOADS lets more wait.",
+    )
+
+
+_NO_GAIN: tuple[Callable[[Snapshot], Finding | None], ...] = (
+    _too_early, _not_loaded, _short, _on_device, _evicted, _no_repeats, _little,
+)  # fmt: skip
+_TROUBLES: tuple[Callable[[Snapshot], Finding | None], ...] = (
+    _failures, _slower, _host_smaller_than_device, _disk_smaller_than_host, _filtered, _overrun,
+)  # fmt: skip
+
+
+def _tier(s: Snapshot, name: str) -> TierState | None:
+    return next((tier for tier in s.tiers if tier.tier == name), None)
+
+
+def _size(tier: TierState) -> str:
+    return f"{tier.slots * tier.block_bytes / 1e9:.2f} GB, {tier.slots} blocks"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

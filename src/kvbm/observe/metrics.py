@@ -1,0 +1,160 @@
+"""Every metric, once: its name, what it counts and where in a snapshot it is found.
+
+Two readers: the metrics port writes all of them as Prometheus text, and the engine's own hooks (vLLM's connector stats)
+take the same table to show them on the engine's page. The first part has the names that dashboards for KVBM know: no
+labels and, against the custom of Prometheus, no ``_total``. The client library cannot write such a counter, hence the
+few lines of text format here. The second part says the same and more in the customary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from kvbm.observe.snapshot import DEVICE, DISK, HOST, OBJECT, Flow, Snapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Labels = tuple[str, ...]
+Series = Iterable[tuple[Labels, float]]
+
+
+class Metric(NamedTuple):
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    read: Callable[[Snapshot], Series]
+    labels: Labels = ()
+    customary: bool = True  # False: one of the names without labels that existing dashboards know
+
+
+def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Series]:
+    return lambda snapshot: [((), read(snapshot))]
+
+
+def _by_name(read: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapshot], Series]:
+    # list(): a reason may be added by the engine's thread meanwhile.
+    return lambda snapshot: [((name,), value) for name, value in list(read(snapshot).items())]
+
+
+def _flow(source: str, target: str) -> Callable[[Snapshot], Series]:
+    def read(snapshot: Snapshot) -> Series:
+        blocks = (flow.blocks for flow in snapshot.flows if (flow.source, flow.target) == (source, target))
+        return [((), sum(blocks))]
+
+    return read
+
+
+def _flows(read: Callable[[Flow], float]) -> Callable[[Snapshot], Series]:
+    return lambda snapshot: [((flow.source, flow.target), read(flow)) for flow in snapshot.flows]
+
+
+def _slots(snapshot: Snapshot) -> Iterator[tuple[Labels, float]]:
+    for tier in snapshot.tiers:
+        for state in ("free", "writing", "idle", "pinned"):
+            yield (tier.tier, state), getattr(tier, state)
+
+
+_UPSTREAM = (
+    Metric("kvbm_matched_tokens", "counter", "Tokens found in KVBM's tiers beyond the engine's own cache, and loaded",
+           _one(lambda s: s.matched_tokens)),
+    Metric("kvbm_offload_blocks_d2h", "counter", "Blocks offloaded from device to host", _flow(DEVICE, HOST)),
+    Metric("kvbm_offload_blocks_h2d", "counter", "Blocks offloaded from host to disk", _flow(HOST, DISK)),
+    Metric("kvbm_offload_blocks_d2d", "counter", "Blocks offloaded from device to disk, past the host",
+           _flow(DEVICE, DISK)),
+    Metric("kvbm_offload_blocks_d2o", "counter", "Blocks offloaded to the object store",
+           lambda s: [((), sum(flow.blocks for flow in s.flows if flow.target == OBJECT))]),
+    Metric("kvbm_onboard_blocks_h2d", "counter", "Blocks onboarded from host to device", _flow(HOST, DEVICE)),
+    Metric("kvbm_onboard_blocks_d2d", "counter", "Blocks onboarded from disk to device", _flow(DISK, DEVICE)),
+    Metric("kvbm_onboard_blocks_o2d", "counter", "Blocks onboarded from the object store to device",
+           _flow(OBJECT, DEVICE)),
+    Metric("kvbm_host_cache_hit_rate", "gauge", "Part of the latest requests' blocks that the host tier had (0 to 1)",
+           _one(lambda s: s.hit_rates.rate(HOST))),
+    Metric("kvbm_disk_cache_hit_rate", "gauge", "Part of the latest requests' blocks that the disk tier had (0 to 1)",
+           _one(lambda s: s.hit_rates.rate(DISK))),
+    Metric("kvbm_object_cache_hit_rate", "gauge", "Part of the latest requests' blocks that the object store had (0 to "
+           "1)", _one(lambda s: s.hit_rates.rate(OBJECT))),
+    Metric("kvbm_object_read_failures", "counter", "Blocks that could not be read from the object store",
+           _one(lambda s: s.object_read_failures)),
+    Metric("kvbm_object_write_failures", "counter", "Blocks that could not be written to the object store",
+           _one(lambda s: s.object_write_failures)),
+)  # fmt: skip
+
+_WAY = ("source", "target")
+
+_CUSTOMARY = (
+    Metric("kvbm_transfer_blocks_total", "counter", "Blocks moved between tiers; a block counts once, not once a rank",
+           _flows(lambda f: f.blocks), _WAY),
+    Metric("kvbm_transfer_bytes_total", "counter", "Bytes moved between tiers, all ranks together",
+           _flows(lambda f: f.bytes), _WAY),
+    Metric("kvbm_transfer_seconds_total", "counter", "Time that transfers took, each as long as its slowest rank",
+           _flows(lambda f: f.seconds), _WAY),
+    Metric("kvbm_transfer_failed_blocks_total", "counter", "Blocks that did not arrive and were computed or forgotten",
+           _flows(lambda f: f.failed_blocks), _WAY),
+    Metric("kvbm_transfer_queued_blocks", "gauge", "Blocks whose transfer is planned and not over yet",
+           _flows(lambda f: f.queued_blocks), _WAY),
+    Metric("kvbm_slots", "gauge", "Slots of a tier by state: free, writing, idle (hold a block), pinned (being read)",
+           _slots, ("tier", "state")),
+    Metric("kvbm_capacity_bytes", "gauge", "Size of a tier, all ranks together",
+           lambda s: [((tier.tier,), tier.slots * tier.block_bytes) for tier in s.tiers], ("tier",)),
+    Metric("kvbm_evictions_total", "counter", "Blocks that had to make room for others",
+           lambda s: [((tier.tier,), tier.evictions) for tier in s.tiers], ("tier",)),
+    Metric("kvbm_lookups_total", "counter", "Requests whose prefix was looked up", _one(lambda s: s.lookups)),
+    Metric("kvbm_lookup_blocks_total", "counter", "Blocks looked up, beyond those the engine had itself",
+           _one(lambda s: s.looked_up_blocks)),
+    Metric("kvbm_matched_blocks_total", "counter", "Blocks found and loaded, by the tier that had them",
+           _by_name(lambda s: s.matched_blocks), ("tier",)),
+    Metric("kvbm_missed_lookups_total", "counter", "Lookups that ended at a block no tier has: one nobody had computed "
+           "before (new), or one that was kept and had to make room (evicted)",
+           _by_name(lambda s: s.missed), ("why",)),
+    Metric("kvbm_requests_total", "counter", "Requests the engine let in, by what became of their lookup",
+           _by_name(lambda s: s.outcomes), ("outcome",)),
+    Metric("kvbm_refused_blocks_total", "counter", "Blocks that were not kept, by reason",
+           _by_name(lambda s: s.refused_blocks), ("reason",)),
+    Metric("kvbm_refused_load_blocks_total", "counter", "Blocks that were found and not loaded, by reason",
+           _by_name(lambda s: s.refused_loads), ("reason",)),
+    Metric("kvbm_failures_total", "counter", "Faults inside KVBM that cost a hit, by reason",
+           _by_name(lambda s: s.failures), ("reason",)),
+    Metric("kvbm_ttft_saved_seconds_total", "counter", "Time to first token spared, estimated: what the loaded tokens "
+           "would have taken at the measured speed of prefill, less what their loads took",
+           _one(lambda s: s.saved.saved_seconds)),
+    Metric("kvbm_ttft_lost_seconds_total", "counter", "The same for loads that came out slower than computing",
+           _one(lambda s: s.saved.lost_seconds)),
+    Metric("kvbm_prefill_tokens_per_second", "gauge", "Speed of prefill as measured, for the first tokens of a prompt",
+           _one(lambda s: s.saved.prefill_tokens_per_second)),
+    Metric("kvbm_load_bytes_per_second", "gauge", "Speed of loads from a tier as measured, on one rank",
+           lambda s: [((tier.tier,), tier.bytes_per_second) for tier in s.tiers], ("tier",)),
+    Metric("kvbm_record_dropped_total", "counter", "Lines that the record of decisions had no room for",
+           _one(lambda s: s.record_dropped)),
+    Metric("kvbm_start_time_seconds", "gauge", "When KVBM started, in Unix time", _one(lambda s: s.started)),
+    Metric("kvbm_info", "gauge", "1, labelled with what is running",
+           lambda s: [((s.identity.kvbm, s.identity.engine, s.identity.engine_version, s.identity.model,
+                        str(s.identity.ranks)), 1)],
+           ("version", "engine", "engine_version", "model", "ranks")),
+)  # fmt: skip
+
+METRICS: tuple[Metric, ...] = tuple(metric._replace(customary=False) for metric in _UPSTREAM) + _CUSTOMARY
+
+
+def render(snapshot: Snapshot, metrics: Iterable[Metric] = METRICS) -> bytes:
+    """All metrics as Prometheus text."""
+    lines: list[str] = []
+    for metric in metrics:
+        lines.append(_header(metric))
+        for values, value in metric.read(snapshot):
+            labels = ",".join(f'{n}="{_escape(v)}"' for n, v in zip(metric.labels, values, strict=True))
+            lines.append(f"{metric.name}{{{labels}}} {value}\n" if labels else f"{metric.name} {value}\n")
+    return "".join(lines).encode()
+
+
+_headers: dict[str, str] = {}
+
+
+def _header(metric: Metric) -> str:
+    if metric.name not in _headers:
+        _headers[metric.name] = f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n"
+    return _headers[metric.name]
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,133 @@
+"""A record of what the leader decided, one JSON object a line, to look at and to replay.
+
+The engine's thread hands lines over and never waits: the queue is bounded, and what does not fit is dropped and
+counted. A thread writes them. The file, too, is bounded: at ``max_bytes`` the record ends with a line that says so.
+
+Every line has ``event`` and ``at`` (milliseconds since the start of the record, when the line was handed over):
+
+``start``
+    the first line: what is needed to replay the record (block size, bytes of a block, slots of each tier, blocks of the
+    engine's own cache), and ``time``, the Unix time at 0
+``request``
+    a request is over. ``timestamp`` (milliseconds, when it was first let in), ``input_length``, ``output_length`` and
+    ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for those read it too once it
+    is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's first and the answer's after them, with
+    52 bits of their keys, which say nothing of the tokens. Besides: what was found where, how much was loaded and why
+``load``, ``store``
+    a transfer is over on all ranks: tier, blocks, seconds, and whether any of it was lost
+``end``
+    the last line, if there was time for one: why the record ends, and how many lines were dropped
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+logger = logging.getLogger("kvbm")
+
+QUEUE = 2048  # lines that may wait for the writer
+WARN_EVERY = 1024  # dropped lines
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Sink(Protocol):
+    """What the engine's thread sees of a record."""
+
+    dropped: int
+
+    def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None: ...
+
+
+class NoRecord:
+    """When nothing is to be recorded."""
+
+    dropped = 0
+
+    def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
+        return
+
+
+class Record:
+    """Raises OSError when the file cannot be made. ``add`` is for one thread."""
+
+    def __init__(self, folder: Path, max_bytes: int, **header: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = f"kvbm-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
+        self.path = folder / name
+        self.dropped = 0
+        self._max_bytes = max_bytes
+        self._started = time.monotonic()
+        self._full = False
+        self._queue: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]] | None] = queue.SimpleQueue()
+        # Nobody else's business, and never somebody else's file: O_EXCL follows no link.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 16)
+        self._epoch = time.time()
+        self.add("start", time=self._epoch, **header)
+        self._thread = threading.Thread(target=self._write, name="kvbm-record", daemon=True)
+        self._thread.start()
+
+    def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
+        """Hand a line over. ``keys`` become ``hash_ids``, on the writer's time. Never waits, never raises."""
+        if self._full:
+            return
+        if self._queue.qsize() >= QUEUE:
+            self.dropped += 1
+            if self.dropped % WARN_EVERY == 1:
+                logger.warning("the record cannot keep up: %d lines dropped so far", self.dropped)
+            return
+        at = round((time.monotonic() - self._started) * 1e3, 3)
+        self._queue.put(({"event": event, "at": at, **fields}, keys))
+
+    def close(self) -> None:
+        """Write what is there and end."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout=5)
+
+    def _write(self) -> None:
+        written = 0
+        why = "stopped"
+        try:
+            while (item := self._queue.get()) is not None:
+                data = _encode(self._complete(*item))
+                if written + len(data) > self._max_bytes:
+                    self._full = True
+                    why = "full"
+                    logger.warning("the record %s is full (KVBM_RECORD_MAX_MB) and ends here", self.path)
+                    break
+                self._file.write(data + b"\n")
+                written += len(data) + 1
+                if self._queue.empty():
+                    self._file.flush()
+            self._file.write(_encode({"event": "end", "why": why, "dropped": self.dropped}) + b"\n")
+            self._file.close()
+        except Exception as error:
+            # A full disk, say. The engine has nothing to do with it.
+            self._full = True
+            logger.warning("the record %s ends here: %s", self.path, error)
+
+    def _complete(self, line: dict[str, Any], keys: Sequence[bytes]) -> dict[str, Any]:
+        if "began" in line:
+            line["timestamp"] = round((line.pop("began") - self._epoch) * 1e3)
+        if line["event"] == "request":
+            line["hash_ids"] = hash_ids(keys)
+        return line
+
+
+def hash_ids(keys: Sequence[bytes]) -> list[int]:
+    """52 bits of each key: enough to tell millions of blocks apart, and a number that JSON readers take exactly."""
+    words = np.frombuffer(b"".join([key[:8] for key in keys]), dtype=">u8")
+    ids: list[int] = (words >> np.uint64(12)).tolist()
+    return ids

@@ -1,0 +1,249 @@
+"""The latest requests, and how many of their blocks were found: what was matched where, and why not.
+
+Filled by the engine's thread, a few microseconds a request; read by any thread. Bounded: the oldest are forgotten.
+What happens is handed on to the record, if there is one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvbm.observe.record import NoRecord, Sink
+from kvbm.observe.snapshot import HitRates, Request, Saved
+from kvbm.plans import LoadPlan, StorePlan, Tier
+
+# Shown on the page and in `kvbm top`; a request takes about half a kilobyte here.
+LATEST = 256
+
+# What becomes of a lookup, as a label.
+LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED = (
+    "loaded", "found, not loaded", "not found", "on the device", "too short", "not looked up",
+)  # fmt: skip
+
+# Why a lookup ended where it did.
+NEW, EVICTED = "new", "evicted"
+
+WHY = {
+    NOT_FOUND: "no tier has the next block",
+    ON_DEVICE: "the engine has all of it itself",
+    TOO_SHORT: "shorter than a block and a token",
+    SKIPPED: "the request wants every token computed",
+}
+
+
+class Admission(NamedTuple):
+    """The engine lets a request in: what was looked up for it and what came of that. Counted in blocks."""
+
+    request: str
+    prompt_tokens: int
+    device_tokens: int
+    looked_up: int  # blocks that were asked for
+    missing: bytes | None  # the key at which the lookup ended; None when all of them were found
+    found: Mapping[Tier, int]
+    loaded: int
+    block_tokens: int
+    outcome: str = NOT_FOUND
+    why: str = ""
+    in_step: bool = False
+    compute_seconds: float = 0.0  # what computing the loaded tokens would take
+    expected_seconds: float = 0.0  # until the prompt is computed, with the load
+    recompute_seconds: float = 0.0  # the same without it
+
+
+class _Entry:
+    """A request as it is known so far. Its load may end later."""
+
+    __slots__ = ("admission", "at", "failed_tokens", "load_seconds", "saved")
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.at = time.time()
+        self.load_seconds: float | None = None
+        self.failed_tokens = 0
+        self.saved: float | None = None
+
+
+class Seen:
+    """Remembers which blocks there once were: four million or so, the latest, in 16 MiB at most.
+
+    A table of fingerprints; a key that falls on another's place takes it over. So it may forget a block, and it takes a
+    new one for an old one once in four billion times.
+    """
+
+    _PLACES = 1 << 22
+
+    def __init__(self) -> None:
+        self._prints = np.zeros(self._PLACES, dtype=np.uint32)
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        if keys:
+            places, prints = self._split(keys)
+            self._prints[places] = prints
+
+    def __contains__(self, key: bytes) -> bool:
+        places, prints = self._split([key])
+        return bool(self._prints[places[0]] == prints[0])
+
+    def _split(self, keys: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        words = np.frombuffer(b"".join([key[:8] for key in keys]), dtype="<u8")
+        # 0 is an empty place.
+        return words & np.uint64(self._PLACES - 1), (words >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+
+
+class RequestLog:
+    """``window``: hit rates are over this many of the latest requests that looked anything up."""
+
+    def __init__(self, window: int = 1000, record: Sink | None = None, latest: int = LATEST) -> None:
+        self.changes = 0  # goes up with everything that happens, so that whoever reports can tell whether anything did
+        self.outcomes: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()
+        self.lookups = 0
+        self.looked_up_blocks = 0
+        self.failed_loads: Counter[Tier] = Counter()
+        self.failed_stores: Counter[Tier] = Counter()
+        self.loads = 0  # whose time is known
+        self.saved_seconds = 0.0
+        self.lost_seconds = 0.0
+        self.record: Sink = NoRecord() if record is None else record
+        self._seen = Seen()
+        self._latest: deque[_Entry] = deque(maxlen=latest)
+        self._running: dict[str, _Entry] = {}  # by request, from the first time it was let in until it is over
+        self._loading: dict[int, _Entry] = {}  # by plan
+        self._window: deque[tuple[int, dict[Tier, int]]] = deque(maxlen=window)
+        self._blocks = 0
+        self._hits: Counter[Tier] = Counter()
+
+    def admitted(self, admission: Admission, plan_id: int | None = None) -> None:
+        """``plan_id``: of the load that was planned for it."""
+        self.changes += 1
+        self.outcomes[admission.outcome] += 1
+        entry = _Entry(admission)
+        self._latest.append(entry)
+        self._running.setdefault(admission.request, entry)
+        if plan_id is not None:
+            self._loading[plan_id] = entry
+        if admission.missing is not None:
+            self.missed[EVICTED if admission.missing in self._seen else NEW] += 1
+        if admission.looked_up:
+            self.lookups += 1
+            self.looked_up_blocks += admission.looked_up
+            self._count(admission.looked_up, dict(admission.found))
+
+    def finished(self, request: str, output_tokens: int, keys: Sequence[bytes]) -> None:
+        """A request is over. ``keys`` of all its full blocks, those of its answer included."""
+        self._seen.add(keys)
+        entry = self._running.pop(request, None)
+        if entry is None:
+            return
+        known = entry.admission
+        self.record.add(
+            "request",
+            keys,
+            request=request,
+            began=entry.at,
+            input_length=known.prompt_tokens,
+            output_length=output_tokens,
+            device_tokens=known.device_tokens,
+            found=_tokens(known),
+            loaded_tokens=known.loaded * known.block_tokens,
+            outcome=known.outcome,
+            why=known.why,
+            in_step=known.in_step,
+            compute_seconds=known.compute_seconds,
+            expected_seconds=known.expected_seconds,
+            recompute_seconds=known.recompute_seconds,
+            load_seconds=entry.load_seconds,
+        )
+
+    # -- as the leader's watcher --------------------------------------------------------------------------------------
+
+    def loaded(self, plan: LoadPlan, seconds: float, bad: set[int]) -> None:
+        self.changes += 1
+        blocks: Counter[Tier] = Counter()
+        at = 0
+        for copy in plan.copies:
+            blocks[copy.tier] += len(copy.slots)
+            if bad:
+                self.failed_loads[copy.tier] += sum(position in bad for position in range(at, at + len(copy.slots)))
+            at += len(copy.slots)
+        named = {tier.name.lower(): count for tier, count in blocks.items()}
+        self.record.add("load", plan=plan.id, request=plan.request, blocks=named, seconds=seconds, bad=len(bad))
+        entry = self._loading.pop(plan.id, None)
+        if entry is None:
+            return
+        known = entry.admission
+        entry.failed_tokens = len(bad) * known.block_tokens
+        if not seconds:
+            return
+        entry.load_seconds = seconds
+        # After a failure the engine goes back to the first block that is missing: what the load was worth then, nobody
+        # can tell, only what it cost.
+        entry.saved = (0.0 if bad else known.compute_seconds) - entry.load_seconds
+        self.loads += 1
+        if entry.saved >= 0:
+            self.saved_seconds += entry.saved
+        else:
+            self.lost_seconds -= entry.saved
+
+    def stored(self, plan: StorePlan, seconds: float, ok: bool) -> None:
+        self.changes += 1
+        tier, blocks = plan.copy.tier, len(plan.copy.blocks)
+        if not ok:
+            self.failed_stores[tier] += blocks
+        self.record.add("store", plan=plan.id, tier=tier.name.lower(), blocks=blocks, seconds=seconds, ok=ok)
+
+    def _count(self, blocks: int, hits: dict[Tier, int]) -> None:
+        if len(self._window) == self._window.maxlen:
+            old_blocks, old_hits = self._window[0]
+            self._blocks -= old_blocks
+            self._hits.subtract(old_hits)
+        self._window.append((blocks, hits))
+        self._blocks += blocks
+        self._hits.update(hits)
+
+    # -- for any thread -----------------------------------------------------------------------------------------------
+
+    def hit_rates(self) -> HitRates:
+        hits = {tier.name.lower(): blocks for tier, blocks in self._hits.copy().items() if blocks}
+        return HitRates(requests=len(self._window), blocks=self._blocks, hits=hits)
+
+    def saved(self, prefill_tokens_per_second: float, measured: bool) -> Saved:
+        return Saved(
+            saved_seconds=self.saved_seconds,
+            lost_seconds=self.lost_seconds,
+            loads=self.loads,
+            prefill_tokens_per_second=prefill_tokens_per_second,
+            measured=measured,
+        )
+
+    def latest(self, count: int) -> list[Request]:
+        """The newest first."""
+        if count <= 0:
+            return []
+        return [_public(entry) for entry in reversed(list(self._latest)[-count:])]
+
+
+def _tokens(admission: Admission) -> dict[str, int]:
+    return {tier.name.lower(): blocks * admission.block_tokens for tier, blocks in admission.found.items()}
+
+
+def _public(entry: _Entry) -> Request:
+    known = entry.admission
+    return Request(
+        id=known.request,
+        at=entry.at,
+        prompt_tokens=known.prompt_tokens,
+        device_tokens=known.device_tokens,
+        found=_tokens(known),
+        loaded_tokens=known.loaded * known.block_tokens,
+        why=known.why or WHY.get(known.outcome, ""),
+        in_step=known.in_step,
+        load_seconds=entry.load_seconds,
+        failed_tokens=entry.failed_tokens,
+        saved_seconds=entry.saved,
+    )

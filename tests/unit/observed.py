@@ -1,0 +1,54 @@
+"""A snapshot to look at, for tests that need one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvbm.observe.snapshot import Flow, HitRates, Identity, Request, Saved, Snapshot, TierState
+
+IDENTITY = Identity(
+    kvbm="2.0", engine="vllm", engine_version="0.31.0", model="a/model", ranks=2, block_tokens=16,
+    block_bytes=1_000_000, engine_blocks=100,
+)  # fmt: skip
+HOST = TierState(tier="host", slots=400, free=100, writing=20, idle=270, pinned=10, block_bytes=1_000_000, evictions=7,
+                 bytes_per_second=50e9, measured=True)  # fmt: skip
+DISK = TierState(tier="disk", slots=1000, free=900, writing=0, idle=100, pinned=0, block_bytes=1_000_000,
+                 bytes_per_second=2e9, measured=True)  # fmt: skip
+FLOWS = [
+    Flow(source="device", target="host", blocks=307, bytes=307_000_000, seconds=0.5, failed_blocks=2, queued_blocks=20),
+    Flow(source="host", target="device", blocks=55, bytes=55_000_000, seconds=0.25),
+    Flow(source="host", target="disk", blocks=100, bytes=100_000_000, seconds=1.0),
+    Flow(source="disk", target="device", blocks=5, bytes=5_000_000, seconds=0.125, failed_blocks=1),
+]
+REQUEST = Request(
+    id="cmpl-1", at=1000.0, prompt_tokens=330, device_tokens=16, found={"host": 160, "disk": 80}, loaded_tokens=240,
+    why="in the step: nobody else is running", in_step=True, load_seconds=0.01, saved_seconds=0.2,
+)  # fmt: skip
+SNAPSHOT = Snapshot(
+    at=1060.0, started=1000.0, identity=IDENTITY, tiers=[HOST, DISK], flows=FLOWS, lookups=30, looked_up_blocks=120,
+    matched_tokens=960, matched_blocks={"host": 55, "disk": 5},
+    hit_rates=HitRates(requests=30, blocks=120, hits={"host": 55, "disk": 5}),
+    refused_blocks={"queue full": 3}, refused_loads={"recomputing is faster": 4},
+    outcomes={"loaded": 12, "not found": 18}, missed={"new": 16, "evicted": 2}, failures={'load: "odd"\\': 2},
+    object_read_failures=0, object_write_failures=0,
+    saved=Saved(saved_seconds=2.5, lost_seconds=0.25, loads=12, prefill_tokens_per_second=9000.0, measured=True),
+    requests=[REQUEST],
+)  # fmt: skip
+
+
+def snapshot(**changes: Any) -> Snapshot:
+    return msgspec.structs.replace(SNAPSHOT, **changes)
+
+
+class FixedSource:
+    """Gives out what it is set to, and counts how often it was asked."""
+
+    def __init__(self, now: Snapshot = SNAPSHOT) -> None:
+        self.now = now
+        self.asked = 0
+
+    def snapshot(self, requests: int = 0) -> Snapshot:
+        self.asked += 1
+        return msgspec.structs.replace(self.now, requests=self.now.requests[:requests])

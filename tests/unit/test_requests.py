@@ -1,0 +1,178 @@
+"""The log of requests: hit rates over a window, what was saved, and why nothing was found."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen
+from kvbm.plans import Copy, LoadPlan, StorePlan, Tier
+
+
+def keys(name, count):
+    return [hashlib.sha256(f"{name} {i}".encode()).digest() for i in range(count)]
+
+
+def admission(request="r", looked_up=10, host=0, disk=0, loaded=None, **more):
+    found = {tier: blocks for tier, blocks in ((Tier.HOST, host), (Tier.DISK, disk)) if blocks}
+    loaded = host + disk if loaded is None else loaded
+    return Admission(request, 170, 0, looked_up, None, found, loaded, 16, "loaded" if loaded else "not found", **more)
+
+
+def load_plan(number, blocks=4):
+    return LoadPlan(number, "r", [Copy(Tier.HOST, list(range(blocks)), list(range(blocks)))], True)
+
+
+def test_hit_rates_are_over_the_latest_requests_only():
+    log = RequestLog(window=2)
+    log.admitted(admission(host=10))
+    assert log.hit_rates().rate("host") == 1.0
+    log.admitted(admission(host=2, disk=3))
+    rates = log.hit_rates()
+    assert (rates.requests, rates.blocks, rates.hits) == (2, 20, {"host": 12, "disk": 3})
+    log.admitted(admission())
+    rates = log.hit_rates()
+    assert (rates.requests, rates.blocks, rates.hits) == (2, 20, {"host": 2, "disk": 3})
+    log.admitted(admission())
+    assert log.hit_rates().hits == {}
+    assert log.hit_rates().rate("host") == 0.0
+
+
+def test_a_request_that_asked_for_nothing_is_no_miss():
+    log = RequestLog()
+    log.admitted(admission(looked_up=0))
+    assert log.hit_rates().requests == 0
+    assert log.outcomes == {"not found": 1}
+
+
+def test_what_is_found_and_not_loaded_is_a_hit_all_the_same():
+    log = RequestLog()
+    log.admitted(admission(disk=8, loaded=0))
+    assert log.hit_rates().rate("disk") == 0.8
+
+
+def test_a_load_saves_what_computing_would_have_taken_less_what_it_took():
+    log = RequestLog()
+    log.admitted(admission(host=4, compute_seconds=0.5), plan_id=1)
+    log.loaded(load_plan(1), 0.2, set())
+    assert log.saved_seconds == pytest.approx(0.3)
+    (request,) = log.latest(5)
+    assert (request.load_seconds, request.saved_seconds) == (0.2, pytest.approx(0.3))
+
+
+def test_of_a_load_of_unknown_length_nothing_is_claimed():
+    log = RequestLog()
+    log.admitted(admission(host=4, compute_seconds=0.5), plan_id=1)
+    log.loaded(load_plan(1), 0.0, set())
+    assert (log.saved_seconds, log.lost_seconds, log.loads) == (0.0, 0.0, 0)
+    assert log.latest(1)[0].saved_seconds is None
+
+
+def test_blocks_that_are_lost_are_counted_for_the_tier_they_were_in():
+    log = RequestLog()
+    copies = [Copy(Tier.HOST, [0, 1], [0, 1]), Copy(Tier.DISK, [5, 6], [2, 3]), Copy(Tier.HOST, [9], [4])]
+    log.loaded(LoadPlan(1, "r", copies, True), 0.1, {1, 2, 3, 4})
+    assert log.failed_loads == {Tier.HOST: 2, Tier.DISK: 2}
+    log.stored(StorePlan(2, Copy(Tier.HOST, [1, 2], [3, 4])), 0.1, ok=False)
+    assert log.failed_stores == {Tier.HOST: 2}
+
+
+def test_a_load_that_was_slower_than_computing_is_a_loss_and_not_a_small_gain():
+    log = RequestLog()
+    for number, seconds in ((1, 0.1), (2, 0.9)):
+        log.admitted(admission(host=4, compute_seconds=0.5), plan_id=number)
+        log.loaded(load_plan(number), seconds, set())
+    saved = log.saved(1000.0, True)
+    assert saved.saved_seconds == pytest.approx(0.4)
+    assert saved.lost_seconds == pytest.approx(0.4)
+    assert saved.loads == 2
+
+
+def test_a_load_that_failed_has_saved_nothing():
+    log = RequestLog()
+    log.admitted(admission(host=4, compute_seconds=5.0), plan_id=1)
+    log.loaded(load_plan(1), 0.2, {0, 1, 3})
+    assert log.saved_seconds == 0.0
+    assert log.lost_seconds == pytest.approx(0.2)
+    assert log.latest(1)[0].failed_tokens == 48
+
+
+def test_the_newest_request_comes_first_and_the_oldest_is_forgotten():
+    log = RequestLog(latest=3)
+    for i in range(5):
+        log.admitted(admission(str(i)))
+    assert [request.id for request in log.latest(10)] == ["4", "3", "2"]
+    assert [request.id for request in log.latest(1)] == ["4"]
+    assert log.latest(0) == []
+
+
+def test_a_block_that_was_there_once_is_told_from_a_new_one():
+    log = RequestLog()
+    known, new = keys("known", 20), keys("new", 20)
+    log.admitted(admission("a")._replace(missing=known[0]))
+    log.finished("a", 16, known)
+    log.admitted(admission("b")._replace(missing=known[7]))
+    log.admitted(admission("c")._replace(missing=new[0]))
+    assert log.missed == {NEW: 2, EVICTED: 1}
+
+
+def test_what_was_seen_is_remembered_in_bounded_memory():
+    seen = Seen()
+    before = seen._prints.nbytes
+    for part in range(40):
+        seen.add(keys(part, 5000))
+    assert sum(key in seen for key in keys(39, 5000)) > 4950  # a few share a place
+    assert sum(key in seen for key in keys("never", 5000)) == 0
+    assert seen._prints.nbytes == before <= 16 << 20
+
+
+class Lines:
+    dropped = 0
+
+    def __init__(self):
+        self.lines = []
+
+    def add(self, event, keys=(), **fields):
+        self.lines.append((event, len(keys), fields))
+
+
+def test_what_happens_is_handed_to_the_record():
+    record = Lines()
+    log = RequestLog(record=record)
+    log.admitted(admission("a", host=4, compute_seconds=0.5), plan_id=1)
+    log.loaded(load_plan(1), 0.2, set())
+    log.stored(StorePlan(2, Copy(Tier.HOST, [1, 2], [3, 4])), 0.1, ok=True)
+    log.admitted(admission("a"))  # it was preempted and comes back
+    log.finished("a", 30, keys("a", 12))
+    log.finished("a", 30, [])
+    (load, _, load_fields), (store, _, store_fields), (request, ids, fields) = record.lines
+    assert (load, load_fields["blocks"], load_fields["seconds"]) == ("load", {"host": 4}, 0.2)
+    assert (store, store_fields["tier"], store_fields["blocks"]) == ("store", "host", 2)
+    assert (request, ids) == ("request", 12)
+    assert (fields["input_length"], fields["output_length"], fields["loaded_tokens"]) == (170, 30, 64)
+    assert (fields["found"], fields["outcome"], fields["load_seconds"]) == ({"host": 64}, "loaded", 0.2)
+
+
+def test_everything_that_happens_is_noticed():
+    log = RequestLog()
+    seen = {log.changes}
+    for happens in (
+        lambda: log.admitted(admission(), plan_id=1),
+        lambda: log.loaded(load_plan(1), 0.1, set()),
+        lambda: log.loaded(load_plan(9), 0.1, set()),
+        lambda: log.stored(StorePlan(2, Copy(Tier.HOST, [1], [3])), 0.1, ok=False),
+    ):
+        happens()
+        seen.add(log.changes)
+    assert len(seen) == 5
+
+
+def test_nothing_is_left_of_requests_that_are_over():
+    log = RequestLog()
+    for i in range(10):
+        log.admitted(admission(str(i), host=1), plan_id=i)
+        log.loaded(load_plan(i), 0.1, set())
+        log.finished(str(i), 1, [])
+    assert not log._running
+    assert not log._loading
