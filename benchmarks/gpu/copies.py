@@ -256,7 +256,7 @@ def show(row: Row) -> str:
 
 def run(options: Any, record: Record) -> bool:
     """False when a byte was lost."""
-    from kvbm.transfer.engine_copies import batch_function
+    from kvbm.transfer.cuda_calls import batch_function
 
     plain = {name: round(rate, 2) for name, rate in plain_copies(options.repeats).items()}
     record.add({"way": "plain", **plain})

@@ -234,11 +234,13 @@ def test_scribbling_destroys_just_the_blocks_named(cache):
 @pytest.mark.parametrize("prefetched", ["not", "this", "other"])
 @pytest.mark.parametrize("batch", [2, 8192], ids=lambda batch: f"{batch} indices at a time")
 def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched, batch, monkeypatch):
+    from kvbm.storage import host
     from kvbm.transfer import kernel_copies
     from kvbm.transfer.cuda import CudaCopier
 
     monkeypatch.setattr(kernel_copies, "_BATCH", batch)
     cache = Cache(layout, device)
+    monkeypatch.setattr(host, "_PIN_PIECE", 7 * cache.layout.slot_bytes)
     cache.copier.close()
     slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
     staging = 2 * (rows * cache.layout.block_bytes + 4096)
@@ -289,3 +291,16 @@ def test_a_load_in_bulk_that_breaks_says_so_and_holds_nobody_up(device, monkeypa
         assert same(cache.read(3), before)
     finally:
         cache.copier.close()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_call_that_cuda_refuses_is_not_blamed_on_the_engine(device):
+    from kvbm.transfer import cuda_calls
+
+    stream = torch.cuda.Stream(device)
+    with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync"):
+        cuda_calls.copy_rows(0, 1, 0, 1, 2, 3, stream)
+    with pytest.raises(RuntimeError, match="lower DYN_KVBM_CPU_CACHE_GB"):
+        cuda_calls.pin(0, 4096)
+    cuda_calls.unpin(4096)
+    torch.arange(10, device=device).sum().item()

@@ -282,7 +282,7 @@ def test_the_project_has_what_the_script_uses():
     for name, first in (("__init__", ["layout", "slab", "device"]), ("to_device", ["slots", "blocks"])):
         assert [argument.arg for argument in methods[name].args.args[1:]][: len(first)] == first
     assert [argument.arg for argument in methods["to_host"].args.args] == ["self", "slots", "blocks"]
-    assert "def batch_function()" in (transfer / "engine_copies.py").read_text()
+    assert "def batch_function()" in (transfer / "cuda_calls.py").read_text()
 
 
 @pytest.mark.parametrize("layout", ["layers", "blocks"])

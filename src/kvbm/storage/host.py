@@ -71,10 +71,15 @@ class HostSlab:
         self.slots, self.slot_bytes = slots, slot_bytes
         return self
 
+    @property
+    def piece_slots(self) -> int:
+        """Slots that are pinned together; a single copy must not reach over the end of such a piece."""
+        return max(1, _PIN_PIECE // self.slot_bytes)
+
     def pin(self, pin: Callable[[int, int], None], unpin: Callable[[int], None]) -> None:
         """Make the memory known to a device, in pieces of whole slots: hundreds of gigabytes at once may be refused."""
         self._unpin = unpin
-        piece = max(1, _PIN_PIECE // self.slot_bytes) * self.slot_bytes
+        piece = self.piece_slots * self.slot_bytes
         for start in range(0, self.slots * self.slot_bytes, piece):
             size = min(piece, self.slots * self.slot_bytes - start)
             pin(self.address + start, size)

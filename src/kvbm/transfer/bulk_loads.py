@@ -31,7 +31,7 @@ import torch
 from kvbm.observe.nvtx import annotate
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
-from kvbm.transfer.engine_copies import BatchCopy, copy_rows
+from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
 
 _BUFFER_BYTES = (
@@ -122,7 +122,7 @@ class BulkLoads:
 
     def _copy(self, slots: np.ndarray, target: int) -> None:
         row, pitch, stream = self._row, self._slab.slot_bytes, self._fetch_stream
-        starts = np.flatnonzero(np.diff(slots, prepend=-2) != 1)
+        starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
         if len(slots) < _LONG_RUN * len(starts):
             sources = self._slab.address + slots * pitch
             self._batch(target + np.arange(len(slots), dtype=np.int64) * row, sources, row, stream)

@@ -15,8 +15,6 @@ faster, but it leaves every multiprocessor to the forward pass that runs meanwhi
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -27,7 +25,8 @@ from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier, Ticket, When
 from kvbm.transfer.bulk_loads import BulkLoads, Fetch
-from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket, batch_function
+from kvbm.transfer.cuda_calls import batch_function, pin, unpin, wait_until
+from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
 from kvbm.transfer.kernel_copies import KernelCopies, mark
 
 logger = logging.getLogger("kvbm")
@@ -77,7 +76,7 @@ class CudaCopier(Copier):
         stores: str = "auto",
         bulk_bytes: int = 512 << 20,
     ) -> None:
-        slab.pin(_pin, _unpin)
+        slab.pin(pin, unpin)
         self._layout = layout
         self._slab = slab
         self._device = device
@@ -187,7 +186,7 @@ class CudaCopier(Copier):
             return
         # The counts only ever grow, so waiting for the last load's total is waiting for all of them.
         stream = torch.cuda.current_stream(self._device)
-        _wait_until(stream, self._kernel.arrived.data_ptr() + 4 * index, self._expected[index])
+        wait_until(stream, self._kernel.arrived.data_ptr() + 4 * index, self._expected[index])
         for ticket in self._open:
             ticket.unasked.discard(index)
 
@@ -252,7 +251,7 @@ class CudaCopier(Copier):
             if when is When.BY_LAYER:
                 self.end_load(ticket)
         # Fails here, at start, if this driver cannot make a stream wait for a count.
-        _wait_until(self._load_stream, self._kernel.arrived.data_ptr(), self._expected[0])
+        wait_until(self._load_stream, self._kernel.arrived.data_ptr(), self._expected[0])
         torch.cuda.synchronize(self._device)
 
     def _engine_is_enough(self) -> bool:
@@ -274,30 +273,3 @@ def _hold(stream: torch.cuda.Stream, tickets: Iterable[Ticket]) -> None:
     for ticket in tickets:
         assert isinstance(ticket, EventTicket | IssuedTicket)
         ticket.hold(stream)
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
-    """Hold a stream until the 32-bit counter at ``address`` has reached ``count``, which may wrap around."""
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    error = _driver().cuStreamWaitValue32_v2(
-        handle, ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFFFFFF), ctypes.c_uint(0)
-    )
-    if error:
-        raise RuntimeError(f"cuStreamWaitValue32 failed with error {error}")
-
-
-def _pin(address: int, size: int) -> None:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # 1: portable, usable from every context
-    if error:
-        raise RuntimeError(
-            f"CUDA refused to pin {size / 1e9:.1f} GB of host memory (error {error}); lower DYN_KVBM_CPU_CACHE_GB"
-        )
-
-
-def _unpin(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

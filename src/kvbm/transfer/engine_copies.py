@@ -7,13 +7,10 @@ blocks and an event that marks the end of its forward pass, and goes on.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,18 +19,13 @@ from kvbm.observe.nvtx import annotate
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Ticket
+from kvbm.transfer.cuda_calls import BatchCopy, batch_function
 from kvbm.transfer.kernel_copies import mark
 
 logger = logging.getLogger("kvbm")
 
 _SMALLEST_PIECE = 16 << 10  # below that a copy engine spends its time on setting up (benchmarks/gpu/copies.py)
 _PIECES_A_CALL = 2048  # a call keeps others out of the driver while it runs: this many take 1.6 ms
-
-
-_HOST_TO_DEVICE = 1
-
-# (targets, sources, bytes of each, stream)
-BatchCopy = Callable[[np.ndarray, np.ndarray, int, torch.cuda.Stream], None]
 
 
 class IssuedTicket(Ticket):
@@ -141,56 +133,3 @@ class EngineCopies:
                 self._batch(
                     targets[i : i + _PIECES_A_CALL], sources[i : i + _PIECES_A_CALL], segment.size, self._stream
                 )
-
-
-class _Attributes(ctypes.Structure):
-    """``cudaMemcpyAttributes``: order of access to the source, two location hints of two numbers, flags."""
-
-    _fields_ = [(name, ctypes.c_int32) for name in ("order", "from_kind", "from_id", "to_kind", "to_id", "flags")]
-
-
-@functools.cache
-def _runtime() -> tuple[Any, int]:
-    """The CUDA runtime that torch was built with, and its major version."""
-    major = int((torch.version.cuda or "0").split(".")[0])
-    return ctypes.CDLL(f"libcudart.so.{major}"), major
-
-
-def copy_rows(
-    target: int, target_pitch: int, source: int, source_pitch: int, size: int, rows: int, stream: torch.cuda.Stream
-) -> None:
-    """Rows of ``size`` bytes from pinned memory to the device, each a pitch after the one before: one copy for all."""
-    sizes = [ctypes.c_size_t(number) for number in (size, rows)]
-    error = _runtime()[0].cudaMemcpy2DAsync(
-        ctypes.c_void_p(target), ctypes.c_size_t(target_pitch), ctypes.c_void_p(source), ctypes.c_size_t(source_pitch),
-        *sizes, ctypes.c_int(_HOST_TO_DEVICE), ctypes.c_void_p(stream.cuda_stream),
-    )  # fmt: skip
-    if error:
-        raise RuntimeError(f"cudaMemcpy2DAsync failed with error {error}")
-
-
-def batch_function() -> BatchCopy | None:
-    """``cudaMemcpyBatchAsync`` as a function; None where there is none."""
-    try:
-        runtime, major = _runtime()
-        call = runtime.cudaMemcpyBatchAsync
-    except (OSError, AttributeError):
-        return None
-    in_stream_order = _Attributes(order=1)
-    first = ctypes.c_size_t(0)
-
-    def batch(targets: np.ndarray, sources: np.ndarray, size: int, stream: torch.cuda.Stream) -> None:
-        count = len(targets)
-        sizes = np.full(count, size, np.uint64)
-        arguments = [
-            targets.ctypes.data_as(ctypes.c_void_p), sources.ctypes.data_as(ctypes.c_void_p),
-            sizes.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(count), ctypes.byref(in_stream_order),
-            ctypes.byref(first), ctypes.c_size_t(1),
-        ]  # fmt: skip
-        if major < 13:
-            arguments.append(ctypes.byref(ctypes.c_size_t(0)))  # where it failed; CUDA 13 no longer says
-        error = call(*arguments, ctypes.c_void_p(stream.cuda_stream))
-        if error:
-            raise RuntimeError(f"cudaMemcpyBatchAsync failed with error {error}")
-
-    return batch

@@ -1,0 +1,110 @@
+"""Calls to CUDA that torch has no words for, by ctypes. A call that fails raises here and leaves no trace in CUDA.
+
+The runtime remembers its last error until somebody asks for it. If that were the engine, in its next launch, it would
+take the error for its own and die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+_HOST_TO_DEVICE = 1
+_PORTABLE = 1  # pinned memory that is usable from every context
+
+# (targets, sources, bytes of each, stream)
+BatchCopy = Callable[[np.ndarray, np.ndarray, int, torch.cuda.Stream], None]
+
+
+@functools.cache
+def _runtime() -> tuple[Any, int]:
+    """The CUDA runtime that torch was built with, and its major version."""
+    major = int((torch.version.cuda or "0").split(".")[0])
+    return ctypes.CDLL(f"libcudart.so.{major}"), major
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _failure(call: str, error: int) -> RuntimeError:
+    _runtime()[0].cudaGetLastError()
+    return RuntimeError(f"{call} failed with error {error}")
+
+
+def pin(address: int, size: int) -> None:
+    """Make host memory known to CUDA."""
+    error = _runtime()[0].cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
+    if error:
+        raise RuntimeError(
+            f"CUDA refused to pin {size / 1e9:.1f} GB of host memory ({_failure('cudaHostRegister', error)}); "
+            "lower DYN_KVBM_CPU_CACHE_GB"
+        )
+
+
+def unpin(address: int) -> None:
+    """Undo :func:`pin`. At the end of everything: a failure helps nobody and is only kept from the engine."""
+    if _runtime()[0].cudaHostUnregister(ctypes.c_void_p(address)):
+        _runtime()[0].cudaGetLastError()
+
+
+def wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
+    """Hold a stream until the 32-bit counter at ``address`` has reached ``count``, which may wrap around."""
+    error = _driver().cuStreamWaitValue32_v2(
+        ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFFFFFF),
+        ctypes.c_uint(0),
+    )  # fmt: skip
+    if error:
+        raise RuntimeError(f"cuStreamWaitValue32 failed with error {error}")
+
+
+def copy_rows(
+    target: int, target_pitch: int, source: int, source_pitch: int, size: int, rows: int, stream: torch.cuda.Stream
+) -> None:
+    """Rows of ``size`` bytes from pinned memory to the device, each a pitch after the one before: one copy for all."""
+    error = _runtime()[0].cudaMemcpy2DAsync(
+        ctypes.c_void_p(target), ctypes.c_size_t(target_pitch), ctypes.c_void_p(source), ctypes.c_size_t(source_pitch),
+        ctypes.c_size_t(size), ctypes.c_size_t(rows), ctypes.c_int(_HOST_TO_DEVICE),
+        ctypes.c_void_p(stream.cuda_stream),
+    )  # fmt: skip
+    if error:
+        raise _failure("cudaMemcpy2DAsync", error)
+
+
+class _Attributes(ctypes.Structure):
+    """``cudaMemcpyAttributes``: order of access to the source, two location hints of two numbers, flags."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("order", "from_kind", "from_id", "to_kind", "to_id", "flags")]
+
+
+def batch_function() -> BatchCopy | None:
+    """``cudaMemcpyBatchAsync`` as a function; None where there is none."""
+    try:
+        runtime, major = _runtime()
+        call = runtime.cudaMemcpyBatchAsync
+    except (OSError, AttributeError):
+        return None
+    in_stream_order = _Attributes(order=1)
+    first = ctypes.c_size_t(0)
+
+    def batch(targets: np.ndarray, sources: np.ndarray, size: int, stream: torch.cuda.Stream) -> None:
+        count = len(targets)
+        sizes = np.full(count, size, np.uint64)
+        arguments = [
+            targets.ctypes.data_as(ctypes.c_void_p), sources.ctypes.data_as(ctypes.c_void_p),
+            sizes.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(count), ctypes.byref(in_stream_order),
+            ctypes.byref(first), ctypes.c_size_t(1),
+        ]  # fmt: skip
+        if major < 13:
+            arguments.append(ctypes.byref(ctypes.c_size_t(0)))  # where it failed; CUDA 13 no longer says
+        error = call(*arguments, ctypes.c_void_p(stream.cuda_stream))
+        if error:
+            raise _failure("cudaMemcpyBatchAsync", error)
+
+    return batch
