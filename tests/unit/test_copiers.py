@@ -258,6 +258,11 @@ def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched, batc
         neighbours = list(range(29, 19, -1))
         cache.load(neighbours, list(range(14, 24)), When.BY_LAYER)
         assert all(same(cache.read(14 + i), before[9 - i]) for i in range(10))
+        for when in (When.LATER, When.NOW):
+            for block in range(14, 24):
+                cache.wipe(block)
+            cache.load(neighbours, list(range(14, 24)), when)
+            assert all(same(cache.read(14 + i), before[9 - i]) for i in range(10))
         assert cache.copier.prefetch(slots)
         cache.copier.end_prefetch()
         cache.load([24], [17])

@@ -1,4 +1,4 @@
-"""Long loads with little to compute: the copy engine fetches, a kernel puts into place.
+"""Long loads: the copy engine fetches, a kernel puts into place.
 
 A kernel that reads pinned memory asks for 128 bytes at a time and gets 51 GB/s out of a bus that carries 55. The copy
 engine gets 54, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so all
@@ -14,6 +14,10 @@ the kernel alone, one after the other, while the engine computes the layers befo
 
 So the engine begins to compute late. Where it has more to compute than fits behind the last layers, the kernel alone,
 which brings layer after layer from the start, is the better way.
+
+A load that nobody computes on yet (*whole*) has all layers in its front. Beside requests that decode this is the gentle
+way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond, while a
+kernel that reads the bus would sit on a few multiprocessors all the time, which others count on.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -46,8 +50,11 @@ class Fetch:
     They come in the order in which they lie in the slab, not in that of the request: neighbours are one copy.
     """
 
-    def __init__(self, slots: Sequence[int]) -> None:
+    def __init__(self, slots: Sequence[int], segments: int, row: int, rows: int) -> None:
         self.slots = slots
+        self.segments = segments  # of a slot's front
+        self.row = row  # bytes of it
+        self.rows = rows  # that a buffer takes
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
@@ -66,42 +73,48 @@ class BulkLoads:
         self._stream = stream
         self._fetch_stream = torch.cuda.Stream(device, priority=stream.priority)
         self._kernel = kernel
-        self._split, self._row = front(layout)
+        self._front = front(layout)
+        self._all = (len(layout.segments), layout.block_bytes)
         self._memory = memory
         buffers = max(2, memory.numel() // _BUFFER_BYTES)  # one is being filled while another is being emptied
-        size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
-        self._buffers = [memory.data_ptr() + i * size for i in range(buffers)]
-        self._rows = size // self._row if self._row else 0  # blocks that a buffer takes
+        self._size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
+        self._buffers = [memory.data_ptr() + i * self._size for i in range(buffers)]
         self._fetched = [torch.cuda.Event() for _ in self._buffers]
         self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0  # the buffer that is filled next
 
     def can_take(self) -> bool:
         """Whether there is more than one layer, and a block fits a buffer."""
-        return self._rows > 0
+        return self._front[0] > 0 and self._all[1] <= self._size
 
-    def begin(self, slots: Sequence[int]) -> Fetch:
+    def begin(self, slots: Sequence[int], whole: bool = False) -> Fetch:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
-        fetch = Fetch(slots)
+        segments, row = self._all if whole else self._front
+        fetch = Fetch(slots, segments, row, self._size // row)
         with annotate("copier.fetch"):
             for _ in self._buffers:
                 self._fetch(fetch)
         return fetch
 
     def place(self, fetch: Fetch, blocks: Sequence[int]) -> None:
-        """Put what is fetched, and all the rest, into the engine's blocks; counts layers. On the stream of loads."""
+        """Put what is fetched, and all the rest, into the engine's blocks. On the stream of loads.
+
+        Counts layers, unless all of them come at once.
+        """
         kernel, stream, first = self._kernel, self._stream, self._turn - fetch.begun
+        signal = fetch.segments < self._all[0]
         targets = np.asarray(blocks, np.int64)[fetch.order]
         indices = kernel.upload(targets)
-        for i, start in enumerate(range(0, len(targets), self._rows)):
-            end = min(start + self._rows, len(targets))
+        for i, start in enumerate(range(0, len(targets), fetch.rows)):
+            end = min(start + fetch.rows, len(targets))
             buffer = (first + i) % len(self._buffers)
             stream.wait_event(self._fetched[buffer])
-            kernel.from_rows(indices, start, end, self._buffers[buffer], self._row, 0, self._split)
+            kernel.from_rows(indices, start, end, self._buffers[buffer], fetch.row, fetch.segments, signal)
             self._emptied[buffer].record(stream)
             self._fetch(fetch)
         kernel.release(indices)
-        kernel.to_device(fetch.sorted, targets, first=self._split, signal=True)
+        if signal:
+            kernel.to_device(fetch.sorted, targets, first=fetch.segments, signal=True)
 
     def drop(self, fetch: Fetch) -> None:
         """What was fetched is not wanted after all."""
@@ -110,18 +123,18 @@ class BulkLoads:
 
     def _fetch(self, fetch: Fetch) -> None:
         """Fill the next buffer with the next slots, if there are any left."""
-        slots = fetch.sorted[fetch.begun * self._rows : (fetch.begun + 1) * self._rows]
+        slots = fetch.sorted[fetch.begun * fetch.rows : (fetch.begun + 1) * fetch.rows]
         if not len(slots):
             return
         buffer = self._turn % len(self._buffers)
         self._fetch_stream.wait_event(self._emptied[buffer])
-        self._copy(slots, self._buffers[buffer])
+        self._copy(slots, self._buffers[buffer], fetch.row)
         self._fetched[buffer].record(self._fetch_stream)
         self._turn += 1
         fetch.begun += 1
 
-    def _copy(self, slots: np.ndarray, target: int) -> None:
-        row, pitch, stream = self._row, self._slab.slot_bytes, self._fetch_stream
+    def _copy(self, slots: np.ndarray, target: int, row: int) -> None:
+        pitch, stream = self._slab.slot_bytes, self._fetch_stream
         starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
         if len(slots) < _LONG_RUN * len(starts):
             sources = self._slab.address + slots * pitch

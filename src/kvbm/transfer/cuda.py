@@ -3,11 +3,11 @@
 Two streams of our own, one for loads, one of low priority for stores; events order them against the engine's stream,
 and nothing ever makes the CPU wait for the GPU. Everything the hot path needs is made at start.
 
-*Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones with little to compute meanwhile the copy engine
-and a kernel (:mod:`~kvbm.transfer.bulk_loads`). For the step that is about to run they come layer by layer, and the
-kernel counts, for each layer, the pieces that have arrived; just before a layer's attention the engine's stream is made
-to wait for that layer's count. So the copy of layer *i+1* runs under the computation of layer *i*, and a prompt costs
-the longer of the two instead of their sum.
+*Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones the copy engine and a kernel
+(:mod:`~kvbm.transfer.bulk_loads`) unless there is much to compute meanwhile. For the step that is about to run they
+come layer by layer, and the kernel counts, for each layer, the pieces that have arrived; just before a layer's
+attention the engine's stream is made to wait for that layer's count. So the copy of layer *i+1* runs under the
+computation of layer *i*, and a prompt costs the longer of the two instead of their sum.
 
 *Stores* take the copy engine (:mod:`~kvbm.transfer.engine_copies`) where pieces are large enough for it: it is no
 faster, but it leaves every multiprocessor to the forward pass that runs meanwhile.
@@ -160,7 +160,10 @@ class CudaCopier(Copier):
         _hold(stream, after)
         with torch.cuda.stream(stream):
             began = mark(stream)
-            self._kernel.to_device(slots, blocks)
+            if self._bulk is not None and len(slots) >= self._bulk_blocks:
+                self._bulk.place(self._bulk.begin(slots, whole=True), blocks)
+            else:
+                self._kernel.to_device(slots, blocks)
             ticket = EventTicket(began, mark(stream))
         if when is When.NOW:
             ticket.hold(self._engine_stream)
@@ -243,13 +246,14 @@ class CudaCopier(Copier):
         self._store_by_kernel([0], [0], self._engine_stream).wait()
         if self._engine is not None:
             self._engine.store([0], [0], self._engine_stream).wait()
-        if self._bulk is not None:
-            self._prefetched = self._bulk.begin([0])
-        for when in (When.BY_LAYER, When.BY_LAYER, When.NOW):  # in bulk, straight, and without counting
-            ticket = self.load([0], [0], [], when)
-            ticket.wait()
-            if when is When.BY_LAYER:
+        bulk, wanted = self._bulk, self._bulk_blocks
+        self._bulk_blocks = 1
+        for self._bulk in (bulk, None):
+            for when in (When.BY_LAYER, When.NOW):
+                ticket = self.load([0], [0], [], when)
+                ticket.wait()
                 self.end_load(ticket)
+        self._bulk, self._bulk_blocks = bulk, wanted
         # Fails here, at start, if this driver cannot make a stream wait for a count.
         wait_until(self._load_stream, self._kernel.arrived.data_ptr(), self._expected[0])
         torch.cuda.synchronize(self._device)

@@ -60,16 +60,14 @@ class KernelCopies:
         return [self._upload(range(len(part)), part) for part in parts]
 
     def from_rows(
-        self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int
+        self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, segments: int, signal: bool
     ) -> None:
-        """Segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end`` from rows on the device.
-
-        Counts layers. Rows are ``row`` bytes apart; ``address`` is where the first would begin if it held a whole slot.
-        """
+        """The first ``segments`` of uploaded blocks ``start`` to ``end``, from rows on the device ``row`` bytes apart."""
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
-            self._launch(buffer, 0, buffer.count + at, count, (address, row), first, last, True, True, _LOCAL_PROGRAMS)
+            rows = (address, row)
+            self._launch(buffer, 0, buffer.count + at, count, rows, 0, segments, True, signal, _LOCAL_PROGRAMS)
             address, start = address + count * row, start + count
 
     def release(self, buffers: list[_IndexBuffer]) -> None:
