@@ -62,7 +62,7 @@ class KernelCopies:
     def from_rows(
         self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, segments: int, signal: bool
     ) -> None:
-        """The first ``segments`` of uploaded blocks ``start`` to ``end``, from rows on the device ``row`` bytes apart."""
+        """The first ``segments`` of uploaded blocks ``start`` to ``end``, from rows of ``row`` bytes on the device."""
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
