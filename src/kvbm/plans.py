@@ -25,11 +25,19 @@ class Tier(IntEnum):
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of blocks on one tier: ``slots[i]`` of the tier belongs to ``blocks[i]`` of the engine."""
+    """One stretch of blocks on one tier: ``slots[i]`` of the tier belongs to ``blocks[i]`` of the engine.
+
+    Tiers below host memory are not next to the engine: their blocks pass through host slots.
+    """
 
     tier: Tier
     slots: list[int]
     blocks: list[int]
+    # Host slots to pass through. As many as there are blocks: each block has its own and stays. Fewer: they are used in
+    # turn, and nothing stays. None: there was no room, and the blocks cannot come.
+    via: list[int] = []
+    # Keys of the blocks: a tier that outlives the engine makes sure that its slots hold just these.
+    tags: list[bytes] = []
 
 
 class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +55,8 @@ class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
     layered: bool = False
     # How many tokens of the request are left to compute: what a load by layer can hide behind.
     tokens: int = 0
+    # Seconds after which what has not come from a tier below host memory is given up; 0: never.
+    within: float = 0.0
 
     @property
     def blocks(self) -> list[int]:
@@ -58,6 +68,15 @@ class StorePlan(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     copy: Copy
+
+
+class SpillPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Copy blocks from host slots on to slots of the disk."""
+
+    id: int
+    slots: list[int]
+    targets: list[int]
+    tags: list[bytes]
 
 
 class Recompute(msgspec.Struct, frozen=True, array_like=True):
@@ -79,9 +98,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Stores that must have read their source before this step writes: their blocks have been handed to another request.
     fences: list[int] = []
     recompute: list[Recompute] = []
+    spills: list[SpillPlan] = []
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.fences or self.recompute)
+        return bool(self.loads or self.stores or self.fences or self.recompute or self.spills)
 
 
 class LoadResult(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +110,13 @@ class LoadResult(msgspec.Struct, frozen=True, array_like=True):
     id: int
     bad: list[int] = []
     seconds: float = 0.0  # how long the copy took, where that is known
+    # Positions that did not arrive either, with nothing known against their blocks: there was no room, or no time left.
+    missed: list[int] = []
+    # The host slots of the plan are still being written to, by reads that were given up. One more result will follow:
+    # the engine is not concerned, but the slots must not be used before it.
+    late: bool = False
+    # How long each tier took, where a load is not from host memory alone.
+    tier_seconds: dict[Tier, float] = {}
 
 
 class StoreResult(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +127,14 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0  # as a load's
 
 
+class SpillResult(msgspec.Struct, frozen=True, array_like=True):
+    """A spill that is over on one rank. ``bad`` holds the positions that were not written."""
+
+    id: int
+    bad: list[int] = []
+    seconds: float = 0.0
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """What one rank has finished since its last report."""
 
@@ -108,9 +143,10 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     stores: list[StoreResult] = []
     # Reasons of failures seen on this rank, for the log and the counters: reason -> how often.
     faults: dict[str, int] = {}
+    spills: list[SpillResult] = []
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.faults)
+        return bool(self.loads or self.stores or self.faults or self.spills)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):

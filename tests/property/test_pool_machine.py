@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbm.core.pool import Pool
 
 KEYS = [bytes([i]) for i in range(12)]
-FREE, WRITING, PUBLISHED, DOOMED = "free", "writing", "published", "doomed"
+FREE, WRITING, PUBLISHED, DOOMED, LENT = "free", "writing", "published", "doomed", "lent"
 
 some = st.integers(0, 11)
 few = st.integers(0, 4)
@@ -31,6 +31,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.evictions = 0
         self.writers = []  # lists of slots, each of one allocation
         self.readers = []  # lists of slots, each of one pin
+        self.borrowers = []  # lists of slots, each lent at once
+        self.gone, self.told = [], []  # keys that were evicted or dropped, and those we were told of
+        self.pool.on_gone = self.told.extend
 
     def slot_of(self, key, state):
         return next((slot for slot, k in enumerate(self.key) if k == key and self.state[slot] == state), None)
@@ -59,15 +62,38 @@ class PoolMachine(RuleBasedStateMachine):
         if count > free + len(self.order):
             assert slots is None
             return
-        for victim in self.order[: max(0, count - free)]:
-            self.set_free(victim)
-            self.order.remove(victim)
-            self.evictions += 1
+        self.evict(count - free)
         assert len(slots) == count == len(set(slots))
         for slot, key in zip(slots, keys, strict=True):
             assert self.state[slot] == FREE
             self.state[slot], self.key[slot] = WRITING, key
         self.writers.append(slots)
+
+    def evict(self, count):
+        for victim in self.order[: max(0, count)]:
+            self.gone.append(self.key[victim])
+            self.set_free(victim)
+            self.order.remove(victim)
+            self.evictions += 1
+
+    @rule(count=few)
+    def lend(self, count):
+        free = self.state.count(FREE)
+        slots = self.pool.lend(count)
+        assert len(slots) == len(set(slots)) == min(count, free + len(self.order))
+        self.evict(len(slots) - free)
+        for slot in slots:
+            assert self.state[slot] == FREE
+            self.state[slot] = LENT
+        self.borrowers.append(slots)
+
+    @precondition(lambda self: self.borrowers)
+    @rule(which=some)
+    def take_back(self, which):
+        slots = self.borrowers.pop(which % len(self.borrowers))
+        self.pool.take_back(slots)
+        for slot in slots:
+            self.set_free(slot)
 
     @precondition(lambda self: self.writers)
     @rule(which=some, well=st.booleans())
@@ -148,6 +174,7 @@ class PoolMachine(RuleBasedStateMachine):
         slot = self.slot_of(KEYS[which], PUBLISHED)
         assert self.pool.drop(KEYS[which]) == (slot is not None)
         if slot is not None:
+            self.gone.append(KEYS[which])
             self.forget(slot)
 
     @rule(really=some)
@@ -164,12 +191,14 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_in_exactly_one_state(self):
         pool = self.pool
-        held = [*pool._free, *pool._writing.values(), *pool._published.values(), *pool._doomed]
+        held = [*pool._free, *pool._writing.values(), *pool._published.values(), *pool._doomed, *pool._lent]
         assert sorted(held) == list(range(pool.size))
         count = Counter(self.state)
         assert sorted(pool._free) == [slot for slot, state in enumerate(self.state) if state == FREE]
         assert pool._doomed == {slot for slot, state in enumerate(self.state) if state == DOOMED}
         assert (pool.free, pool.writing, pool.published) == (count[FREE], count[WRITING], count[PUBLISHED])
+        assert pool.lent == count[LENT]
+        assert self.told == self.gone
 
     @invariant()
     def exactly_the_published_blocks_are_found(self):
@@ -198,7 +227,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.finish_writing(0, False)
         while self.readers:
             self.unpin(0)
-        assert (self.pool.pinned, self.pool.writing) == (0, 0)
+        while self.borrowers:
+            self.take_back(0)
+        assert (self.pool.pinned, self.pool.writing, self.pool.lent) == (0, 0, 0)
         assert self.pool.free + self.pool.published == self.pool.available == self.pool.size
 
 

@@ -197,9 +197,9 @@ def test_a_load_plan_ends_once():
 def test_blocks_that_did_not_arrive_are_never_found_again():
     manager = tiers(host="ac", disk="bd")
     plan = load(manager, "abcd")
-    assert manager.finish_load(plan.id, bad=[1, 2, 2]) == 2
-    assert kept(manager, "ac", HOST) == "a"
-    assert kept(manager, "bd", DISK) == "d"
+    manager.finish_load(plan.id, bad=[1, 2, 2])
+    assert kept(manager, "abcd", HOST) == "ad"
+    assert kept(manager, "abcd", DISK) == "d"
     assert where(manager.lookup(keys("abcd"))) == "h"
     assert all(pool.pinned == 0 for pool in manager.pools.values())
 
@@ -221,10 +221,10 @@ def test_a_block_that_failed_in_one_tier_may_still_be_good_in_another():
 def test_two_loads_of_one_block_may_both_fail():
     manager = tiers(host="a", size=2)
     first, second = load(manager, "a"), load(manager, "a", request="s")
-    assert manager.finish_load(first.id, bad=[0]) == 1
+    manager.finish_load(first.id, bad=[0])
     assert manager.lookup(keys("a")).blocks == 0
     assert manager.pools[HOST].free == 1
-    assert manager.finish_load(second.id, bad=[0]) == 0
+    manager.finish_load(second.id, bad=[0])
     assert manager.pools[HOST].free == 2
 
 
@@ -233,7 +233,7 @@ def test_a_late_failure_does_not_reach_a_fresh_copy_of_the_block():
     first, second = load(manager, "a"), load(manager, "a", request="s")
     manager.finish_load(first.id, bad=[0])
     manager.finish_store(store(manager, "a").id, ok=True)
-    assert manager.finish_load(second.id, bad=[0]) == 0
+    manager.finish_load(second.id, bad=[0])
     assert manager.lookup(keys("a")).runs == [Run(HOST, [1])]
 
 
@@ -326,7 +326,7 @@ def test_a_store_is_found_when_it_has_ended_well():
     assert plan.copy.blocks == [100, 101]
     assert manager.busy
     assert manager.lookup(keys("ab")).blocks == 0
-    assert manager.finish_store(plan.id, ok=True) == 2
+    assert len(manager.finish_store(plan.id, ok=True)) == 2
     assert manager.lookup(keys("ab")).runs == [Run(HOST, plan.copy.slots)]
     assert not manager.busy
 
@@ -334,7 +334,7 @@ def test_a_store_is_found_when_it_has_ended_well():
 def test_a_store_that_failed_leaves_nothing():
     manager = tiers()
     plan = store(manager, "ab")
-    assert manager.finish_store(plan.id, ok=False) == 0
+    assert manager.finish_store(plan.id, ok=False) == []
     assert manager.lookup(keys("ab")).blocks == 0
     assert manager.pools[HOST].free == 16
     assert store(manager, "ab") is not None
@@ -454,6 +454,145 @@ def test_plans_under_way_survive_clearing():
     reading, writing = load(manager, "ab"), store(manager, "xy")
     manager.clear()
     assert manager.finish_load(reading.id, bad=[1]) == 0
-    assert manager.finish_store(writing.id, ok=True) == 2
+    assert len(manager.finish_store(writing.id, ok=True)) == 2
     host = manager.pools[HOST]
     assert (host.free, host.published, host.pinned, host.writing) == (14, 2, 0, 0)
+
+
+# -- slower tiers -----------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_from_disk_stays_in_host_memory():
+    manager = tiers(host="a", disk="bcd")
+    plan = load(manager, "abcd")
+    near, far = plan.copies
+    assert (near.via, near.tags) == ([], [])
+    assert len(set(far.via)) == 3
+    assert far.tags == keys("bcd")
+    assert manager.pools[HOST].writing == 3
+    assert kept(manager, "abcd") == "a"
+    assert manager.finish_load(plan.id) == 3
+    assert kept(manager, "abcd") == "abcd"
+    assert where(manager.lookup(keys("abcd"))) == "hhhh"
+    assert kept(manager, "bcd", DISK) == "bcd"
+    assert [manager.pools[HOST].find(key) for key in keys("bcd")] == far.via
+
+
+def test_of_a_load_from_disk_only_what_arrived_stays():
+    manager = tiers(disk="abcd")
+    assert manager.finish_load(load(manager, "abcd").id, bad=[1], missed=[3]) == 2
+    assert kept(manager, "abcd") == "ac"
+    assert kept(manager, "abcd", DISK) == "acd"  # nothing is known against the one that was missed
+    assert manager.pools[HOST].free == 14
+
+
+def test_nothing_stays_of_a_load_that_is_not_to_be_kept():
+    manager = tiers(disk="ab")
+    assert manager.finish_load(load(manager, "ab").id, keep=False) == 0
+    assert kept(manager, "ab") == ""
+    assert manager.pools[HOST].free == 16
+
+
+def test_a_load_larger_than_host_memory_passes_through_a_part_of_it():
+    manager = BlockManager({HOST: Pool(4), DISK: Pool(16)}, passage=3)
+    for tier, letters in ((HOST, "xy"), (DISK, "abcdefgh")):
+        manager.pools[tier].publish(manager.pools[tier].allocate(keys(letters)))
+    plan = load(manager, "abcdefgh")
+    (copy,) = plan.copies
+    assert len(copy.via) == len(set(copy.via)) == 3
+    assert manager.pools[HOST].lent == 3
+    assert kept(manager, "xy") == "x"
+    assert manager.finish_load(plan.id) == 0
+    assert manager.pools[HOST].lent == 0
+    assert manager.pools[HOST].free == 3
+    assert kept(manager, "abcdefgh", DISK) == "abcdefgh"
+
+
+def test_without_any_room_in_host_memory_a_load_from_disk_is_planned_to_miss():
+    manager = tiers(host="a", disk="bc", size=2)
+    writing = store(manager, "x")
+    plan = load(manager, "abc")
+    assert plan.copies[1].via == []
+    assert manager.finish_load(plan.id, missed=[1, 2]) == 0
+    manager.finish_store(writing.id, ok=True)
+    assert not manager.busy
+    assert (manager.pools[HOST].pinned, manager.pools[DISK].pinned) == (0, 0)
+
+
+def test_many_requests_with_one_prefix_read_it_from_disk_once():
+    manager = tiers(disk="abc")
+    plan = load(manager, "abc")
+    match = manager.lookup(keys("abc"))
+    assert (match.blocks, match.pending) == (0, True)
+    impatient = manager.lookup(keys("abc"), patient=False)
+    assert where(impatient) == "ddd"
+    second = manager.load(impatient, "s", [7, 8, 9], in_step=False, after=[])
+    assert set(second.copies[0].via).isdisjoint(plan.copies[0].via)
+    assert manager.finish_load(second.id) == 0
+    assert manager.finish_load(plan.id) == 3
+    assert where(manager.lookup(keys("abc"))) == "hhh"
+
+
+def test_a_tier_at_rest_is_not_looked_into():
+    manager = tiers(host="ac", disk="bd")
+    manager.resting.add(DISK)
+    assert where(manager.lookup(keys("abcd"))) == "h"
+    assert manager.spill(keys("ac")) is None
+    manager.resting.clear()
+    assert where(manager.lookup(keys("abcd"))) == "hdhd"
+
+
+def test_a_spill_copies_what_the_disk_has_not():
+    manager = tiers(host="abc", disk="b")
+    plan = manager.spill(keys("abcax"))
+    assert plan.tags == keys("ac")
+    assert plan.slots == [manager.pools[HOST].find(key) for key in keys("ac")]
+    assert manager.busy
+    assert manager.spill(keys("abc")) is None  # on its way
+    assert kept(manager, "abc", DISK) == "b"
+    assert manager.finish_spill(plan.id) == list(zip(keys("ac"), plan.targets, strict=True))
+    assert kept(manager, "abc", DISK) == "abc"
+    assert not manager.busy
+    assert manager.pools[HOST].pinned == 0
+
+
+def test_a_spill_keeps_its_source_from_being_evicted():
+    manager = tiers(host="ab", size=2)
+    plan = manager.spill(keys("ab"))
+    assert store(manager, "x") is None
+    manager.finish_spill(plan.id)
+    assert store(manager, "x") is not None
+
+
+def test_a_spill_that_failed_in_part_leaves_the_other_part():
+    manager = tiers(host="abc")
+    plan = manager.spill(keys("abc"))
+    assert [key for key, _ in manager.finish_spill(plan.id, bad=[1])] == keys("ac")
+    assert kept(manager, "abc", DISK) == "ac"
+    assert manager.pools[DISK].free == 14
+
+
+def test_a_block_that_turns_out_bad_while_it_is_spilled_is_not_kept_on_disk():
+    manager = tiers(host="abc")
+    plan, reading = manager.spill(keys("abc")), load(manager, "abc")
+    manager.finish_load(reading.id, bad=[1])
+    assert [key for key, _ in manager.finish_spill(plan.id)] == keys("ac")
+    assert kept(manager, "abc", DISK) == "ac"
+    assert manager.pools[HOST].pinned == 0
+
+
+def test_a_spill_evicts_from_the_disk_what_was_not_used_for_longest_and_says_so():
+    manager = tiers(host="xyz", disk="abc", size=4)
+    gone = []
+    manager.pools[DISK].on_gone = gone.extend
+    manager.touch(keys("a"))
+    manager.finish_spill(manager.spill(keys("xyz")).id)
+    assert gone == keys("bc")
+    assert kept(manager, "abcxyz", DISK) == "axyz"
+
+
+def test_blocks_written_under_another_seal_have_other_tags():
+    manager = tiers(host="ab", disk="c")
+    manager.seal = b"!"
+    assert manager.spill(keys("ab")).tags == [b"a!", b"b!"]
+    assert load(manager, "abc").copies[1].tags == [b"c!"]

@@ -395,3 +395,73 @@ def test_a_pool_evicts_by_the_policy_it_is_given():
     pool.publish(pool.allocate(keys("b")))
     pool.allocate(keys("c"))
     assert found(pool, "ab") == "a"
+
+
+# -- lending, adopting, telling ---------------------------------------------------------------------------------------
+
+
+def test_what_is_lent_cannot_be_found_and_comes_back_free():
+    pool = Pool(4)
+    pool.publish(pool.allocate(keys("abc")))
+    slots = pool.lend(3)
+    assert len(set(slots)) == 3
+    assert (pool.lent, pool.free, pool.published) == (3, 0, 1)
+    assert found(pool, "abc") == "a"
+    assert pool.lend(9) != []
+    assert pool.lend(1) == []
+    assert pool.allocate(keys("x")) is None
+    pool.take_back(slots)
+    assert (pool.lent, pool.free) == (1, 3)
+    with pytest.raises(KeyError):
+        pool.take_back(slots)
+
+
+def test_an_adopted_pool_finds_its_blocks_where_they_lie_and_evicts_the_oldest_first():
+    pool = Pool(4)
+    assert pool.adopt([(b"a", 3), (b"b", 0), (b"c", 2)]) == 3
+    assert [pool.find(key) for key in keys("abc")] == [3, 0, 2]
+    assert pool.free == 1
+    pool.publish(pool.allocate(keys("xy")))
+    assert found(pool, "abcxy") == "bcxy"
+    assert {pool.find(b"x"), pool.find(b"y")} == {1, 3}
+
+
+def test_what_cannot_be_is_not_adopted():
+    pool = Pool(3)
+    assert pool.adopt([(b"a", 0), (b"b", 0), (b"a", 1), (b"c", 3), (b"d", -1), (b"e", 2)]) == 2
+    assert found(pool, "abcde") == "ae"
+    assert (pool.free, pool.available) == (1, 3)
+
+
+def test_only_an_empty_pool_adopts():
+    pool = Pool(2)
+    pool.allocate(keys("a"))
+    with pytest.raises(ValueError, match="holds nothing"):
+        pool.adopt([(b"b", 1)])
+
+
+def test_an_adoption_that_breaks_off_changes_nothing():
+    def broken():
+        yield b"a", 0
+        raise OSError
+
+    pool = Pool(2)
+    with pytest.raises(OSError):
+        pool.adopt(broken())
+    assert (pool.free, pool.published) == (2, 0)
+
+
+def test_whoever_keeps_a_list_hears_of_blocks_that_are_gone_one_by_one_but_not_of_all_at_once():
+    pool, gone = Pool(3), []
+    pool.on_gone = gone.extend
+    pool.publish(pool.allocate(keys("abc")))
+    pool.drop(b"b")
+    assert gone == keys("b")
+    pool.allocate(keys("xy"))
+    assert gone == keys("bc")
+    pool.lend(1)
+    assert gone == keys("bca")
+    pool.abandon([pool._writing[b"x"]])
+    pool.publish(pool.allocate(keys("z")))
+    pool.clear()
+    assert gone == keys("bca")

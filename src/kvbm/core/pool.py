@@ -8,6 +8,8 @@ A slot is always in exactly one state::
       |      abandon      |   evict, drop     |        drop         v
       +-------------------+-------------------+------ last unpin  DOOMED
 
+A slot can also be LENT: taken without a key, used for something that nobody shall find, and given back.
+
 Only PUBLISHED and PINNED slots can be found. A DOOMED slot is still being read by somebody but can no longer be found;
 it becomes free when its last reader lets go.
 
@@ -19,7 +21,7 @@ collection.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvbm.core.keys import Key
 from kvbm.core.policy import LRU, EvictionPolicy
@@ -33,12 +35,15 @@ class Pool:
             raise ValueError(f"a pool needs at least one slot, got {size}")
         self.size = size
         self.evictions = 0
+        # Told of blocks that can no longer be found because they were evicted or dropped, not because all were.
+        self.on_gone: Callable[[Sequence[Key]], None] | None = None
         self._policy = policy if policy is not None else LRU(size)
         self._published: dict[Key, int] = {}
         self._writing: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}  # of every slot that is being written or published
         self._pins = array("i", [0]) * size
         self._doomed: set[int] = set()
+        self._lent: set[int] = set()
         self._free = array("i", range(size - 1, -1, -1))
 
     # -- finding ------------------------------------------------------------------------------------------------------
@@ -93,14 +98,9 @@ class Pool:
         held = not (self._published.keys().isdisjoint(keys) and self._writing.keys().isdisjoint(keys))
         if held or len(set(keys)) < len(keys):
             raise ValueError("allocate() of a block that the pool already holds")
-        missing = len(keys) - len(self._free)
-        if missing > len(self._policy):
+        if len(keys) > self.available:
             return None
-        for _ in range(missing):
-            slot = self._policy.take()
-            del self._published[self._keys.pop(slot)]
-            self._free.append(slot)
-            self.evictions += 1
+        self._make_room(len(keys))
         slots: list[int] = []
         for key in keys:
             slot = self._free.pop()
@@ -126,6 +126,48 @@ class Pool:
             del self._writing[self._key_at(slot)]
             del self._keys[slot]
             self._free.append(slot)
+
+    def lend(self, count: int) -> list[int]:
+        """Up to ``count`` slots, as many as can be had, evicting as needed. They end with :meth:`take_back`."""
+        count = min(count, self.available)
+        self._make_room(count)
+        slots = [self._free.pop() for _ in range(count)]
+        self._lent.update(slots)
+        return slots
+
+    def take_back(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._lent.remove(slot)
+            self._free.append(slot)
+
+    def adopt(self, blocks: Iterable[tuple[Key, int]]) -> int:
+        """Blocks that lie in their slots already, least recently used first; for a pool that holds nothing yet.
+
+        What cannot be is left out: slots that the pool does not have, a second block in a slot, a second slot of a
+        block. Returns how many can be found now.
+        """
+        if len(self._free) < self.size:
+            raise ValueError("adopt() is for a pool that holds nothing")
+        for key, slot in list(blocks):
+            if 0 <= slot < self.size and slot not in self._keys and key not in self._published:
+                self._keys[slot] = key
+                self._published[key] = slot
+                self._policy.add((slot,))
+        self._free = array("i", [slot for slot in range(self.size - 1, -1, -1) if slot not in self._keys])
+        return len(self._published)
+
+    def _make_room(self, slots: int) -> None:
+        """Evict until so many are free."""
+        gone: list[Key] = []
+        for _ in range(slots - len(self._free)):
+            slot = self._policy.take()
+            key = self._keys.pop(slot)
+            del self._published[key]
+            self._free.append(slot)
+            gone.append(key)
+        self.evictions += len(gone)
+        if gone and self.on_gone is not None:
+            self.on_gone(gone)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -171,6 +213,13 @@ class Pool:
 
     def drop(self, key: Key) -> bool:
         """Make a published block unfindable at once (it turned out bad). True when there was one."""
+        if not self._forget(key):
+            return False
+        if self.on_gone is not None:
+            self.on_gone((key,))
+        return True
+
+    def _forget(self, key: Key) -> bool:
         slot = self._published.pop(key, None)
         if slot is None:
             return False
@@ -186,7 +235,7 @@ class Pool:
         """Drop every published block and return how many there were. Slots being written stay their writer's."""
         keys = list(self._published)
         for key in keys:
-            self.drop(key)
+            self._forget(key)
         return len(keys)
 
     # -- counting -----------------------------------------------------------------------------------------------------
@@ -199,6 +248,10 @@ class Pool:
     @property
     def writing(self) -> int:
         return len(self._writing)
+
+    @property
+    def lent(self) -> int:
+        return len(self._lent)
 
     @property
     def published(self) -> int:

@@ -14,38 +14,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
-
-import msgspec
+from typing import Protocol
 
 from kvbm.core.cost import CostModel
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
-from kvbm.plans import LoadPlan, Report, StorePlan, Tier
+from kvbm.plans import LoadPlan, LoadResult, Report, SpillPlan, StorePlan, Tier
+from kvbm.runtime.counts import Counts
+from kvbm.runtime.spills import Spills
 
-T = TypeVar("T", int, float)
-
-
-class Counts(msgspec.Struct):
-    """What has happened since the start.
-
-    Blocks count once, not once a rank. Bytes are those of all ranks, seconds those of the slowest one, and both are of
-    transfers that went well and whose time is known.
-    """
-
-    matched_blocks: dict[Tier, int] = msgspec.field(default_factory=dict)
-    matched_tokens: int = 0
-    offloaded_blocks: int = 0
-    onboarded_blocks: dict[Tier, int] = msgspec.field(default_factory=dict)
-    failed_load_blocks: int = 0
-    failed_store_blocks: int = 0
-    tainted_store_blocks: int = 0
-    refused_store_blocks: int = 0
-    refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
-    loaded_bytes: dict[Tier, int] = msgspec.field(default_factory=dict)
-    loaded_seconds: dict[Tier, float] = msgspec.field(default_factory=dict)
-    stored_bytes: dict[Tier, int] = msgspec.field(default_factory=dict)
-    stored_seconds: dict[Tier, float] = msgspec.field(default_factory=dict)
+__all__ = ["Counts", "Leader"]
 
 
 class Watcher(Protocol):
@@ -57,17 +35,38 @@ class Watcher(Protocol):
     def stored(self, plan: StorePlan, seconds: float, ok: bool) -> None: ...
 
 
-class _Flight:
-    """A plan on its way: which ranks have not answered yet, and what went wrong so far."""
+class _Load:
+    """A load on its way: which ranks have not answered yet, and what went wrong so far."""
 
-    __slots__ = ("bad", "beside", "plan", "ranks", "seconds")
+    __slots__ = ("absent", "bad", "keep", "late", "missed", "plan", "ranks", "seconds", "tier_seconds")
 
-    def __init__(self, plan: LoadPlan | StorePlan, ranks: int, beside: Iterable[int] = ()) -> None:
+    def __init__(self, plan: LoadPlan, ranks: int) -> None:
         self.plan = plan
         self.ranks = set(range(ranks))
         self.bad: set[int] = set()
+        self.missed: dict[int, list[int]] = {}  # by rank, as it said last
+        self.absent: set[int] = set()  # what the engine was told not to count on
+        self.late: set[int] = set()  # ranks that still write to the host slots
+        self.keep = True  # what comes from a slower tier may stay in host memory
         self.seconds = 0.0  # of the slowest rank
-        # A store's loads: those whose blocks the same forward pass may have computed on.
+        self.tier_seconds: dict[Tier, float] = {}
+
+    def take_in(self, rank: int, result: LoadResult) -> None:
+        self.bad.update(result.bad)
+        self.missed[rank] = result.missed
+        (self.late.add if result.late else self.late.discard)(rank)
+
+
+class _Store:
+    """A store on its way. ``beside``: loads whose blocks the same forward pass may have computed on."""
+
+    __slots__ = ("bad", "beside", "plan", "ranks", "seconds")
+
+    def __init__(self, plan: StorePlan, ranks: int, beside: Iterable[int] = ()) -> None:
+        self.plan = plan
+        self.ranks = set(range(ranks))
+        self.bad: set[int] = set()
+        self.seconds = 0.0
         self.beside = set(beside)
 
 
@@ -95,8 +94,11 @@ class Leader:
         self._ranks = ranks
         self._lost: set[int] = set()
         self._max_pending = max_pending_blocks
-        self._loads: dict[int, _Flight] = {}
-        self._stores: dict[int, _Flight] = {}
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, _Store] = {}
+        # Loads that are over for the engine, while some rank's disk still owes it a read.
+        self._late: dict[int, _Load] = {}
+        self.spills: Spills | None = None  # where there is a disk
         # Loads under way whose blocks the current forward pass computes on.
         self._in_step: set[int] = set()
         self._tainted: set[int] = set()
@@ -111,11 +113,18 @@ class Leader:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def onboard(
-        self, match: Match, request: str, blocks: Sequence[int], in_step: bool, layered: bool = False, tokens: int = 0
+        self,
+        match: Match,
+        request: str,
+        blocks: Sequence[int],
+        in_step: bool,
+        layered: bool = False,
+        tokens: int = 0,
+        within: float = 0.0,
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, whatever happens to the request."""
-        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered, tokens)
-        self._loads[plan.id] = _Flight(plan, self._ranks)
+        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered, tokens, within)
+        self._loads[plan.id] = _Load(plan, self._ranks)
         if in_step:
             self._in_step.add(plan.id)
         return plan
@@ -132,11 +141,15 @@ class Leader:
         plan = self.manager.store(keys, blocks)
         if plan is None:
             return None
-        self._stores[plan.id] = _Flight(plan, self._ranks, self._in_step)
+        self._stores[plan.id] = _Store(plan, self._ranks, self._in_step)
         self._pending_blocks += len(plan.copy.blocks)
         for block in plan.copy.blocks:
             self._reading[block] = plan.id
         return plan
+
+    def spill(self) -> SpillPlan | None:
+        """Plan to write blocks on to disk, as far as that keeps up; None when there is nothing to do."""
+        return None if self.spills is None or self._lost else self.spills.plan()
 
     def fences(self, blocks: Iterable[int]) -> list[int]:
         """Stores that must have read their source before anybody writes to ``blocks``."""
@@ -154,54 +167,80 @@ class Leader:
             for reason, times in report.faults.items():
                 self.faults[reason] += times
             for load in report.loads:
-                self._end_load(report.rank, load.id, load.bad, load.seconds)
+                self._end_load(report.rank, load)
         for report in reports:
             for store in report.stores:
                 self._end_store(report.rank, store.id, store.ok, store.seconds)
+            for spill in report.spills:
+                if self.spills is not None:
+                    self.spills.end(report.rank, spill)
 
-    def _end_load(self, rank: int, plan_id: int, bad: list[int], seconds: float = 0.0) -> None:
-        flight = self._loads.get(plan_id)
-        if bad or (flight is not None and flight.bad):
+    def _end_load(self, rank: int, result: LoadResult) -> None:
+        if (late := self._late.get(result.id)) is not None:
+            late.take_in(rank, result)
+            self._finish_late(late)
+            self._rest()
+            return
+        flight = self._loads.get(result.id)
+        if result.bad or result.missed or (flight is not None and flight.absent):
             # Whoever planned it, and again with every further rank: the engine may have gone on until it heard of it.
             self._tainted.update(self._stores)
         if flight is None:
             return
         flight.ranks.discard(rank)
-        flight.bad.update(bad)
-        flight.seconds = max(flight.seconds, seconds)
+        flight.take_in(rank, result)
+        flight.absent.update(result.bad, result.missed)
+        flight.seconds = max(flight.seconds, result.seconds)
+        for tier, seconds in result.tier_seconds.items():
+            flight.tier_seconds[tier] = max(flight.tier_seconds.get(tier, 0.0), seconds)
+        self._rest()
         if flight.ranks:
             return
-        del self._loads[plan_id]
-        self._in_step.discard(plan_id)
-        assert isinstance(flight.plan, LoadPlan)
-        self.counts.failed_load_blocks += len(flight.bad)
-        at = 0
-        for copy in flight.plan.copies:
-            good = sum(position not in flight.bad for position in range(at, at + len(copy.slots)))
-            _add(self.counts.onboarded_blocks, copy.tier, good)
-            at += len(copy.slots)
-        self._note_load(flight)
-        self.manager.finish_load(plan_id, flight.bad)
+        del self._loads[result.id]
+        self._in_step.discard(result.id)
+        self._count_load(flight)
+        self._late[result.id] = flight
+        self._finish_late(flight)
         if self._watcher is not None:
-            self._watcher.loaded(flight.plan, flight.seconds, flight.bad)
-        if flight.bad and self.on_failed_load is not None:
-            self.on_failed_load(flight.plan, flight.bad)
+            self._watcher.loaded(flight.plan, flight.seconds, flight.absent)
+        if flight.absent and self.on_failed_load is not None:
+            self.on_failed_load(flight.plan, flight.absent)
         for store_id, store in list(self._stores.items()):
-            if plan_id in store.beside:
+            if result.id in store.beside:
                 self._settle_store(store_id, store)
 
-    def _note_load(self, flight: _Flight) -> None:
-        """What a good load took, when it says something about one tier."""
-        assert isinstance(flight.plan, LoadPlan)
-        tiers = {copy.tier for copy in flight.plan.copies}
-        if flight.bad or not flight.seconds or not self._block_bytes or len(tiers) != 1:
+    def _finish_late(self, flight: _Load) -> None:
+        """Let go of a load's slots once nobody writes to them any more."""
+        if flight.late:
             return
-        (tier,) = tiers
-        blocks = len(flight.plan.blocks)
-        if self._cost is not None:
-            self._cost.observe_load(tier, blocks * max(self._block_bytes), flight.seconds)
-        _add(self.counts.loaded_bytes, tier, blocks * sum(self._block_bytes))
-        _add(self.counts.loaded_seconds, tier, flight.seconds)
+        del self._late[flight.plan.id]
+        missed = {position for positions in flight.missed.values() for position in positions}
+        self.counts.promoted_blocks += self.manager.finish_load(flight.plan.id, flight.bad, missed, flight.keep)
+
+    def _rest(self) -> None:
+        """A disk that owes us a read is not asked for anything before it has answered."""
+        owes = any(load.late for load in (*self._loads.values(), *self._late.values()))
+        (self.manager.resting.add if owes else self.manager.resting.discard)(Tier.DISK)
+
+    def _count_load(self, flight: _Load) -> None:
+        """What became of a load, and how long each tier took if nothing went wrong."""
+        self.counts.failed_load_blocks += len(flight.absent)
+        self.counts.missed_load_blocks += len(flight.absent - flight.bad)
+        blocks: dict[Tier, int] = {}
+        at = 0
+        for copy in flight.plan.copies:
+            good = sum(position not in flight.absent for position in range(at, at + len(copy.slots)))
+            self.counts.add_onboarded(copy.tier, good)
+            blocks[copy.tier] = blocks.get(copy.tier, 0) + len(copy.slots)
+            at += len(copy.slots)
+        if flight.absent or not self._block_bytes:
+            return
+        took = flight.tier_seconds or (dict.fromkeys(blocks, flight.seconds) if len(blocks) == 1 else {})
+        for tier, seconds in took.items():
+            if seconds > 0 and tier in blocks:
+                if self._cost is not None:
+                    self._cost.observe_load(tier, blocks[tier] * max(self._block_bytes), seconds)
+                self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
     def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
         flight = self._stores.get(plan_id)
@@ -216,7 +255,6 @@ class Leader:
         if flight.ranks:
             return
         # Every rank has read its source: the engine's blocks are its own again, whatever becomes of the copy.
-        assert isinstance(flight.plan, StorePlan)
         blocks = flight.plan.copy.blocks
         self._pending_blocks -= len(blocks)
         for block in blocks:
@@ -224,12 +262,11 @@ class Leader:
                 del self._reading[block]
         self._settle_store(plan_id, flight)
 
-    def _settle_store(self, plan_id: int, flight: _Flight) -> None:
+    def _settle_store(self, plan_id: int, flight: _Store) -> None:
         """Publish or forget a store once it is over on every rank and so is every load beside it."""
         if flight.ranks or not flight.beside.isdisjoint(self._in_step):
             return
         del self._stores[plan_id]
-        assert isinstance(flight.plan, StorePlan)
         blocks = len(flight.plan.copy.blocks)
         tainted = plan_id in self._tainted
         self._tainted.discard(plan_id)
@@ -238,11 +275,12 @@ class Leader:
         elif tainted:
             self.counts.tainted_store_blocks += blocks
         elif flight.seconds and self._block_bytes:
-            tier = flight.plan.copy.tier
-            _add(self.counts.stored_bytes, tier, blocks * sum(self._block_bytes))
-            _add(self.counts.stored_seconds, tier, flight.seconds)
+            self.counts.add_stored(flight.plan.copy.tier, blocks * sum(self._block_bytes), flight.seconds)
         ok = not flight.bad and not tainted
-        self.counts.offloaded_blocks += self.manager.finish_store(plan_id, ok)
+        keys = self.manager.finish_store(plan_id, ok)
+        self.counts.offloaded_blocks += len(keys)
+        if keys and self.spills is not None:
+            self.spills.stored(keys)
         if self._watcher is not None:
             self._watcher.stored(flight.plan, flight.seconds, ok)
 
@@ -259,18 +297,40 @@ class Leader:
         self.faults["rank lost"] += 1
         for plan_id, flight in list(self._loads.items()):
             if rank in flight.ranks:
-                assert isinstance(flight.plan, LoadPlan)
-                self._end_load(rank, plan_id, list(range(len(flight.plan.blocks))))
+                self._end_load(rank, LoadResult(plan_id, list(range(len(flight.plan.blocks)))))
+        for load in (*self._loads.values(), *self._late.values()):
+            load.late.discard(rank)
+            load.keep = False
+        for load in list(self._late.values()):
+            self._finish_late(load)
+        self._rest()
         for plan_id in list(self._stores):
             self._end_store(rank, plan_id, ok=False)
+        if self.spills is not None:
+            self.spills.fail_rank(rank)
         self.manager.clear()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every block. Stores under way end unpublished: they may hold the KV of weights that are gone."""
+        """Forget every block. What is under way ends unpublished: it may be the KV of weights that are gone."""
         self._tainted.update(self._stores)
+        for load in (*self._loads.values(), *self._late.values()):
+            load.keep = False
+        if self.spills is not None:
+            self.spills.reset()
         self.manager.clear()
+
+    def used(self, keys: Sequence[Key]) -> None:
+        """A request has found these blocks, on whatever tier or on the device, and did not have to compute them."""
+        if self.spills is not None:
+            self.spills.used(keys)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """A request has used these blocks, wherever it has them from: its last ones are the first to go."""
+        self.manager.touch(keys)
+        if self.spills is not None:
+            self.spills.touch(keys)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
@@ -291,8 +351,4 @@ class Leader:
 
     @property
     def busy(self) -> bool:
-        return bool(self._stores or self._loads)
-
-
-def _add(totals: dict[Tier, T], tier: Tier, value: T) -> None:
-    totals[tier] = totals.get(tier, 0) + value
+        return bool(self._stores or self._loads or self._late or (self.spills is not None and self.spills.under_way))
