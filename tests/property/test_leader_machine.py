@@ -605,7 +605,7 @@ class LeaderMachine(RuleBasedStateMachine):
         assert not self.leader._tainted
         assert not self.leader._reading
         assert not self.leader._late
-        assert self.leader._pending_blocks == self.leader.spills._pending == 0
+        assert self.leader._pending_blocks == self.leader.spills.pending_blocks == 0
         for pool in self.manager.pools.values():
             assert (pool.pinned, pool.writing, pool.lent) == (0, 0, 0)
             assert pool.free + pool.published == pool.available == pool.size

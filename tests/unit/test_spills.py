@@ -246,3 +246,15 @@ def test_the_next_engine_learns_what_was_used(leader):
     leader.apply(spilled(leader.spill(), 0, 1))
     leader.touch(keys("axb"))
     assert leader.spills._index.touched == keys("ab")
+
+
+def test_nothing_comes_to_stay_in_host_memory_once_a_rank_is_lost(leader):
+    store(leader, "ab")
+    leader.apply(spilled(leader.spill(), 0, 1))
+    leader.manager.pools[HOST].clear()
+    load = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
+    leader.apply([Report(1, loads=[LoadResult(load.id)])])
+    leader.fail_rank(1)
+    leader.apply([Report(0, loads=[LoadResult(load.id)])])
+    assert leader.manager.lookup(keys("ab")).blocks == 0
+    assert not leader.busy

@@ -106,17 +106,32 @@ class LeaderSource:
                 storing[plan.copy.tier] += len(plan.copy.slots)
         target = next(iter(leader.manager.pools))
         size = self.identity.block_bytes
-        flows = [
-            Flow(
-                source=DEVICE,
-                target=_name(target),
-                blocks=counts.offloaded_blocks,
-                bytes=counts.offloaded_blocks * size,
-                seconds=counts.stored_seconds.get(target, 0.0),
-                failed_blocks=log.failed_stores[target],
-                queued_blocks=storing[target],
+        flows = []
+        spills = leader.spills
+        if spills is None or not spills.bypass:
+            flows.append(
+                Flow(
+                    source=DEVICE,
+                    target=_name(target),
+                    blocks=counts.offloaded_blocks,
+                    bytes=counts.offloaded_blocks * size,
+                    seconds=counts.stored_seconds.get(target, 0.0),
+                    failed_blocks=log.failed_stores[target],
+                    queued_blocks=storing[target],
+                )
             )
-        ]
+        if spills is not None:
+            flows.append(
+                Flow(
+                    source=DEVICE if spills.bypass else _name(target),
+                    target=_name(Tier.DISK),
+                    blocks=counts.spilled_blocks,
+                    bytes=counts.spilled_blocks * size,
+                    seconds=counts.stored_seconds.get(Tier.DISK, 0.0),
+                    failed_blocks=counts.failed_spill_blocks,
+                    queued_blocks=spills.pending_blocks,
+                )
+            )
         for tier in leader.manager.pools:
             blocks = counts.onboarded_blocks.get(tier, 0)
             flows.append(

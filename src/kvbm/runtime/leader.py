@@ -339,7 +339,8 @@ class Leader:
     def under_way(self) -> list[LoadPlan | StorePlan]:
         """All plans that are not over. May be asked from any thread: copying a dict's values takes the interpreter one
         go."""
-        return [flight.plan for flight in (*list(self._loads.values()), *list(self._stores.values()))]
+        loads, stores = list(self._loads.values()), list(self._stores.values())
+        return [*(load.plan for load in loads), *(store.plan for store in stores)]
 
     @property
     def plans_under_way(self) -> int:

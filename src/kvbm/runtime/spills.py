@@ -46,7 +46,10 @@ class Spills:
         index: Index | None = None,
         max_pending_blocks: int = 1024,
         block_bytes: int = 0,
+        bypass: bool = False,
     ) -> None:
+        """``bypass``: there is no host tier, blocks only pass through host memory on their way."""
+        self.bypass = bypass
         self._manager = manager
         self._ranks = ranks
         self._counts = counts
@@ -57,7 +60,7 @@ class Spills:
         self._max_pending = max(1, min(max_pending_blocks, host.size // 2))
         self._waiting: dict[Key, None] = {}
         self._flights: dict[int, _Flight] = {}
-        self._pending = 0
+        self.pending_blocks = 0
         if index is not None:
             manager.pools[Tier.DISK].on_gone = index.remove
 
@@ -91,7 +94,7 @@ class Spills:
 
     def plan(self) -> SpillPlan | None:
         """What to write next. The caller must deliver it to every rank."""
-        room = self._max_pending - self._pending
+        room = self._max_pending - self.pending_blocks
         if not self._waiting or room <= 0 or Tier.DISK in self._manager.resting:
             return None
         batch = list(self._waiting)[:room]
@@ -101,7 +104,7 @@ class Spills:
         if plan is None:
             return None
         self._flights[plan.id] = _Flight(plan, self._ranks)
-        self._pending += len(plan.slots)
+        self.pending_blocks += len(plan.slots)
         return plan
 
     def end(self, rank: int, result: SpillResult) -> None:
@@ -116,7 +119,7 @@ class Spills:
             return
         del self._flights[result.id]
         blocks = len(flight.plan.slots)
-        self._pending -= blocks
+        self.pending_blocks -= blocks
         written = self._manager.finish_spill(result.id, flight.bad)
         if written and self._index is not None:
             self._index.put(written)
