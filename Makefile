@@ -20,7 +20,7 @@ python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-matrix bench-core docs clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-observe test-matrix bench-core bench-observe dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,13 +43,18 @@ lint: env ## check style and types
 	$(VENV)/bin/mypy
 
 unit: env ## run the tests that need no engine: seconds
-	$(python) -m pytest -m "not engine and not matrix and not gpu" $(PYTEST)
+	$(python) -m pytest -m "not engine and not matrix and not gpu and not observe" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
 	$(python) -m pytest -m "engine and not matrix and not gpu" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(python) -m pytest -m "not matrix and not gpu" $(PYTEST)
+	$(python) -m pytest -m "not matrix and not gpu and not observe" $(PYTEST)
+
+test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
+	$(VENV)/bin/pip install --quiet --editable '.[observe]'
+	$(python) scripts/observe_tools.py > /dev/null
+	$(python) -m pytest -m observe tests/observe $(PYTEST)
 
 test-matrix: models ## run the matrix tests with every supported vLLM release
 	@summary=; status=0; \
@@ -66,12 +71,18 @@ test-matrix: models ## run the matrix tests with every supported vLLM release
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
 	$(python) benchmarks/core.py
 
+bench-observe: env ## measure what being looked at costs: scraping and recording
+	$(python) benchmarks/observe.py
+
+dashboard: env ## write the Grafana dashboard from its list of panels
+	@$(python) scripts/dashboard.py
+
 docs: env ## write docs/configuration.md from the table of settings
 	$(VENV)/bin/kvbm config --docs > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 
 clean: ## remove results and caches
-	rm -rf demo-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-results observe-results bench-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments as well

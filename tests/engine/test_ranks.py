@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 
 import pytest
 from engines import do, generate, prompt
+
+from servers import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -17,12 +18,6 @@ ENGINE = {"tensor_parallel_size": 2}
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 # On rank 1 only. The second store is that of SECOND; the first load brings 12 blocks, the next one loses its third.
 FAULTS = "store:rank=1:every=2,load:rank=1:every=15"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

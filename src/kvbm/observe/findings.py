@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvbm.observe.requests import EVICTED, LOADED, NEW, NOT_FOUND, ON_DEVICE, REFUSED, TOO_SHORT
 from kvbm.observe.snapshot import DISK, HOST, Finding, Snapshot, TierState
+from kvbm.observe.words import seconds
 
 FEW_REQUESTS = 10  # before these, nothing can be said
 LITTLE = 0.02  # a hit rate below this is no gain
@@ -38,7 +39,7 @@ def _gain(s: Snapshot) -> Finding | None:
         name="gain",
         level="good",
         text=f"It helps: {hits / s.hit_rates.blocks:.0%} of the blocks that the engine did not have were found, and "
-        f"loading them saved about {_seconds(net)} of waiting in {s.saved.loads} loads{how}.",
+        f"loading them saved about {seconds(net)} of waiting in {s.saved.loads} loads{how}.",
     )
 
 
@@ -168,7 +169,7 @@ def _slower(s: Snapshot) -> Finding | None:
     return Finding(
         name="loads-too-slow",
         level="bad",
-        text=f"Loads took {_seconds(s.saved.lost_seconds - s.saved.saved_seconds)} longer than computing would have.",
+        text=f"Loads took {seconds(s.saved.lost_seconds - s.saved.saved_seconds)} longer than computing would have.",
         cure="KVBM_LOAD=auto loads only what pays; it is set otherwise, or the machine has become slower lately.",
     )
 
@@ -243,11 +244,3 @@ def _tier(s: Snapshot, name: str) -> TierState | None:
 
 def _size(tier: TierState) -> str:
     return f"{tier.slots * tier.block_bytes / 1e9:.2f} GB, {tier.slots} blocks"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 7200:
-        return f"{seconds / 3600:.1f} h"
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

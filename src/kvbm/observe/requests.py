@@ -100,8 +100,9 @@ class RequestLog:
 
     def __init__(self, window: int = 1000, record: Sink | None = None, latest: int = LATEST) -> None:
         self.changes = 0  # goes up with everything that happens, so that whoever reports can tell whether anything did
-        self.outcomes: Counter[str] = Counter()
-        self.missed: Counter[str] = Counter()
+        # All of them from the start: a dashboard needs its zeros.
+        self.outcomes = dict.fromkeys((LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED), 0)
+        self.missed = dict.fromkeys((NEW, EVICTED), 0)
         self.lookups = 0
         self.looked_up_blocks = 0
         self.failed_loads: Counter[Tier] = Counter()

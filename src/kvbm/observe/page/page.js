@@ -5,7 +5,7 @@
 const EVERY_MS = 1000;
 const HISTORY_S = 300;
 const SMOOTH_S = 5; // rates are means over this many seconds: single transfers would only flicker
-const REQUESTS = 40;
+const REQUESTS = 25;
 const NAMES = { device: "GPU (the engine's own cache)", host: "Host memory", disk: "Disk", object: "Object store" };
 
 const states = []; // the answers of the last minutes, oldest first
@@ -131,7 +131,7 @@ function drawFlow(source, target, sign) {
   const value = (name) => rate((s) => (flow(s, source, target) || known)[name], then, now);
   const blocks = value("blocks");
   const queued = known.queued_blocks ? `, ${whole(known.queued_blocks)} waiting` : "";
-  const text = `${digits(blocks)} blocks/s, ${digits(value("bytes") / 1e9)} GB/s${queued}`;
+  const text = `${digits(blocks)} blocks/s, ${bytes(value("bytes"))}/s${queued}`;
   const node = make("span", { class: blocks ? "on" : "" }, `${sign} ${source} → ${target}: `, make("b", {}, text));
   node.title = `${whole(known.blocks)} blocks, ${bytes(known.bytes)} since the start`;
   node.dataset.flow = `${source}-${target}`;
@@ -192,12 +192,12 @@ function plot(title, unit, lines) {
 function drawHistory(state) {
   const moved = (pick) => states.map((to, i) => rate(
     (s) => s.flows.filter(pick).reduce((sum, f) => sum + f.bytes, 0), before(i, SMOOTH_S), to,
-  ) / 1e9);
-  const gigabytes = (value) => `${digits(value)} GB/s`;
+  ));
+  const speed = (value) => `${bytes(value)}/s`;
   const plots = [
-    plot("moved", "GB/s", [
-      { name: "↑ onboard", color: "device", values: moved((f) => f.target === "device"), show: gigabytes },
-      { name: "↓ offload", color: "host", values: moved((f) => f.target !== "device"), show: gigabytes },
+    plot("moved", "bytes", [
+      { name: "↑ onboard", color: "device", values: moved((f) => f.target === "device"), show: speed },
+      { name: "↓ offload", color: "host", values: moved((f) => f.target !== "device"), show: speed },
     ]),
     plot("hit rate", "%", state.tiers.map((tier) => ({
       name: tier.tier,

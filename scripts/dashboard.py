@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Write the Grafana dashboard: deploy/observability/grafana/dashboards/kvbm.json.
+
+    python scripts/dashboard.py            # what `make dashboard` does
+
+A list of panels is easier to keep right than the thousand lines of JSON that Grafana wants.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TARGET = Path(__file__).resolve().parent.parent / "deploy/observability/grafana/dashboards/kvbm.json"
+# That of the dashboard for KVBM which people have had so far: imported, this one takes its place and links still work.
+UID = "3f679257-70a5-402c-92b4-05382337b548"
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTH = 24  # columns of Grafana's grid
+
+
+class Query(NamedTuple):
+    expr: str
+    legend: str = "__auto"
+
+
+class Panel(NamedTuple):
+    title: str
+    description: str
+    unit: str
+    queries: list[Query]
+    kind: str = "timeseries"
+    width: int = 8
+    stacked: bool = False
+    most: float | None = None  # the top of the axis
+
+
+class Row(NamedTuple):
+    title: str
+    panels: list[Panel]
+
+
+def way(expr: str) -> Query:
+    return Query(expr, "{{source}} → {{target}}")
+
+
+# The eight panels under the titles that guides to KVBM name; their queries are bare metric names, so that they show the
+# same as they always did.
+ROWS = [
+    Row("Is it helping?", [
+        Panel("Hit rate", "Part of the blocks that the engine did not have itself and one of the tiers had, over the "
+              "latest requests (DYN_KVBM_CACHE_STATS_MAX_REQUESTS).", "percentunit",
+              [Query("kvbm_host_cache_hit_rate + kvbm_disk_cache_hit_rate + kvbm_object_cache_hit_rate",
+                     "{{instance}}")], "stat", 6, most=1),
+        Panel("Time to first token saved", "Seconds a second, summed over requests. Estimated: what computing the "
+              "loaded tokens would have taken at the measured speed of prefill, less what their loads took.", "s",
+              [Query("rate(kvbm_ttft_saved_seconds_total[1m]) - rate(kvbm_ttft_lost_seconds_total[1m])",
+                     "{{instance}}")], "stat", 6),
+        Panel("Tokens brought back", "Tokens a second that were loaded instead of computed.", "short",
+              [Query("rate(kvbm_matched_tokens[1m])", "{{instance}}")], "stat", 6),
+        Panel("Faults", "Faults inside KVBM in the last hour. Each cost a hit and nothing else.", "short",
+              [Query("sum by (instance) (increase(kvbm_failures_total[1h])) or 0 * kvbm_matched_tokens",
+                     "{{instance}}")], "stat", 6),
+    ]),
+    Row("Cache Hit", [
+        Panel("Host Cache Hit Rate", "Part of the latest requests' blocks that the host tier had.", "percentunit",
+              [Query("kvbm_host_cache_hit_rate")], most=1),
+        Panel("Disk Cache Hit Rate", "Part of the latest requests' blocks that the disk tier had.", "percentunit",
+              [Query("kvbm_disk_cache_hit_rate")], most=1),
+        Panel("Matched Tokens", "Tokens that were found in KVBM's tiers, beyond the engine's own cache, and loaded.",
+              "short", [Query("kvbm_matched_tokens")]),
+    ]),
+    Row("Offload", [
+        Panel("Offload Blocks - Device to Host", "Grows with every block that is computed and not held yet.", "short",
+              [Query("kvbm_offload_blocks_d2h")]),
+        Panel("Offload Blocks - Host to Disk", "Blocks that passed the disk tier's filter and were written.", "short",
+              [Query("kvbm_offload_blocks_h2d")]),
+        Panel("Offload Blocks - Device to Disk (Bypass Host)", "Only without a host tier.", "short",
+              [Query("kvbm_offload_blocks_d2d")]),
+    ]),
+    Row("Onboard", [
+        Panel("Onboard Blocks - Host to Device", "Grows when a prompt comes back that the engine has dropped. A large "
+              "number means that the cache is used.", "short", [Query("kvbm_onboard_blocks_h2d")], width=12),
+        Panel("Onboard Blocks - Disk to Device", "The same from disk.", "short", [Query("kvbm_onboard_blocks_d2d")],
+              width=12),
+    ]),
+    Row("Transfers", [
+        Panel("Bytes moved", "All ranks together.", "Bps", [way("rate(kvbm_transfer_bytes_total[1m])")]),
+        Panel("Speed while moving", "Bytes over the time transfers took, each as long as its slowest rank.", "Bps",
+              [way("rate(kvbm_transfer_bytes_total[1m]) / (rate(kvbm_transfer_seconds_total[1m]) > 0)")]),
+        Panel("Waiting to be moved", "Blocks whose transfer is planned and not over yet.", "short",
+              [way("kvbm_transfer_queued_blocks")]),
+    ]),
+    Row("Tiers", [
+        Panel("Filled", "Slots that are not free.", "percentunit",
+              [Query('1 - sum by (instance, tier) (kvbm_slots{state="free"}) / sum by (instance, tier) (kvbm_slots)',
+                     "{{tier}}")], most=1),
+        Panel("Slots by state", "Free, being written, idle (hold a block), pinned (being read).", "short",
+              [Query("kvbm_slots", "{{tier}} {{state}}")], stacked=True),
+        Panel("Evictions", "Blocks that had to make room, a second.", "short",
+              [Query("rate(kvbm_evictions_total[1m])", "{{tier}}")]),
+        Panel("Size", "All ranks together.", "decbytes", [Query("kvbm_capacity_bytes", "{{tier}}")], "stat"),
+        Panel("Speed of loads, as measured", "What the cost model believes, on one rank.", "Bps",
+              [Query("kvbm_load_bytes_per_second", "{{tier}}")]),
+        Panel("Speed of prefill, as measured", "Tokens a second, for the first tokens of a prompt.", "short",
+              [Query("kvbm_prefill_tokens_per_second", "{{instance}}")]),
+    ]),
+    Row("Why not", [
+        Panel("Requests by outcome", "What became of the lookup when a request was let in.", "reqps",
+              [Query("rate(kvbm_requests_total[1m])", "{{outcome}}")], stacked=True),
+        Panel("Missed lookups", "Ended at a block that nobody had computed before (new: nothing repeats), or at one "
+              "that was kept and had to make room (evicted: the tiers are too small).", "reqps",
+              [Query("rate(kvbm_missed_lookups_total[1m])", "{{why}}")], stacked=True),
+        Panel("Found and not loaded", "Blocks that would have been slower to load than to compute.", "short",
+              [Query("rate(kvbm_refused_load_blocks_total[1m])", "{{reason}}"),
+               Query("0 * kvbm_matched_tokens", "none")]),
+        Panel("Not kept", "Blocks that were not kept, by reason.", "short",
+              [Query("rate(kvbm_refused_blocks_total[1m])", "{{reason}}")]),
+        Panel("Did not arrive", "Blocks whose transfer failed: computed again, or not kept.", "short",
+              [way("rate(kvbm_transfer_failed_blocks_total[1m])")]),
+        Panel("Faults by reason", "Each cost a hit and nothing else.", "short",
+              [Query("rate(kvbm_failures_total[1m])", "{{reason}}"), Query("0 * kvbm_matched_tokens", "none")]),
+    ]),
+]  # fmt: skip
+
+
+def dashboard() -> dict[str, Any]:
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in ROWS:
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"h": 1, "w": WIDTH, "x": 0, "y": y},
+            }
+        )
+        y += 1
+        x = 0
+        height = 4 if all(panel.kind == "stat" for panel in row.panels) else 8
+        for panel in row.panels:
+            if x + panel.width > WIDTH:
+                x, y = 0, y + height
+            panels.append(_panel(len(panels) + 1, panel, {"h": height, "w": panel.width, "x": x, "y": y}))
+            x += panel.width
+        y += height
+    variable = {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "refresh": 1,
+        "hide": 0,
+        "includeAll": False,
+        "multi": False,
+        "options": [],
+        "regex": "",
+    }
+    return {
+        "uid": UID,
+        "title": "KVBM Dashboard",
+        "description": "What KVBM keeps, brings back and saves",
+        "tags": ["kvbm"],
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "5s",
+        "schemaVersion": 41,
+        "time": {"from": "now-15m", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [variable]},
+        "annotations": {"list": []},
+        "links": [],
+        "panels": panels,
+    }
+
+
+def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+    custom: dict[str, Any] = {}
+    options: dict[str, Any]
+    if panel.kind == "timeseries":
+        custom = {
+            "drawStyle": "line",
+            "lineWidth": 2,
+            "fillOpacity": 25 if panel.stacked else 8,
+            "showPoints": "never",
+            "spanNulls": True,
+            "stacking": {"group": "A", "mode": "normal" if panel.stacked else "none"},
+        }
+        options = {
+            "legend": {"calcs": ["lastNotNull"], "displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    else:
+        options = {
+            "colorMode": "value",
+            "graphMode": "area",
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "textMode": "auto",
+        }
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": custom, "color": {"mode": "palette-classic"}}
+    if panel.most is not None:
+        defaults["max"] = panel.most
+    if panel.title == "Time to first token saved":
+        del defaults["min"]  # it may be negative, and that must be seen
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": DATASOURCE,
+                "expr": query.expr,
+                "legendFormat": query.legend,
+                "range": True,
+            }
+            for i, query in enumerate(panel.queries)
+        ],
+    }
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(text())
+    print(TARGET)

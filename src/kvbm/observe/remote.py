@@ -1,0 +1,45 @@
+"""Snapshots of an engine that runs elsewhere, over its metrics port."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import msgspec
+
+from kvbm.observe.snapshot import Snapshot, from_json
+
+# A proxy of the user's environment must not see what goes to this machine.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class NotReachableError(Exception):
+    """Nothing that can be read was had from the port; the text says why and what to do."""
+
+
+def normal_url(text: str) -> str:
+    """`6880`, `host:6880` and `http://host:6880/` are all understood."""
+    text = text.strip().rstrip("/")
+    if text.isdigit():
+        return f"http://127.0.0.1:{text}"
+    return text if "://" in text else f"http://{text}"
+
+
+def fetch(url: str, requests: int = 0, timeout: float = 5.0) -> Snapshot:
+    """The state of the engine whose metrics port is at ``url``; raises `NotReachableError`."""
+    try:
+        with _OPENER.open(f"{url}/api/state?requests={requests}", timeout=timeout) as response:
+            return from_json(response.read())
+    except urllib.error.HTTPError as error:
+        raise NotReachableError(
+            f"{url} answered with {error.code}: this is not a metrics port of KVBM. Name the one that the engine's log "
+            "names, DYN_KVBM_METRICS_PORT."
+        ) from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, msgspec.DecodeError):
+            raise NotReachableError(f"{url} gave no snapshot that this kvbm understands: {error}") from error
+        reason = getattr(error, "reason", error)
+        raise NotReachableError(
+            f"nothing answers at {url} ({reason}). Start the engine with DYN_KVBM_METRICS=1; the port is "
+            "DYN_KVBM_METRICS_PORT, 6880 by default."
+        ) from error

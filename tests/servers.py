@@ -1,0 +1,110 @@
+"""`vllm serve` on the CPU as a test sees it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[1]
+CONNECTOR = {
+    "kv_connector": "DynamoConnector",
+    "kv_connector_module_path": "kvbm.vllm_integration.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+# A proxy of the user's environment must not see requests to this machine.
+HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Server:
+    def __init__(self, process, port: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        return HTTP.open(self.url + path, timeout=30).read().decode()
+
+    def post(self, path: str, body: dict | None = None) -> str:
+        request = urllib.request.Request(self.url + path, json.dumps(body or {}).encode(), method="POST")
+        request.add_header("Content-Type", "application/json")
+        return HTTP.open(request, timeout=60).read().decode()
+
+    def wait_until_healthy(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.popen.poll() is None, self.process.log.read_text()[-5000:]
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        pytest.fail(f"not healthy after {seconds} s:\n{self.process.log.read_text()[-5000:]}")
+
+    def stream(self, prompt: list[int], max_tokens: int = 16) -> tuple[str, int]:
+        """The answer, and in how many pieces it came."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        pieces = []
+        for line in self.post("/v1/completions", body).splitlines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+        return "".join(pieces), len(pieces)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            name: float(value)
+            for name, value in re.findall(r"^(kvbm_\w+?)(?:_total)?(?:{.*})? ([\d.e+]+)$", self.get("/metrics"), re.M)
+        }
+
+    def wait_for_metric(self, name: str, value: float, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.metrics().get(name) != value:
+            assert time.monotonic() < deadline, self.metrics()
+            time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_server(
+    start_process, model: str, env: dict[str, str], connector: dict | None = CONNECTOR, options: list[str] | None = None
+) -> Server:
+    """A server with the tiny model, under the name "tiny"; ``connector`` None is vLLM alone."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--block-size", "32", "--shutdown-timeout", "20", *(options or [])]
+    if not options or "--num-gpu-blocks-override" not in options:
+        command += ["--num-gpu-blocks-override", "256"]
+    if connector is not None:
+        command += ["--kv-transfer-config", json.dumps(connector)]
+    environment = {
+        "PYTHONPATH": str(PROJECT / "src"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **env,
+    }
+    server = Server(start_process(command, environment), port)
+    server.wait_until_healthy(240)
+    return server
