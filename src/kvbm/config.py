@@ -307,10 +307,11 @@ SETTINGS: tuple[Setting, ...] = (
             "for that request, and only TensorRT-LLM gives priorities."),
     Setting("max_concurrent_transfers", "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
             Number(unit="batches", low=1, example="4"), 4, MOVING,
-            "Batches of blocks in flight between two tiers."),
+            "Batches of blocks on their way at a time where one rank loads for all (DYN_KVBM_NCCL_MLA_MODE); every "
+            "other copy keeps its bus full without a limit.", used=True),
     Setting("max_transfer_batch_size", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
             Number(unit="blocks", low=1, example="16"), 16, MOVING,
-            "Blocks in one batch."),
+            "Blocks in one such batch.", used=True),
     Setting("transfer_batch_size", "DYN_KVBM_TRANSFER_BATCH_SIZE", _TEXT, None, MOVING,
             "Never did anything.", retired="the size of a batch is DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"),
 
@@ -424,10 +425,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("nixl_backends", BACKEND_PREFIX + "<NAME>", Backends(example="{UCX = true}"), {}, BACKENDS,
             "Switches a NIXL backend on or off, one variable for each; an empty value is an error."),
     Setting("nccl_mla_mode", "DYN_KVBM_NCCL_MLA_MODE", _SWITCH, False, BACKENDS,
-            "Where every rank has the same KV (MLA), keep it once and broadcast it with NCCL."),
+            "Where every rank has the same KV (MLA), let the first one alone have a host tier and broadcast what it "
+            "loads; without it the ranks of one machine share one host tier.", used=True),
     Setting("nccl_max_ctas", "DYN_KVBM_NCCL_MAX_CTAS",
             Number(unit="CTAs", low=1, high=2**31 - 1, example="8"), 8, BACKENDS,
-            "Most CTAs that NCCL may take for a broadcast."),
+            "Most CTAs (multiprocessors) that NCCL may take for a broadcast.", used=True),
 )
 # fmt: on
 

@@ -156,6 +156,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
     slots: dict[Tier, int]
     layout: str
+    # How many ranks keep these bytes once among them: more than one where every rank has the same KV.
+    shared_by: int = 1
 
 
 _T = TypeVar("_T")

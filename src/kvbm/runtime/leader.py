@@ -74,6 +74,7 @@ class Leader:
     """``block_bytes``: bytes of a block on each rank, and ``cost``: whom to tell what loads took, both if known.
 
     ``watcher`` hears of every plan that has ended.
+    ``kept_bytes``: bytes of a block that all ranks together write; fewer than they have where some keep one copy.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class Leader:
         block_bytes: Sequence[int] = (),
         cost: CostModel | None = None,
         watcher: Watcher | None = None,
+        kept_bytes: int = 0,
     ) -> None:
         self.manager = manager
         self._watcher = watcher
         self._block_bytes = block_bytes
+        self._kept_bytes = kept_bytes or sum(block_bytes)
         self._cost = cost
         self.counts = Counts()
         self.faults: Counter[str] = Counter()
@@ -275,7 +278,7 @@ class Leader:
         elif tainted:
             self.counts.tainted_store_blocks += blocks
         elif flight.seconds and self._block_bytes:
-            self.counts.add_stored(flight.plan.copy.tier, blocks * sum(self._block_bytes), flight.seconds)
+            self.counts.add_stored(flight.plan.copy.tier, blocks * self._kept_bytes, flight.seconds)
         ok = not flight.bad and not tainted
         keys = self.manager.finish_store(plan_id, ok)
         self.counts.offloaded_blocks += len(keys)

@@ -14,11 +14,15 @@ import torch
 
 from kvbm.config import Config, slots_for
 from kvbm.plans import Hello, Tier
-from kvbm.runtime.worker import Worker
+from kvbm.runtime.replicas import Offer, Replicas
+from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import numa
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
+from kvbm.storage.shared import SharingError
 from kvbm.transfer import open_copier
+from kvbm.transfer.broadcast import Passing
+from kvbm.transfer.wire import Wire
 
 logger = logging.getLogger("kvbm")
 
@@ -26,7 +30,8 @@ logger = logging.getLogger("kvbm")
 class Rank:
     """Called from the engine's worker thread."""
 
-    def __init__(self, config: Config, rank: int, ranks: int) -> None:
+    def __init__(self, config: Config, rank: int, ranks: int, replicas: Replicas | None = None) -> None:
+        """``replicas``: the ranks that hold the very same KV as this one, which is among them."""
         self.rank = rank
         self.ranks = ranks
         self.layout: BlockLayout | None = None
@@ -35,6 +40,8 @@ class Rank:
         self._device = ""
         self._slots = 0
         self._slab: HostSlab | None = None
+        self._replicas = replicas
+        self._wire: Wire | None = None
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
@@ -42,39 +49,111 @@ class Rank:
         tensors = [_spec(name, tensor) for name, tensor in kv_caches.items()]
         self.layout = layout = describe(tensors, num_blocks)
         self._device = str(next(iter(kv_caches.values())).device)
-        config = self._config
-        slots = slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, layout.block_bytes * self.ranks)
+        node = None if self._config.disable_numa else _numa_node(self._device)
+        if not self._join(layout):
+            self._replicas = None
+        if self._replicas is not None and self._wire is None:
+            try:
+                self._slots = self._budget(layout)
+                self._slab = self._replicas.share_slab(self._slots * layout.slot_bytes, node)
+                return
+            except SharingError as error:
+                self._tell("every rank has the same KV and stores it for itself: %s", error)
+                self._replicas = None
+        self._slots = self._budget(layout)
+        # Who gets all it loads from another rank needs no more of a tier than its copier's warm-up does.
+        slots = 1 if self._wire is not None and not self._wire.sends else self._slots
+        self._slab = HostSlab(slots * layout.slot_bytes, node=node)
+
+    def _join(self, layout: BlockLayout) -> bool:
+        """Meet the ranks that hold the same KV. False when each is to keep it for itself, or there are none."""
+        replicas, config = self._replicas, self._config
+        if replicas is None or replicas.size == 1:
+            if config.nccl_mla_mode:
+                self._tell("DYN_KVBM_NCCL_MLA_MODE changes nothing here: no two ranks have the same KV")
+            return False
+        if not replicas.meet(Offer(layout.description, layout.block_bytes, layout.num_blocks, config.nccl_mla_mode)):
+            self._tell("every rank has the same KV and stores it for itself: their caches or settings are not alike")
+            return False
+        if config.nccl_mla_mode:
+            try:
+                self._wire = replicas.open_wire(self._device, config.nccl_max_ctas)
+            except RuntimeError as error:
+                self._tell(
+                    "DYN_KVBM_NCCL_MLA_MODE: there is no group to broadcast in, so each rank loads for itself: %s",
+                    error,
+                )
+        return True
+
+    def _budget(self, layout: BlockLayout) -> int:
+        """Slots for the memory that the user grants all ranks together."""
+        config, kept = self._config, self.ranks // self._shared_by
+        slots = slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, layout.block_bytes * kept)
         if slots < 1:
             raise ValueError(
                 f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} holds no block: one block takes "
-                f"{layout.block_bytes * self.ranks / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
+                f"{layout.block_bytes * kept / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
             )
-        node = None if config.disable_numa else _numa_node(self._device)
-        self._slots = slots
-        self._slab = HostSlab(slots * layout.slot_bytes, node=node)
+        return slots
+
+    @property
+    def _shared_by(self) -> int:
+        return 1 if self._replicas is None else self._replicas.size
+
+    def _tell(self, text: str, *details: object) -> None:
+        if self.rank == 0:
+            logger.warning(text, *details)
 
     def hello(self) -> Hello | None:
         """What the leader must know of this rank; None when there is no cache to serve."""
         if self.layout is None or self._slab is None:
             return None
-        return Hello(self.rank, self.layout.block_bytes, {Tier.HOST: self._slots}, self.layout.description)
+        slots = {Tier.HOST: self._slots}
+        return Hello(self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by)
 
     def open(self) -> Hello | None:
         """Finish the start: the engine has warmed up and captured its graphs, so this is the time for CUDA calls of our
         own. Waits for the memory. Returns what :meth:`hello` does."""
         layout, slab = self.layout, self._slab
         if layout is not None and slab is not None and self.worker is None:
-            slab.carve(self._slots, layout.slot_bytes)
-            config = self._config
-            copier = open_copier(
-                self._device, layout, slab, self.rank, config.inject_faults, config.staging_mb << 20, config.stores
-            )
-            self.worker = Worker(self.rank, copier, {Tier.HOST: slab.slots}, layout.num_blocks)
+            self.worker = self._open(layout, slab)
             logger.info(
                 "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies", self.rank,
-                len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, copier.name,
+                len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, self.worker.copies,
             )  # fmt: skip
         return self.hello()
+
+    def _open(self, layout: BlockLayout, slab: HostSlab) -> Worker:
+        """Other ranks may map the slab too, and a copier writes to it when it warms up. So none is used before all are
+        open, and a failure of one is a failure of all."""
+        if self._replicas is None:
+            return self._make_worker(layout, slab)
+        worker, failure = None, None
+        try:
+            worker = self._make_worker(layout, slab)
+        except Exception as error:
+            failure = error
+        problem = self._replicas.agree("" if failure is None else f"rank {self.rank}: {failure}"[:500])
+        if failure is not None:
+            raise failure
+        assert worker is not None
+        if problem:
+            worker.close()
+            self._slab = None
+            raise RuntimeError(problem)
+        return worker
+
+    def _make_worker(self, layout: BlockLayout, slab: HostSlab) -> Worker:
+        config, replicas, passing = self._config, self._replicas, None
+        share = Share() if replicas is None else Share(replicas.place, replicas.size)
+        if self._wire is not None:
+            share = share._replace(writers=1)
+            passing = Passing(self._wire, config.max_transfer_batch_size, config.max_concurrent_transfers)
+        slab.carve(slab.size // layout.slot_bytes, layout.slot_bytes)
+        copier = open_copier(
+            self._device, layout, slab, self.rank, config.inject_faults, config.staging_mb << 20, config.stores, passing
+        )
+        return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share)
 
     def close(self) -> None:
         if self.worker is not None:

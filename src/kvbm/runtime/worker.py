@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvbm.observe.nvtx import annotate
-from kvbm.plans import LoadPlan, LoadResult, Report, StepPlan, StoreResult, Tier
+from kvbm.plans import LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier
 from kvbm.transfer.base import Copier, Ticket, When
 
 
@@ -64,21 +64,46 @@ class _Load:
         return sorted(bad)
 
 
+class Share(NamedTuple):
+    """Which part of every store is this rank's to write, where several ranks keep one copy among them.
+
+    A stretch, so that neighbours stay together; and another one with every plan, so that short stores go round.
+    """
+
+    place: int = 0
+    writers: int = 1  # the first so many write; the others have nothing to do
+
+    def of(self, plan: StorePlan) -> slice:
+        if self.place >= self.writers:
+            return slice(0, 0)
+        turn, count = (self.place + plan.id) % self.writers, len(plan.copy.blocks)
+        return slice(count * turn // self.writers, count * (turn + 1) // self.writers)
+
+
 class Worker:
-    def __init__(self, rank: int, copier: Copier, slots: dict[Tier, int], num_blocks: int) -> None:
+    def __init__(
+        self, rank: int, copier: Copier, slots: dict[Tier, int], num_blocks: int, share: Share | None = None
+    ) -> None:
         self.rank = rank
+        self._share = share or Share()
         self._copier = copier
         self._slots = slots
         self._num_blocks = num_blocks
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, Ticket] = {}
         self._failed_stores: list[int] = []
+        self._idle_stores: list[int] = []  # other ranks write them
         self._faults: Counter[str] = Counter()
         self._by_layer: dict[int, _Load] = {}  # loads that attention waits for layer by layer
         self._spoiled_stores: set[int] = set()  # the engine may have written over their source
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
         self._plan = StepPlan()  # of the current step
+
+    @property
+    def copies(self) -> str:
+        """How this rank's bytes are copied, in words."""
+        return self._copier.name
 
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
@@ -153,8 +178,12 @@ class Worker:
         for store in plan.stores:
             try:
                 self._check(store.copy.tier, store.copy.slots, store.copy.blocks)
+                mine = self._share.of(store)
+                if mine.start == mine.stop:
+                    self._idle_stores.append(store.id)
+                    continue
                 with annotate("copier.store"):
-                    self._stores[store.id] = self._copier.store(store.copy.blocks, store.copy.slots)
+                    self._stores[store.id] = self._copier.store(store.copy.blocks[mine], store.copy.slots[mine])
             except Exception as error:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
@@ -177,7 +206,9 @@ class Worker:
             if not load.plan.in_step:
                 arrived.add(load.plan.request)
         stores = [StoreResult(i, ok=False) for i in self._failed_stores]
+        stores += [StoreResult(i) for i in self._idle_stores]
         self._failed_stores.clear()
+        self._idle_stores.clear()
         for i, ticket in list(self._stores.items()):
             try:
                 if not ticket.done():

@@ -1,4 +1,4 @@
-"""The host tier's memory on one rank: one slab of equal slots.
+"""The host tier's memory on one rank, or of several that share it: one slab of equal slots.
 
 One mapping, huge pages where the kernel gives them, faulted in by several threads before the engine starts to serve: a
 page that is touched for the first time while a request waits costs more than the copy into it. Fixed slots mean no
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from kvbm.storage import numa
 
@@ -32,6 +33,14 @@ class HostMemoryError(MemoryError):
     """The slab does not fit this machine; the text says what would."""
 
 
+class Shared(NamedTuple):
+    """Memory that several ranks map: an open file of :func:`mapped_bytes`, and which of them this one is."""
+
+    file: int
+    place: int
+    ranks: int
+
+
 class HostSlab:
     """``size`` bytes of memory, carved into equal slots.
 
@@ -39,13 +48,18 @@ class HostSlab:
     its own start meanwhile; :meth:`carve` waits for them.
     """
 
-    def __init__(self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None) -> None:
+    def __init__(
+        self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None, shared: Shared | None = None
+    ) -> None:
         self.size = size
         self.slots = 0
         self.slot_bytes = 0
-        refuse_if_too_large(size, setting)
-        length = -(-size // _HUGE_PAGE) * _HUGE_PAGE
-        self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        length = mapped_bytes(size)
+        if shared is None:
+            refuse_if_too_large(size, setting)
+            self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(shared.file, length, flags=mmap.MAP_SHARED)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -54,12 +68,16 @@ class HostSlab:
         # A buffer export, not a copy; it also keeps the mapping from moving.
         self._buffer = (ctypes.c_uint8 * length).from_buffer(self._map)
         self.address = ctypes.addressof(self._buffer)
-        if node is not None:
-            numa.prefer(self.address, length, node)
+        # Ranks that share a slab begin at different places of it: each brings the part of it that lies near its GPU.
+        place, ranks = (0, 1) if shared is None else (shared.place, shared.ranks)
+        pieces = -(-length // _PIECE)
+        first, last = (min(pieces * i // ranks * _PIECE, length) for i in (place, place + 1))
+        if node is not None and first < last:
+            numa.prefer(self.address + first, last - first, node)
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
         self._filling = threading.Thread(
-            target=_fault_in, args=(self.address, length), name="kvbm-host-tier", daemon=True
+            target=_fault_in, args=(self.address, length, first), name="kvbm-host-tier", daemon=True
         )
         self._filling.start()
 
@@ -131,19 +149,26 @@ def _control_group() -> Path | None:
     return None
 
 
-def refuse_if_too_large(size: int, setting: str) -> None:
+def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks: int = 1) -> None:
+    """Raise HostMemoryError when the machine has not that much. ``ranks``: how many share it."""
     available = available_memory()
     # Leave a twentieth for everybody else: a machine that swaps is slower than no cache.
     usable = int(available * 0.95)
     if size > usable:
+        whom = "on this rank" if ranks == 1 else f"for {ranks} ranks that share it"
         raise HostMemoryError(
-            f"{setting} asks for {size / 1e9:.2f} GB of host memory on this rank, but only {usable / 1e9:.2f} GB can "
-            f"be had ({available / 1e9:.2f} GB available). "
-            f"Lower {setting}: up to {usable / 1e9:.2f} GB a rank would fit."
+            f"{setting} asks for {size / 1e9:.2f} GB of host memory {whom}, but only {usable / 1e9:.2f} GB "
+            f"can be had ({available / 1e9:.2f} GB available). "
+            f"Lower {setting}: up to {usable / 1e9:.2f} GB {'a rank' if ranks == 1 else 'for all of them'} would fit."
         )
 
 
-def _fault_in(address: int, length: int) -> None:
+def mapped_bytes(size: int) -> int:
+    """What a slab of ``size`` bytes takes: whole huge pages."""
+    return -(-size // _HUGE_PAGE) * _HUGE_PAGE
+
+
+def _fault_in(address: int, length: int, first: int = 0) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -159,7 +184,7 @@ def _fault_in(address: int, length: int) -> None:
     workers = min(_THREADS, len(os.sched_getaffinity(0)))
     # ctypes lets go of the interpreter during each call, so the threads really run side by side.
     with ThreadPoolExecutor(workers, thread_name_prefix="kvbm-fault-in") as pool:
-        for size in pool.map(touch, range(0, length, _PIECE)):
+        for size in pool.map(touch, [*range(first, length, _PIECE), *range(0, first, _PIECE)]):
             done += size
             now = time.monotonic()
             if now - last >= 2 and done < length:

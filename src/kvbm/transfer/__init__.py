@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier
-from kvbm.transfer.faults import COPY_KINDS, FaultyCopier, parse
+from kvbm.transfer.faults import COPY_KINDS, Fault, FaultyCopier, parse
+
+if TYPE_CHECKING:
+    from kvbm.transfer.broadcast import Passing
 
 
 def open_copier(
@@ -16,21 +21,40 @@ def open_copier(
     faults: str = "",
     staging: int = 0,
     stores: str = "auto",
+    passing: Passing | None = None,
 ) -> Copier:
-    """The copier for an engine whose cache lies on ``device`` ("cpu", "cuda:0", ...)."""
+    """The copier for an engine whose cache lies on ``device`` ("cpu", "cuda:0", ...).
+
+    ``passing``: for ranks that hold the same KV, of which the first loads for all.
+    """
     kind = device.split(":")[0]
+    rules = [rule for rule in parse(faults) if rule.kind in COPY_KINDS]
     copier: Copier
     if kind == "cpu":
         from kvbm.transfer.cpu import CpuCopier
 
-        copier = CpuCopier(layout, slab)
+        copier = _faulty(CpuCopier(layout, slab), rules, rank)
+        if passing is not None:
+            from kvbm.transfer.broadcast import CpuBroadcastCopier
+
+            copier = CpuBroadcastCopier(copier, passing, layout)
     elif kind == "cuda":
         import torch
 
         from kvbm.transfer.cuda import CudaCopier
 
-        copier = CudaCopier(layout, slab, torch.device(device), staging, stores)
+        # Who gets its blocks from another rank has nothing to stage.
+        staging = staging if passing is None or passing.wire.sends else 0
+        cuda = CudaCopier(layout, slab, torch.device(device), staging, stores)
+        copier = _faulty(cuda, rules, rank)
+        if passing is not None:
+            from kvbm.transfer.cuda_broadcast import CudaBroadcastCopier
+
+            copier = CudaBroadcastCopier(copier, cuda, passing, layout)
     else:
         raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu, cuda")
-    rules = [rule for rule in parse(faults) if rule.kind in COPY_KINDS]
+    return copier
+
+
+def _faulty(copier: Copier, rules: list[Fault], rank: int) -> Copier:
     return FaultyCopier(copier, rules, rank) if rules else copier

@@ -53,8 +53,8 @@ class CpuCopier(Copier):
         self._slab = slab  # the arrays below are views of its memory and do not keep it alive themselves
         self._pairs = [
             (
-                _rows(segment.address, layout.num_blocks, segment.stride, segment.size),
-                _rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.size),
+                view_rows(segment.address, layout.num_blocks, segment.stride, segment.size),
+                view_rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.size),
             )
             for segment in layout.merged()
         ]
@@ -127,7 +127,7 @@ def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int
     yield first_slot, first_block, count
 
 
-def _rows(address: int, rows: int, stride: int, size: int) -> Bytes:
+def view_rows(address: int, rows: int, stride: int, size: int) -> Bytes:
     """``rows`` byte ranges of ``size`` bytes, ``stride`` apart, as an array over memory that somebody else owns."""
     span = stride * (rows - 1) + size
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(address))

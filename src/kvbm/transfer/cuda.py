@@ -227,6 +227,28 @@ class CudaCopier(Copier):
         self._store_stream.synchronize()
         self._slab.close()
 
+    # -- for whoever passes blocks on to other ranks ------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def kernel(self) -> KernelCopies:
+        return self._kernel
+
+    @property
+    def load_stream(self) -> torch.cuda.Stream:
+        return self._load_stream
+
+    @property
+    def engine_stream(self) -> torch.cuda.Stream:
+        return self._engine_stream
+
+    def hold_loads(self) -> None:
+        """Loads wait for what the engine had submitted when its step began, which may still be using the blocks."""
+        self._load_stream.wait_event(self._step_began)
+
     def _open_bulk(self, size: int) -> BulkLoads | None:
         """None without memory to spare on the device, or without a copy engine worth using."""
         batch = batch_function()

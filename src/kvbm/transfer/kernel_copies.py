@@ -32,7 +32,7 @@ class KernelCopies:
     def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device) -> None:
         self._slab = slab
         segments = layout.segments
-        self._count = len(segments)
+        self.segments = len(segments)
         rows = [(s.address, s.stride, s.offset, s.layer) for s in segments]
         self._table = torch.tensor(rows, dtype=torch.int64, device=device)
         self._launches: list[_Launch] = []
@@ -63,12 +63,21 @@ class KernelCopies:
         self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, segments: int, signal: bool
     ) -> None:
         """The first ``segments`` of uploaded blocks ``start`` to ``end``, from rows of ``row`` bytes on the device."""
+        self._rows(buffers, start, end, (address, row), segments, True, signal)
+
+    def to_rows(self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int) -> None:
+        """Uploaded blocks ``start`` to ``end``, whole, to rows of ``row`` bytes on the device."""
+        self._rows(buffers, start, end, (address, row), self.segments, False, False)
+
+    def _rows(
+        self, buffers: list[_IndexBuffer], start: int, end: int, rows: tuple[int, int], segments: int,
+        to_device: bool, signal: bool,
+    ) -> None:  # fmt: skip
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
-            rows = (address, row)
-            self._launch(buffer, 0, buffer.count + at, count, rows, 0, segments, True, signal, _LOCAL_PROGRAMS)
-            address, start = address + count * row, start + count
+            self._launch(buffer, 0, buffer.count + at, count, rows, 0, segments, to_device, signal, _LOCAL_PROGRAMS)
+            rows, start = (rows[0] + count * rows[1], rows[1]), start + count
 
     def release(self, buffers: list[_IndexBuffer]) -> None:
         for buffer in buffers:
@@ -89,7 +98,9 @@ class KernelCopies:
         host = host or (self._slab.address, self._slab.slot_bytes)
         for i in range(0, len(slots), _BATCH):
             buffer = self._upload(slots[i : i + _BATCH], blocks[i : i + _BATCH])
-            self._launch(buffer, 0, buffer.count, buffer.count, host, first, self._count, to_device, signal, _PROGRAMS)
+            self._launch(
+                buffer, 0, buffer.count, buffer.count, host, first, self.segments, to_device, signal, _PROGRAMS
+            )
             buffer.release()
 
     def _launch(

@@ -87,6 +87,24 @@ def unsupported_attention(kv_cache_group: Any) -> str | None:
     return None
 
 
+def same_on_all_ranks(kv_cache_group: Any) -> bool:
+    """Whether every rank of a tensor-parallel group has the same KV: the latent vectors of MLA belong to no head.
+
+    With other attention and fewer KV heads than ranks some ranks have the same heads too. But releases do not say which
+    layers have how many heads, draft models have others than their targets, and a guess here would be wrong KV.
+    """
+    spec = kv_cache_group.kv_cache_spec
+    mla = getattr(kv_cache_interface, "MLAAttentionSpec", ())
+    return all(isinstance(layer, mla) for layer in getattr(spec, "kv_cache_specs", {"": spec}).values())
+
+
+def tensor_parallel_group() -> Any:
+    """The group of torch.distributed, over CPUs, of the ranks that compute the same layers as this one."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().cpu_group
+
+
 def speak_like_vllm() -> None:
     """Let KVBM's log lines go where vLLM's go: vLLM sets up its own logger only, so ours would be cut at warnings."""
     ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")

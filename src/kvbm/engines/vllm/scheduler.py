@@ -106,7 +106,8 @@ class SchedulerHalf:
         layouts = {hello.layout for hello in hellos}
         slots = min(hello.slots[Tier.HOST] for hello in hellos)
         by_rank = [hello.block_bytes for hello in hellos]
-        self._block_bytes, block_bytes = max(by_rank), sum(by_rank)
+        kept = [hello.block_bytes / hello.shared_by for hello in hellos]
+        self._block_bytes, block_bytes = max(by_rank), round(sum(kept))
         parallel, model = self._vllm_config.parallel_config, self._vllm_config.model_config
         namespace = Namespace(
             model=f"{model.model}@{getattr(model, 'revision', None) or ''}",
@@ -122,11 +123,12 @@ class SchedulerHalf:
         self._keys = RequestKeys(namespace, algorithm, self._hash_block_size)
         manager = BlockManager({Tier.HOST: Pool(slots)})
         pending = self._config.max_pending_offloads
-        self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log)
+        self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         self.counts = self.leader.counts
         logger.info(
-            "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s), keys from %s",
+            "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
             slots, self._block_size, slots * block_bytes / 1e9, self._ranks, "" if self._ranks == 1 else "s",
+            ", which keep their common KV once" if block_bytes < sum(by_rank) else "",
             "vLLM's hashes" if self._keys.reuses_engine_hashes else "KVBM's own hashes",
         )  # fmt: skip
         if slots < self._engine_blocks:

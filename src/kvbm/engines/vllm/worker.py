@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbm.config import Config
+from kvbm.engines.vllm import compat
 from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
+from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
 
 # Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
@@ -25,7 +27,10 @@ class WorkerHalf:
 
     def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any) -> None:
         parallel = vllm_config.parallel_config
-        self._rank = Rank(config, parallel.rank % parallel.world_size, parallel.world_size)
+        replicas = None
+        if parallel.tensor_parallel_size > 1 and compat.same_on_all_ranks(kv_cache_config.kv_cache_groups[0]):
+            replicas = Replicas(compat.tensor_parallel_group())
+        self._rank = Rank(config, parallel.rank % parallel.world_size, parallel.world_size, replicas)
         self._engine_blocks = kv_cache_config.num_blocks
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
 

@@ -1,0 +1,85 @@
+"""Memory that several ranks of one machine map: for KV that is the same on all of them and is kept once.
+
+It has no name in any file system. One rank makes it and tells the others where to find it, they open it through
+``/proc`` while the maker still has it open, and from then on it lives exactly as long as somebody maps it: whatever way
+the ranks end, nothing is left behind. Nor does the size of ``/dev/shm``, 64 MB in many containers, set it a limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+# Linux; the names came with Python 3.13.
+_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+_SEALED = 0x1 | 0x2 | 0x4  # no more seals, neither smaller nor larger: a mapping that shrinks kills its reader
+
+
+class SharingError(RuntimeError):
+    """These ranks cannot share memory; the text says why."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where another process of this machine finds the memory."""
+
+    machine: str
+    pid: int
+    file: int
+    inode: int
+    size: int
+
+
+class SharedMemory:
+    """An open file without a name. Close it when everybody has mapped it."""
+
+    def __init__(self, file: int, size: int) -> None:
+        self.file = file
+        self.size = size
+
+    @classmethod
+    def make(cls, size: int) -> SharedMemory:
+        file = os.memfd_create("kvbm-host-tier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        memory = cls(file, size)
+        try:
+            os.fchmod(file, 0o600)
+            os.ftruncate(file, size)
+            fcntl.fcntl(file, _ADD_SEALS, _SEALED)
+        except OSError:
+            memory.close()
+            raise
+        return memory
+
+    @classmethod
+    def open(cls, place: Place) -> SharedMemory:
+        """What another process has made. Raises SharingError when that is out of reach."""
+        if place.machine != machine():
+            raise SharingError("the ranks are on different machines, or in containers that do not see each other")
+        try:
+            file = os.open(f"/proc/{place.pid}/fd/{place.file}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SharingError(f"one rank may not open the memory of another ({error.strerror})") from error
+        status = os.fstat(file)
+        if (status.st_ino, status.st_size) != (place.inode, place.size) or not stat.S_ISREG(status.st_mode):
+            os.close(file)
+            raise SharingError(f"process {place.pid} has closed its memory already")
+        return cls(file, place.size)
+
+    @property
+    def place(self) -> Place:
+        return Place(machine(), os.getpid(), self.file, os.fstat(self.file).st_ino, self.size)
+
+    def close(self) -> None:
+        """Mappings stay."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+def machine() -> str:
+    """Equal for processes that see each other's process numbers, and for no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"

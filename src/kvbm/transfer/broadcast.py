@@ -1,0 +1,242 @@
+"""Loads for ranks that hold the same KV: the first one brings the blocks back and passes them on to the others.
+
+Only the first rank has a host tier. All ranks get the same plans in the same order, so each of them comes here for the
+same loads in the same order, and takes part in each of them whatever has gone wrong with it before::
+
+    first rank    slots -> its own blocks      blocks -> rows of a buffer
+    all ranks     agree: which blocks are bad?               broadcast the buffer
+    the others                                                            rows -> their blocks
+
+They agree a second time when all is sent, because the way there may have failed too. So a failure of one rank is the
+failure of all, and nobody begins to wait for a rank that does not come. Should the ranks lose each other, loads fail
+from then on, at once and on every rank, and the engine computes.
+
+Blocks go in batches of DYN_KVBM_MAX_TRANSFER_BATCH_SIZE, of which DYN_KVBM_MAX_CONCURRENT_TRANSFERS are on their way at
+a time. There is no loading by layer here: a step that needs the blocks waits for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvbm.storage.layout import BlockLayout
+from kvbm.transfer.base import Copier, Ticket, When
+from kvbm.transfer.cpu import view_rows
+from kvbm.transfer.wire import Wire
+
+
+class Passing(NamedTuple):
+    """How a rank passes blocks on, or gets them."""
+
+    wire: Wire
+    batch: int  # blocks of one broadcast
+    buffers: int  # broadcasts on their way at a time
+
+
+class Rows(ABC):
+    """The blocks of one load after the other as rows of buffers. A row is a slot's worth."""
+
+    buffers: list[torch.Tensor]  # uint8[batch, slot bytes]
+
+    @abstractmethod
+    def begin(self, blocks: Sequence[int]) -> None:
+        """The load that is meant from now on."""
+
+    @abstractmethod
+    def gather(self, start: int, end: int, buffer: torch.Tensor) -> None:
+        """Its blocks ``start`` to ``end`` to the first rows of a buffer."""
+
+    @abstractmethod
+    def scatter(self, start: int, end: int, buffer: torch.Tensor) -> None:
+        """And back."""
+
+    def end(self) -> None:
+        return
+
+
+class Outcome(NamedTuple):
+    """What became of a load: the same on every rank but for the reason."""
+
+    bad: list[int]
+    reason: str
+    seconds: float = 0.0
+
+
+class BroadcastCopier(Copier):
+    """Stands in front of a rank's own copier, which is the one that has a slab if this rank is the first."""
+
+    def __init__(self, inner: Copier, wire: Wire, rows: Rows) -> None:
+        self.name = f"{inner.name}, broadcast {'to' if wire.sends else 'from'} others"
+        self._inner = inner
+        self._wire = wire
+        self._rows = rows
+        self._fence_error: Exception | None = None
+
+    def begin_step(self, tickets: Iterable[Ticket]) -> None:
+        # Never raises, or this rank would miss a load that the others wait in.
+        try:
+            self._fence_error = None
+            self._inner.begin_step(tickets)
+        except Exception as error:
+            self._fence_error = error
+
+    def wait_layer(self, layer: str) -> None:
+        return
+
+    def end_load(self, ticket: Ticket) -> bool:
+        return True
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        return self._inner.store(blocks, slots)
+
+    def scribble(self, blocks: Sequence[int]) -> None:
+        self._inner.scribble(blocks)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _fetch(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket]) -> Ticket | Exception | None:
+        """On the first rank, begin to bring the slots to its own blocks. The error, if that cannot be done."""
+        try:
+            if self._fence_error is not None:
+                raise self._fence_error
+            return self._inner.load(slots, blocks, after, When.LATER) if self._wire.sends else None
+        except Exception as error:
+            return error
+
+    def _pass_on(self, fetch: Ticket | Exception | None, blocks: Sequence[int]) -> Outcome:
+        """Take part in one broadcast, whatever has become of this rank's own part. Called in the order of the loads."""
+        bad: Sequence[int] = ()
+        reason = ""
+        if isinstance(fetch, Exception):
+            bad, reason = range(len(blocks)), _text(fetch)
+        elif fetch is not None:
+            bad, reason = fetch.bad, fetch.reason
+        try:
+            lost = self._wire.agree(blocks, bad)
+            if len(lost) < len(blocks):
+                error = self._exchange(blocks)
+                if error is not None:
+                    lost, reason = list(range(len(blocks))), _text(error)
+                lost = self._wire.agree(blocks, lost)
+        except Exception as error:
+            lost, reason = list(range(len(blocks))), _text(error)
+        return Outcome(lost, reason or ("lost on another rank" if lost else ""))
+
+    def _exchange(self, blocks: Sequence[int]) -> Exception | None:
+        """Broadcast every block. What goes wrong on this rank is returned at the end: the others wait for the rest."""
+        rows, error = self._rows, None
+        batch = len(rows.buffers[0])
+        flying: deque[tuple[Any, int, int, torch.Tensor]] = deque()
+
+        def land() -> None:
+            work, start, end, buffer = flying.popleft()
+            work.wait()
+            if not self._wire.sends:
+                attempt(rows.scatter, start, end, buffer)
+
+        def attempt(step: Callable[..., None], *arguments: Any) -> None:
+            nonlocal error
+            try:
+                step(*arguments)
+            except Exception as problem:
+                error = problem
+
+        attempt(rows.begin, blocks)
+        for i, start in enumerate(range(0, len(blocks), batch)):
+            if len(flying) == len(rows.buffers):
+                land()
+            end, buffer = min(start + batch, len(blocks)), rows.buffers[i % len(rows.buffers)]
+            if self._wire.sends:
+                attempt(rows.gather, start, end, buffer)
+            flying.append((self._wire.send(buffer[: end - start]), start, end, buffer))
+        while flying:
+            land()
+        attempt(rows.end)
+        return error
+
+
+class CpuBroadcastCopier(BroadcastCopier):
+    """One thread takes part in the broadcasts, one load after the other."""
+
+    def __init__(self, inner: Copier, passing: Passing, layout: BlockLayout) -> None:
+        super().__init__(inner, passing.wire, CpuRows(layout, passing.batch, passing.buffers))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvbm-broadcast")
+
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
+    ) -> Ticket:
+        fetch = self._fetch(slots, blocks, after)
+        ticket = AgreedTicket(self._thread.submit(self._run, fetch, blocks))
+        if when is not When.LATER:
+            ticket.wait()
+        return ticket
+
+    def _run(self, fetch: Ticket | Exception | None, blocks: Sequence[int]) -> Outcome:
+        began = time.perf_counter()
+        if isinstance(fetch, Ticket):
+            fetch.wait()
+        return self._pass_on(fetch, blocks)._replace(seconds=time.perf_counter() - began)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        super().close()
+
+
+class AgreedTicket(Ticket):
+    def __init__(self, future: Future[Outcome]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+    @property
+    def bad(self) -> Sequence[int]:
+        return self._future.result().bad
+
+    @property
+    def reason(self) -> str:
+        return self._future.result().reason
+
+    @property
+    def seconds(self) -> float:
+        return self._future.result().seconds
+
+
+class CpuRows(Rows):
+    def __init__(self, layout: BlockLayout, batch: int, buffers: int) -> None:
+        self.buffers = [torch.zeros(batch, layout.slot_bytes, dtype=torch.uint8) for _ in range(buffers)]
+        self._segments = [
+            (view_rows(s.address, layout.num_blocks, s.stride, s.size), slice(s.offset, s.offset + s.size))
+            for s in layout.merged()
+        ]
+
+        self._blocks = np.zeros(0, np.int64)
+
+    def begin(self, blocks: Sequence[int]) -> None:
+        self._blocks = np.asarray(blocks, np.int64)
+
+    def gather(self, start: int, end: int, buffer: torch.Tensor) -> None:
+        rows = buffer.numpy()
+        for engine, place in self._segments:
+            rows[: end - start, place] = engine[self._blocks[start:end]]
+
+    def scatter(self, start: int, end: int, buffer: torch.Tensor) -> None:
+        rows = buffer.numpy()
+        for engine, place in self._segments:
+            engine[self._blocks[start:end]] = rows[: end - start, place]
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,78 @@
+"""Broadcasts of blocks between GPUs, by NCCL.
+
+All is submitted from the engine's thread to the stream of loads: the first rank's own load, a kernel that gathers its
+blocks into rows, the broadcast, a kernel that scatters them on the other ranks. The CPU waits for the other ranks to
+have come this far, which ranks of one step always have within microseconds, and never for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from kvbm.storage.layout import BlockLayout
+from kvbm.transfer.base import Copier, Ticket, When
+from kvbm.transfer.broadcast import BroadcastCopier, Outcome, Passing, Rows
+from kvbm.transfer.cuda import CudaCopier, EventTicket
+from kvbm.transfer.kernel_copies import KernelCopies, mark
+
+
+class CudaBroadcastCopier(BroadcastCopier):
+    """``cuda`` is the copier itself, ``inner`` what stands in front of it: the same, or one that fails on purpose."""
+
+    def __init__(self, inner: Copier, cuda: CudaCopier, passing: Passing, layout: BlockLayout) -> None:
+        super().__init__(inner, passing.wire, CudaRows(cuda, layout, passing.batch, passing.buffers))
+        self._cuda = cuda
+
+    def load(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
+    ) -> Ticket:
+        stream = self._cuda.load_stream
+        self._cuda.hold_loads()
+        with torch.cuda.stream(stream):
+            began = mark(stream)
+            outcome = self._pass_on(self._fetch(slots, blocks, after), blocks)
+            ticket = AgreedEvent(began, mark(stream), outcome)
+        if when is not When.LATER:
+            ticket.hold(self._cuda.engine_stream)
+        return ticket
+
+
+class AgreedEvent(EventTicket):
+    """The ranks know at once what is lost; the rest has arrived when the event is over."""
+
+    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, outcome: Outcome) -> None:
+        super().__init__(began, ended)
+        self._outcome = outcome
+
+    @property
+    def bad(self) -> Sequence[int]:
+        return self._outcome.bad
+
+    @property
+    def reason(self) -> str:
+        return self._outcome.reason
+
+
+class CudaRows(Rows):
+    def __init__(self, cuda: CudaCopier, layout: BlockLayout, batch: int, buffers: int) -> None:
+        memory = torch.empty(buffers, batch, layout.slot_bytes, dtype=torch.uint8, device=cuda.device)
+        self.buffers = list(memory)
+        self._kernel: KernelCopies = cuda.kernel
+        self._row = layout.slot_bytes
+        self._indices: list[Any] = []
+
+    def begin(self, blocks: Sequence[int]) -> None:
+        self._indices = self._kernel.upload(blocks)
+
+    def gather(self, start: int, end: int, buffer: torch.Tensor) -> None:
+        self._kernel.to_rows(self._indices, start, end, buffer.data_ptr(), self._row)
+
+    def scatter(self, start: int, end: int, buffer: torch.Tensor) -> None:
+        segments = self._kernel.segments
+        self._kernel.from_rows(self._indices, start, end, buffer.data_ptr(), self._row, segments, signal=False)
+
+    def end(self) -> None:
+        self._kernel.release(self._indices)
