@@ -20,7 +20,8 @@ python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-observe test-matrix bench-core bench-observe dashboard docs clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-matrix bench-core bench-disk bench-observe dashboard docs \
+  clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +68,13 @@ test-matrix: models ## run the matrix tests with every supported vLLM release
 	  summary="$$summary  vLLM $$version  $$result\n"; \
 	done; \
 	printf "\n$$summary"; exit $$status
+
+test-disk: env ## kill an engine 500 times while it writes to disk, and other accidents of the disk tier
+	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/unit/test_disk_crash.py tests/unit/test_disk.py tests/unit/test_index.py $(PYTEST)
+
+bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
+	$(python) benchmarks/disk.py --check
+	$(python) benchmarks/disk.py --index
 
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
 	$(python) benchmarks/core.py

@@ -85,37 +85,28 @@ class FrequencyFilter:
 
     def _count(self, keys: Iterable[Key], factor: int) -> list[Key]:
         self._pass_time()
+        ends, ending, size = self._ends, self._ending, len(self._ending)
         admitted = []
         for key in keys:
-            frequency = self._take(key)
-            if not frequency:
-                frequency = 1
+            end = ends.get(key, 0)
+            if not end and self._old:
+                end = self._old.pop(key, 0)
+                self._move()
+            frequency = end - self._step
+            if frequency > 0:
+                ending[end % size] -= 1
+                frequency = min(frequency * factor, MOST)
+            else:
                 self._make_room()
-            frequency = min(frequency * factor, MOST)
-            self._put(key, frequency)
+                ends = self._ends
+                self._living += 1
+                frequency = factor
+            end = self._step + frequency
+            ends[key] = end
+            ending[end % size] += 1
             if frequency >= self.threshold:
                 admitted.append(key)
         return admitted
-
-    def _take(self, key: Key) -> int:
-        """The key's frequency, with its entry out of the books until :meth:`_put`."""
-        end = self._ends.get(key)
-        if end is None:
-            end = self._old.pop(key, 0)
-            if self._old:
-                self._move()
-        frequency = end - self._step
-        if frequency <= 0:
-            return 0
-        self._ending[end % len(self._ending)] -= 1
-        self._living -= 1
-        return frequency
-
-    def _put(self, key: Key, frequency: int) -> None:
-        end = self._step + frequency
-        self._ends[key] = end
-        self._ending[end % len(self._ending)] += 1
-        self._living += 1
 
     def _move(self) -> None:
         for _ in range(min(_SWEEP, len(self._old))):
