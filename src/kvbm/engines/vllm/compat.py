@@ -14,9 +14,11 @@ import vllm
 import vllm.v1.kv_cache_interface as kv_cache_interface
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from kvbm.engines import supported
+
 logger = logging.getLogger(__name__)
 
-TESTED = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
+TESTED = supported.TESTED["vllm"]
 
 # Every method and property of the base class that we have read and either implement or leave alone on purpose. A test
 # compares it with the installed release: a name that is not here is a change of the contract that somebody must read.

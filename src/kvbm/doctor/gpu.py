@@ -1,0 +1,144 @@
+"""The GPU, and how fast bytes get to it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.observe.snapshot import Finding
+from kvbm.observe.words import size
+
+SLOW, VERY_SLOW = 20e9, 6e9  # bytes a second; PCIe 4 x16 carries 25 GB/s, PCIe 5 x16 55
+PROBE = 256 << 20
+
+
+class Card(NamedTuple):
+    name: str
+    memory: int
+    driver: str
+    width: int  # lanes of the bus now
+    most_width: int
+
+
+@cache
+def gpus() -> tuple[Card, ...]:
+    """Without torch, which takes seconds to import; empty where there is no NVIDIA driver."""
+    query = "name,memory.total,driver_version,pcie.link.width.current,pcie.link.width.max"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(_card(line) for line in done.stdout.splitlines() if line.count(",") >= 4)
+
+
+def _card(line: str) -> Card:
+    name, memory, driver, width, most = (part.strip() for part in line.split(","))
+    return Card(name, _number(memory) << 20, driver, _number(width), _number(most))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else 0  # "[N/A]"
+
+
+class Gpu:
+    name = "gpu"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        cards = gpus()
+        if not cards:
+            cpu_engine = "cpu" in _version("vllm")
+            yield note(
+                "no-gpu",
+                "nvidia-smi shows no GPU" + (", and vLLM is a build for CPUs." if cpu_engine else "."),
+                "" if cpu_engine else "Where there should be one: install the driver, or give the container its GPUs.",
+            )
+            return
+        for card in cards:
+            yield good("gpu", f"{card.name}, {size(card.memory)}, driver {card.driver}.")
+            if 0 < card.width < card.most_width:
+                yield bad(
+                    "pcie-narrow",
+                    f"{card.name} uses {card.width} of the {card.most_width} PCIe lanes it could: loads take "
+                    f"{card.most_width // card.width} times as long.",
+                    "Put the card into a slot with all lanes, or look for a riser or a BIOS setting that splits them.",
+                )
+        if not case.quick:
+            yield from self._torch()
+
+    def _torch(self) -> Iterator[Finding]:
+        try:
+            import torch
+        except ImportError:
+            yield note("no-torch", "torch is not installed here, so the GPU was not tried.")
+            return
+        if not torch.cuda.is_available():
+            yield bad(
+                "torch-without-cuda",
+                f"torch {torch.__version__} cannot use the GPU.",
+                "Install the CUDA build of torch that the engine asks for, and a driver that is new enough for it.",
+            )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+class Bandwidth:
+    """Pinned memory to the GPU and back."""
+
+    name = "bandwidth"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        if case.quick or not gpus():
+            return
+        try:
+            import torch
+        except ImportError:
+            return
+        if not torch.cuda.is_available():
+            return
+        for device in range(torch.cuda.device_count()):
+            try:
+                up, down = measure(torch, device)
+            except RuntimeError as error:
+                yield bad(
+                    "pinning-failed",
+                    f"GPU {device}: {size(PROBE)} of host memory could not be pinned and copied: {error}",
+                    "Free GPU memory if that is what is missing; else look at `ulimit -l` and the container's memory "
+                    "limit.",
+                )
+                continue
+            text = f"GPU {device}: {up / 1e9:.1f} GB/s from pinned host memory, {down / 1e9:.1f} GB/s to it"
+            if min(up, down) < VERY_SLOW:
+                yield bad(
+                    "bus-slow", f"{text}.", "Expected 12 to 55 GB/s: check the PCIe slot, its lanes and its generation."
+                )
+            elif min(up, down) < SLOW:
+                yield note("bus-slow", f"{text}.", "PCIe 4 x16 carries 25, PCIe 5 x16 55. Short prefixes may not pay.")
+            else:
+                yield good("bandwidth", f"{text}.")
+
+
+def measure(torch: Any, device: int) -> tuple[float, float]:
+    """(bytes a second to the device, from it), the best of three."""
+    with torch.cuda.device(device):
+        host = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(PROBE, dtype=torch.uint8, device="cuda")
+        best = [0.0, 0.0]
+        for _ in range(4):  # the first one warms up
+            for direction, (target, source) in enumerate(((there, host), (host, there))):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+                best[direction] = max(best[direction], PROBE / (time.perf_counter() - began))
+    return best[0], best[1]

@@ -1,0 +1,76 @@
+"""The host tier's memory: is there enough, and how long does it take to get?"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterator
+
+from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.observe.snapshot import Finding
+from kvbm.observe.words import seconds, size
+from kvbm.storage.host import available_memory
+
+PROBE = 256 << 20
+READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0
+
+
+class HostMemory:
+    name = "memory"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        config = case.config
+        if config is None or not config.has_host_tier:
+            return
+        if case.snapshot is not None and any(tier.tier == "host" for tier in case.snapshot.tiers):
+            yield good("memory", "The running engine has its host tier.")
+            return
+        if config.cpu_cache_override_num_blocks:
+            yield note(
+                "memory-unknown",
+                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks}: how much memory that "
+                "takes depends on the model.",
+                "The engine refuses to start, and says what would fit, when it is too much.",
+            )
+            return
+        wanted, available = config.cpu_cache_gb * 1e9, available_memory()
+        if wanted > 0.95 * available:
+            yield bad(
+                "host-memory-short",
+                f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} asks for {size(wanted)}, and {size(available)} are "
+                "available here.",
+                f"Set it to at most {0.95 * available / 1e9:.1f}, or raise the container's memory limit.",
+            )
+            return
+        yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available.")
+        if not case.quick:
+            yield from self._start_time(case, wanted)
+
+    def _start_time(self, case: Examination, wanted: float) -> Iterator[Finding]:
+        """Memory is written to once before the engine serves; an engine that waits too long for it gives up."""
+        threads = min(16, len(os.sched_getaffinity(0)))
+        takes = wanted / (fault_in_speed() * threads)
+        limit = float(case.environ.get(READY_VARIABLE) or READY_DEFAULT)
+        if takes > 0.8 * limit:
+            yield bad(
+                "start-too-slow",
+                f"Getting {size(wanted)} of memory ready takes about {seconds(takes)} on this machine, and vLLM gives "
+                f"its engine {seconds(limit)} to start.",
+                f"Set {READY_VARIABLE}={int(2 * takes) + 600}; for other engines "
+                "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS.",
+            )
+
+
+def fault_in_speed() -> float:
+    """Bytes a second that one thread gets ready."""
+    with mmap.mmap(-1, PROBE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            area.madvise(mmap.MADV_HUGEPAGE)
+        buffer = (ctypes.c_uint8 * PROBE).from_buffer(area)
+        began = time.perf_counter()
+        ctypes.memset(ctypes.addressof(buffer), 0, PROBE)
+        took = time.perf_counter() - began
+        del buffer
+    return PROBE / took

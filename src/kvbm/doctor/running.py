@@ -1,0 +1,23 @@
+"""A running engine: is it helping, and if not, why?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvbm.doctor.base import Examination, bad, note
+from kvbm.observe.remote import NotReachableError
+from kvbm.observe.snapshot import Finding
+
+
+class Running:
+    name = "running"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        engine = case.engine
+        if isinstance(engine, NotReachableError):
+            if case.asked:
+                yield bad("engine-not-reachable", f"{engine}", "Nothing can be said of an engine that cannot be asked.")
+            else:
+                yield note("no-engine-running", f"No engine with metrics runs here ({case.url}).")
+            return
+        yield from engine.findings

@@ -1,0 +1,217 @@
+"""Checks that only read: settings, packages, ports, sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from kvbm.config import Config, ConfigError, require_tier
+from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.gpu import gpus
+from kvbm.engines.supported import TESTED
+from kvbm.observe.snapshot import Finding
+from kvbm.observe.words import size
+
+MODULE, CLASS = "kvbm.vllm_integration.connector", "DynamoConnector"
+EXAMPLE = json.dumps(
+    {"kv_connector": CLASS, "kv_connector_module_path": MODULE, "kv_role": "kv_both",
+     "kv_load_failure_policy": "recompute"}
+)  # fmt: skip
+
+
+class Settings:
+    name = "settings"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        if isinstance(case.settings, ConfigError):
+            for problem in case.settings.problems:
+                yield bad("setting-refused", problem, "The engine would refuse to start with it; correct or remove it.")
+            return
+        config = case.settings
+        for warning in config.warnings:
+            yield note("setting-odd", warning)
+        if config.unused:
+            yield note("setting-unused", f"Known, not used yet: {', '.join(config.unused)}.")
+        if case.snapshot is not None and not (config.has_host_tier or config.has_disk_tier):
+            yield good("settings", "No tier is set in this shell; the running engine has its own settings.")
+            return
+        try:
+            require_tier(config)
+        except ConfigError as error:
+            yield bad("no-tier", str(error), "export DYN_KVBM_CPU_CACHE_GB=20 where the engine is started.")
+            return
+        given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]
+        yield good("settings", f"Settings are valid: {', '.join(given)}.")
+
+
+def _shown(config: Config, key: str) -> str:
+    from kvbm.config import SETTINGS
+
+    return next(row.show(getattr(config, key)) for row in SETTINGS if row.key == key)
+
+
+class Engine:
+    name = "engine"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        found = False
+        for package, tested in TESTED.items():
+            try:
+                version = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+            found = True
+            release = re.match(r"\d+\.\d+", version)
+            if release and release[0] in tested:
+                yield good("engine", f"{package} {version} is installed, a release KVBM is tested with.")
+            else:
+                yield note(
+                    "engine-untested",
+                    f"{package} {version} is installed; KVBM is tested with {tested[0]} to {tested[-1]}.",
+                    "It will run and may miss what is new. Prefer a release that was tested.",
+                )
+        if not found and case.snapshot is None:
+            yield bad(
+                "no-engine",
+                f"None of {', '.join(TESTED)} is installed in {sys.prefix}.",
+                "Install kvbm into the engine's own environment, and run `kvbm doctor` with its Python.",
+            )
+
+
+class Connector:
+    """What is handed to vLLM as --kv-transfer-config."""
+
+    name = "connector"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        if case.transfer is None:
+            return
+        try:
+            config: Any = json.loads(case.transfer)
+        except ValueError as error:
+            yield bad("transfer-json", f"--kv-transfer-config is not JSON: {error}.", f"For example '{EXAMPLE}'")
+            return
+        if not isinstance(config, dict):
+            yield bad("transfer-json", "--kv-transfer-config is not a JSON object.", f"For example '{EXAMPLE}'")
+            return
+        wrong = False
+        for key, wanted in (("kv_connector", CLASS), ("kv_connector_module_path", MODULE)):
+            if config.get(key) != wanted:
+                wrong = True
+                yield bad("connector-name", f'"{key}" is {config.get(key)!r}.', f'Set "{key}": "{wanted}".')
+        if config.get("kv_role") != "kv_both":
+            wrong = True
+            yield bad("connector-role", f'"kv_role" is {config.get("kv_role")!r}.', 'Set "kv_role": "kv_both".')
+        if config.get("kv_load_failure_policy") != "recompute":
+            wrong = True
+            yield note(
+                "failure-policy",
+                f'"kv_load_failure_policy" is {config.get("kv_load_failure_policy", "not set, which means fail")!r}: a '
+                "block that cannot be brought back ends its request with an error.",
+                'Set "kv_load_failure_policy": "recompute", and it is computed again instead.',
+            )
+        if not wrong:
+            yield good("connector", "--kv-transfer-config names KVBM as it should.")
+
+
+class Ports:
+    name = "ports"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        config = case.config
+        if config is None:
+            return
+        if config.metrics:
+            yield self._metrics(case, config)
+        taken = [
+            (env, port)
+            for env, port in (
+                ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", config.leader_zmq_pub_port),
+                ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", config.leader_zmq_ack_port),
+            )
+            if not _is_free(config.leader_zmq_host, port)
+        ]
+        for env, port in taken:
+            yield note(
+                "leader-port-taken",
+                f"{env}={port} is taken on {config.leader_zmq_host}.",
+                "Engines whose leader talks to its workers over ZeroMQ need a pair of ports of their own; vLLM does "
+                "not use them.",
+            )
+        if not taken:
+            yield good("leader-ports", "The leader's ports are free.")
+
+    def _metrics(self, case: Examination, config: Config) -> Finding:
+        if _is_free(config.metrics_host, config.metrics_port):
+            return good("metrics-port", f"Port {config.metrics_port} for metrics is free.")
+        if case.snapshot is not None and case.url.endswith(f":{config.metrics_port}"):
+            who = case.snapshot.identity
+            return good("metrics-port", f"KVBM of {who.model} answers on port {config.metrics_port}.")
+        return bad(
+            "metrics-port-taken",
+            f"DYN_KVBM_METRICS_PORT={config.metrics_port} is taken on {config.metrics_host} by something that is not "
+            "KVBM.",
+            "Every engine on a host needs its own: set DYN_KVBM_METRICS_PORT to a free port. The engine would start "
+            "without metrics.",
+        )
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+class Sizes:
+    """Each tier at least as large as the one above it: GPU, host, disk."""
+
+    name = "sizes"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        config = case.config
+        if config is None or case.snapshot is not None:  # of a running engine the real sizes are known
+            return
+        host, disk = _tier_bytes(config)
+        if host and disk and disk < host:
+            yield bad(
+                "disk-smaller-than-host",
+                f"The disk tier ({size(disk)}) is smaller than the host tier ({size(host)}): it holds nothing that the "
+                "host does not.",
+                f"Set DYN_KVBM_DISK_CACHE_GB to at least {host / 1e9:g}, better several times that.",
+            )
+        first, setting = (host, "DYN_KVBM_CPU_CACHE_GB") if host else (disk, "DYN_KVBM_DISK_CACHE_GB")
+        if not first:
+            return
+        if case.device_gb is not None:
+            if first < case.device_gb * 1e9:
+                yield bad(
+                    "host-smaller-than-device" if host else "disk-smaller-than-device",
+                    f"{setting}={first / 1e9:g} is less than the engine's own cache ({case.device_gb:g} GB): the tier "
+                    "forgets before the engine does, and brings nothing back.",
+                    f"Set {setting} to at least {case.device_gb:g}, better several times that.",
+                )
+            else:
+                yield good("sizes", "Each tier is at least as large as the one above it.")
+        elif (cards := gpus()) and first < 0.5 * sum(card.memory for card in cards):
+            yield note(
+                "host-maybe-smaller-than-device",
+                f"{setting}={first / 1e9:g}, and the GPUs here have {size(sum(card.memory for card in cards))}, of "
+                "which an engine takes what its weights leave for its own cache.",
+                "vLLM logs the size of its cache at start; the tier should be larger. `--gpu-cache-gb` compares them.",
+            )
+
+
+def _tier_bytes(config: Config) -> tuple[float, float]:
+    """(host, disk) in bytes; 0 where there is none, or where it is given in blocks, whose size the engine knows."""
+    host = 0.0 if config.cpu_cache_override_num_blocks else config.cpu_cache_gb * 1e9
+    disk = 0.0 if config.disk_cache_override_num_blocks else config.disk_cache_gb * 1e9
+    return host, disk
