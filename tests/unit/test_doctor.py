@@ -32,7 +32,11 @@ def _clean(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "gpus", lambda: ())
     monkeypatch.setattr(setup, "gpus", lambda: ())
     monkeypatch.setattr(metadata, "version", lambda name: {"vllm": "0.31.0+cpu"}[name])
+    # Others on this machine may have the usual ones.
     monkeypatch.setenv("DYN_KVBM_METRICS_PORT", str(free_port()))
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_PUB_PORT", str(free_port()))
+    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_ACK_PORT", str(free_port()))
+    monkeypatch.setenv("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", "0")
 
 
 @pytest.fixture
