@@ -418,16 +418,16 @@ def test_what_a_lost_rank_owed_has_failed_and_nothing_is_found_or_kept_any_more(
     assert quiet(leader)
 
 
-def test_whoever_must_tell_the_engine_hears_of_a_failed_load_once_every_rank_has_answered():
+def test_whoever_must_tell_the_engine_hears_of_a_load_once_every_rank_has_answered():
     leader = make(host="abc")
     heard = []
-    leader.on_failed_load = lambda plan, bad: heard.append((plan.id, sorted(bad)))
+    leader.on_ended_load = lambda plan, bad: heard.append((plan.id, sorted(bad)))
     good, bad = onboard(leader, "ab"), onboard(leader, "abc")
     leader.apply(loaded(good, 0, 1))
     leader.apply(loaded(bad, 0, bad=[2]))
-    assert heard == []
+    assert heard == [(good.id, [])]
     leader.apply(loaded(bad, 1, bad=[1]))
-    assert heard == [(bad.id, [1, 2])]
+    assert heard == [(good.id, []), (bad.id, [1, 2])]
 
 
 # -- what things take -------------------------------------------------------------------------------------------------

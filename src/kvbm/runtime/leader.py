@@ -109,9 +109,9 @@ class Leader:
         # Engine block -> the store that is reading it. Blocks may be freed and reused while the copy runs; whoever
         # writes them next is told to wait for exactly that copy.
         self._reading: dict[int, int] = {}
-        # Called with a load that has ended badly and the positions in it that did not arrive, for engines that must be
-        # told so by the leader.
-        self.on_failed_load: Callable[[LoadPlan, set[int]], None] | None = None
+        # Called with every load that has ended and the positions in it that did not arrive, for engines whose workers
+        # cannot tell them.
+        self.on_ended_load: Callable[[LoadPlan, set[int]], None] | None = None
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -206,8 +206,8 @@ class Leader:
         self._finish_late(flight)
         if self._watcher is not None:
             self._watcher.loaded(flight.plan, flight.seconds, flight.absent)
-        if flight.absent and self.on_failed_load is not None:
-            self.on_failed_load(flight.plan, flight.absent)
+        if self.on_ended_load is not None:
+            self.on_ended_load(flight.plan, flight.absent)
         for store_id, store in list(self._stores.items()):
             if result.id in store.beside:
                 self._settle_store(store_id, store)

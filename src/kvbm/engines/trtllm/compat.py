@@ -1,0 +1,192 @@
+"""What differs between TensorRT-LLM releases, in one place.
+
+The connector interface has moved once and grown several times: the module path, block hashes, priorities, salts, layer
+groups. Fields that a release does not have are read as absent, fields that nobody here has heard of are left alone, and
+one that is needed and missing is an error that names the release.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("kvbm")
+
+_PATHS = (
+    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",  # 1.3
+    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",  # 1.0 to 1.2
+    "tensorrt_llm._torch.pyexecutor.connector",  # before 1.0
+)
+
+# What the engine gives a block whose request asked for nothing in particular (its KvCacheRetentionConfig).
+DEFAULT_PRIORITY = 35
+
+
+class UnsupportedReleaseError(ImportError):
+    """The installed TensorRT-LLM lacks something that KVBM cannot do without."""
+
+
+def release() -> str:
+    """The installed release, as the engine spells it."""
+    return str(getattr(sys.modules.get("tensorrt_llm"), "__version__", "of unknown version"))
+
+
+def _interface() -> Any:
+    for path in _PATHS:
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise  # the module is there, and something that it needs is not
+    try:
+        importlib.import_module("tensorrt_llm")
+    except ModuleNotFoundError as error:
+        raise UnsupportedReleaseError(
+            "kvbm.trtllm_integration.connector is for TensorRT-LLM, which is not installed here; install tensorrt_llm, "
+            "or configure the connector of your engine (vLLM: kvbm.vllm_integration.connector)"
+        ) from error
+    raise UnsupportedReleaseError(
+        f"TensorRT-LLM {release()} has no KV cache connector interface ({', '.join(_PATHS)}); it came with 1.0"
+    )
+
+
+_module = _interface()
+SchedulerBase: Any = _module.KvCacheConnectorScheduler
+WorkerBase: Any = _module.KvCacheConnectorWorker
+# Whether a request may carry a salt: then one whose salt cannot be read must not share a block with anybody.
+HAS_SALTS = "cache_salt" in getattr(_module.RequestData, "__dataclass_fields__", {})
+
+
+def needed(thing: Any, field: str) -> Any:
+    """A field that there is no doing without."""
+    try:
+        return getattr(thing, field)
+    except AttributeError:
+        raise AttributeError(
+            f"TensorRT-LLM {release()}: {type(thing).__name__} has no {field}, which KVBM needs; it was written for "
+            "1.0 to 1.3"
+        ) from None
+
+
+class Setup(NamedTuple):
+    """What the engine was started with, as far as it matters here."""
+
+    model: str
+    tokens_per_block: int
+    rank: int
+    ranks: int
+    partial_reuse: bool
+    cache_dtype: str
+    unsupported: str | None  # why this set-up cannot be served; None when it can
+
+
+def read_setup(llm_args: Any) -> Setup:
+    mapping = needed(llm_args, "parallel_config").to_mapping()
+    cache = needed(llm_args, "kv_cache_config")
+    return Setup(
+        model=str(needed(llm_args, "model")),
+        tokens_per_block=int(needed(cache, "tokens_per_block")),
+        rank=int(needed(mapping, "rank")),
+        ranks=int(needed(mapping, "world_size")),
+        # On unless it is switched off, as in the engine.
+        partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
+        cache_dtype=str(getattr(cache, "dtype", "auto")),
+        unsupported=_unsupported(llm_args, mapping, cache),
+    )
+
+
+def _unsupported(llm_args: Any, mapping: Any, cache: Any) -> str | None:
+    if getattr(mapping, "pp_size", 1) > 1:
+        return f"pipeline_parallel_size is {mapping.pp_size}, and the engine's connectors know one stage only"
+    if getattr(mapping, "cp_size", 1) > 1:
+        return f"context_parallel_size is {mapping.cp_size}, and context parallelism is not supported"
+    if getattr(mapping, "enable_attention_dp", False) or getattr(llm_args, "enable_attention_dp", False):
+        return "attention data parallelism is on, and its ranks share no requests"
+    if (getattr(llm_args, "max_beam_width", None) or 1) > 1:
+        return f"max_beam_width is {llm_args.max_beam_width}, and blocks of beams are not kept"
+    windows = set(getattr(cache, "max_attention_window", None) or ())
+    if len(windows) > 1:
+        return f"the model has attention windows of several sizes ({sorted(windows)})"
+    if getattr(cache, "host_cache_size", None):
+        return (
+            "kv_cache_config.host_cache_size is set: the engine then moves blocks between memories by itself. Set it "
+            "to 0; host memory is what KVBM is for"
+        )
+    return None
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One request in a step's output."""
+
+    request: int
+    tokens: Sequence[int]  # new since the last output that had the request
+    blocks: Sequence[int]  # likewise
+    computed: int  # tokens whose KV is there before the step
+    scheduled: int  # tokens the step computes
+    priorities: Sequence[int] | None  # of the new blocks; None: the engine's default for all of them
+
+
+def read_step(data: Any) -> Step:
+    blocks = needed(data, "new_block_ids")
+    if not blocks:
+        # One list for each group of layers; with a single group, the same as the flat one.
+        groups = getattr(data, "new_block_ids_by_layer_group", None) or ()
+        blocks = groups[0] if len(groups) == 1 else blocks
+    return Step(
+        request=needed(data, "request_id"),
+        tokens=needed(data, "new_tokens"),
+        blocks=blocks,
+        computed=needed(data, "computed_position"),
+        scheduled=needed(data, "num_scheduled_tokens"),
+        priorities=getattr(data, "priorities", None),
+    )
+
+
+def tokens_of(request: Any) -> list[int]:
+    """All tokens of a request so far."""
+    return list(needed(request, "get_tokens")(0))
+
+
+# -- setting a request back -------------------------------------------------------------------------------------------
+
+
+_LISTS = ("new_async_requests", "pending_async_requests", "local_finished_async_requests")
+
+
+def waiting_requests() -> Mapping[int, Any] | None:
+    """The engine's own request objects that wait for a load on this rank, by id; None when they cannot be found.
+
+    Nothing hands them to a worker. They belong to the engine's connector manager, a method of which is a few frames up
+    whenever a worker is called. Asked for only after a load has failed.
+    """
+    frame: Any = sys._getframe()
+    for _ in range(12):
+        frame = frame.f_back
+        if frame is None:
+            break
+        manager = frame.f_locals.get("self")
+        lists = [getattr(getattr(manager, name, None), "loading", None) for name in _LISTS]
+        if all(isinstance(requests, dict) for requests in lists):
+            return {number: request for requests in lists for number, request in requests.items()}
+    return None
+
+
+def set_back(request: Any, position: int) -> None:
+    """Let the engine compute a waiting request from ``position`` on.
+
+    What it would have computed begins at ``context_current_position``, and how much in one go is
+    ``context_chunk_size``; the latter can only be set while the request counts as being in its context phase.
+    """
+    waiting = request.state
+    request.context_current_position = position
+    try:
+        request.state = type(waiting).CONTEXT_INIT
+        request.context_chunk_size = needed(request, "prompt_len") - position
+    finally:
+        request.state = waiting

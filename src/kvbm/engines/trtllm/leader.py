@@ -1,0 +1,403 @@
+"""The leader's half: follows every request through the engine's scheduler and drives the leader.
+
+Lives on rank 0. Every method is called from the engine's executor thread, and so is :meth:`LeaderHalf.tick`, by the
+worker of rank 0, at the end of every iteration: an iteration without a batch does not call the scheduler at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvbm.config import Config
+from kvbm.core.keys import KeyChain, Namespace
+from kvbm.core.manager import BlockManager, Match
+from kvbm.core.pool import Pool
+from kvbm.engines.guard import Faults
+from kvbm.engines.trtllm import compat
+from kvbm.engines.trtllm.keys import scope_of
+from kvbm.engines.trtllm.step import StepMeta
+from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
+from kvbm.runtime.channel import TIMING, ZmqLeader
+from kvbm.runtime.leader import Counts, Leader
+
+logger = logging.getLogger("kvbm")
+
+# How long blocks that were offered are kept from being evicted until the engine has made room for them. It does so in
+# the same iteration or a little later, or never, as when the request is cancelled in between, of which nobody hears.
+OFFER_SECONDS = 30.0
+
+# Leaders of this process by address, for the worker of rank 0.
+_local: dict[str, LeaderHalf] = {}
+
+
+def find_local(url: str) -> LeaderHalf | None:
+    return _local.get(url)
+
+
+class _Request:
+    """What we know of a request that the engine is working on."""
+
+    __slots__ = (
+        "blocks", "chain", "keep", "limit", "load", "match", "offered_at", "prompt", "start", "stored", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, chain: KeyChain | None, tokens: list[int]) -> None:
+        self.chain = chain  # None: its blocks have no keys
+        self.tokens = tokens
+        self.prompt = len(tokens)
+        self.blocks: list[int] = []
+        self.keep = chain is not None
+        self.stored = 0  # blocks from the front that need no more thought
+        self.limit: int | None = None  # the first block that is not to be kept, because of its priority
+        self.match: Match | None = None  # what was offered; held until the engine has made room
+        self.start = 0  # its first block
+        self.offered_at: float | None = None  # None: nothing is, or the engine has made room
+        self.load: LoadPlan | None = None  # what is filling its blocks
+
+
+class _SetBack:
+    """A request on its way back to a position from which all ranks can compute it."""
+
+    __slots__ = ("order", "ranks")
+
+    def __init__(self, order: Recompute, ranks: Iterable[int]) -> None:
+        self.order = order
+        self.ranks = set(ranks)  # which have not done it yet
+
+
+class LeaderHalf:
+    def __init__(self, config: Config, setup: compat.Setup, faults: Faults) -> None:
+        self.leader: Leader | None = None  # until the workers have said how much room they have
+        self.counts = Counts()
+        self._config = config
+        self._setup = setup
+        self._faults = faults
+        self._size = setup.tokens_per_block
+        self._namespace: Namespace | None = None
+        self._requests: dict[int, _Request] = {}
+        self._offers: dict[int, _Request] = {}
+        self._owners: dict[int, int] = {}  # stores that some rank has not confirmed -> their requests
+        self._set_backs: dict[int, _SetBack] = {}
+        self._agreed: list[Recompute] = []  # set-backs that the next step's metadata carries
+        self._lost: set[int] = set()
+        self._off = False
+        self._messages = 0
+        self._orders = 0
+        timeout = config.leader_worker_init_timeout_secs
+        self._channel = ZmqLeader(setup.ranks, config.leader_pub_url, config.leader_ack_url, timeout, TIMING)
+        _local[config.leader_pub_url] = self
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Block until every rank has its memory. Raises when they do not meet in time."""
+        self._channel.wait()
+        self.tick()
+
+    def _begin(self) -> Leader:
+        """Every rank has allocated what was agreed: the cache can serve."""
+        agreement, setup = self._channel.wait(0), self._setup
+        self._namespace = Namespace(
+            model=setup.model,
+            dtype=f"trtllm/{setup.cache_dtype}",
+            layout=agreement.layout,
+            block_size=self._size,
+            tensor_parallel=setup.ranks,
+        )
+        pools = {tier: Pool(slots) for tier, slots in agreement.slots.items()}
+        leader = Leader(BlockManager(pools), setup.ranks, self._config.max_pending_offloads)
+        leader.on_ended_load = self._load_ended
+        self.counts = leader.counts
+        slots = agreement.slots[Tier.HOST]
+        logger.info(
+            "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s)", slots, self._size,
+            slots * sum(agreement.block_bytes) / 1e9, setup.ranks, "" if setup.ranks == 1 else "s",
+        )  # fmt: skip
+        return leader
+
+    # -- every iteration ----------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Take in what the ranks have said. May be called at any time, from the engine's thread. Never raises."""
+        if self._off:
+            return
+        try:
+            self._tick()
+        except Exception as error:
+            # Books that are half written cannot be trusted, and must not wait for what was lost with the other half.
+            self._faults.record("taking in reports", error)
+            logger.error("KVBM is off from here on: its books are out of step. TensorRT-LLM goes on without it.")
+            self._off, self.leader = True, None
+
+    def _tick(self) -> None:
+        if self.leader is None:
+            if not self._channel.ready:
+                return
+            self.leader = self._begin()
+        reports = self._channel.receive()
+        if reports:
+            self._apply(self.leader, reports)
+        for rank in self._channel.lost_ranks():
+            if rank not in self._lost:
+                self._lose(self.leader, rank)
+        if self._offers:
+            self._drop_old_offers()
+
+    def _apply(self, leader: Leader, reports: list[Report]) -> None:
+        for report in reports:
+            for reason, times in report.faults.items():
+                self._faults.note(f"rank {report.rank}: {reason}", times)
+            for load in report.loads:
+                if load.id in self._set_backs:
+                    self._has_set_back(report.rank, load.id, ok=not load.bad)
+        leader.apply(reports)
+        if self._owners:
+            under_way = leader.stores_in_flight()
+            self._owners = {store: self._owners[store] for store in under_way if store in self._owners}
+
+    def _lose(self, leader: Leader, rank: int) -> None:
+        """A rank that is out of our reach. The engine's own metadata still gets there, if it is alive at all."""
+        self._lost.add(rank)
+        for back in self._set_backs.values():
+            self._agreed.append(_agreed(back.order))
+        self._set_backs.clear()
+        leader.fail_rank(rank)
+
+    def _send(self, plan: StepPlan) -> None:
+        self._messages += 1
+        self._channel.send(plan)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def match(self, request: Any, computed: int) -> tuple[int, bool]:
+        """(tokens that can be brought back beyond those the engine has, whether that happens outside of the step).
+
+        Always outside: the engine can be kept from using blocks that did not arrive only as long as their request is
+        not in a batch.
+        """
+        self.tick()
+        if self.leader is None or self._namespace is None:
+            return 0, False
+        number, tokens, scope = compat.needed(request, "request_id"), compat.tokens_of(request), scope_of(request)
+        state = _Request(None if scope is None else KeyChain(self._namespace, scope), tokens)
+        self._requests[number] = state
+        start = computed // self._size
+        # One token at least is left to compute: the engine needs its logits.
+        limit = (len(tokens) - 1) // self._size
+        if state.chain is None or computed % self._size or limit <= start or self._lost:
+            return 0, False
+        found = self.leader.manager.lookup(state.chain.extend(tokens), start, limit)
+        if not found.blocks:
+            return 0, False
+        self.leader.manager.hold(found)
+        state.match, state.start, state.offered_at = found, start, time.monotonic()
+        self._offers[number] = state
+        return found.blocks * self._size, True
+
+    def _withdraw(self, number: int) -> Match | None:
+        """Let what was offered to a request be evicted again."""
+        state = self._offers.pop(number, None)
+        if state is None or state.match is None or self.leader is None:
+            return None
+        match, state.match = state.match, None
+        self.leader.manager.release(match)
+        return match
+
+    def _drop_old_offers(self) -> None:
+        now = time.monotonic()
+        for number, state in list(self._offers.items()):
+            if state.offered_at is None or now - state.offered_at > OFFER_SECONDS:
+                self._withdraw(number)
+
+    def allocated(self, request: Any, blocks: Sequence[int]) -> None:
+        """The engine has given the request its blocks; those of what was offered are now ours to fill."""
+        number = compat.needed(request, "request_id")
+        state = self._requests.get(number)
+        if state is None or state.offered_at is None:
+            return
+        state.offered_at = None
+        try:
+            self._load(number, state, blocks)
+        except Exception as error:
+            # The engine counts on these blocks already.
+            self._faults.record("planning a load", error)
+            self._set_back(number, state, state.start)
+
+    def _load(self, number: int, state: _Request, blocks: Sequence[int]) -> None:
+        match = self._withdraw(number)
+        if match is None or self.leader is None:
+            raise RuntimeError(f"the engine has taken more than {OFFER_SECONDS:.0f} s to make room for a request")
+        # With its second cache manager the engine may make room for the front only, and computes the rest.
+        match = match.cut(len(blocks) - match.start)
+        if not match.blocks:
+            raise RuntimeError("the engine has made no room for what was offered")
+        end = match.start + match.blocks
+        plan = self.leader.onboard(match, str(number), list(blocks[match.start : end]), in_step=False)
+        state.load, state.stored = plan, end
+        self._send(StepPlan(loads=[plan]))
+        counts = self.leader.counts
+        counts.matched_tokens += match.blocks * self._size
+        for copy in plan.copies:
+            counts.matched_blocks[copy.tier] = counts.matched_blocks.get(copy.tier, 0) + len(copy.slots)
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _load_ended(self, plan: LoadPlan, bad: set[int]) -> None:
+        """Every rank is through with a load, or is lost."""
+        number = int(plan.request)
+        state = self._requests.get(number)
+        if state is None or state.load is not plan:
+            return  # the request is gone
+        state.load = None
+        if bad:
+            self._set_back(number, state, state.stored - len(plan.blocks) + min(bad))
+
+    def _set_back(self, number: int, state: _Request, block: int) -> None:
+        """Every rank is to compute the request from this block on."""
+        self._orders -= 1
+        order = Recompute(self._orders, str(number), block * self._size)
+        state.stored = min(state.stored, block)
+        if self._lost:
+            self._agreed.append(_agreed(order))
+            return
+        self._set_backs[order.id] = _SetBack(order, range(self._setup.ranks))
+        self._send(StepPlan(recompute=[order]))
+
+    def _has_set_back(self, rank: int, number: int, ok: bool) -> None:
+        back = self._set_backs[number]
+        if not ok:
+            del self._set_backs[number]
+            logger.error(
+                "request %s can neither be loaded nor be computed: TensorRT-LLM %s keeps it where KVBM does not find "
+                "it. It waits until it is cancelled.", back.order.request, compat.release(),
+            )  # fmt: skip
+            return
+        back.ranks.discard(rank)
+        if not back.ranks:
+            del self._set_backs[number]
+            self._send(StepPlan(recompute=[_agreed(back.order)]))
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def plan_step(self, output: Any) -> StepMeta:
+        self.tick()
+        leader = self.leader
+        if leader is None:
+            return StepMeta()
+        stores: list[StorePlan] = []
+        owners: dict[int, int] = {}
+        steps: list[compat.Step] = []
+        try:
+            new = [compat.read_step(data) for data in compat.needed(output, "new_requests")]
+            old = [compat.read_step(data) for data in compat.needed(output, "cached_requests")]
+            steps = new + old
+            fences = leader.fences(self._follow(new, old))
+        except Exception as error:
+            # Without the tables we can tell neither which copies are in danger nor whose a block is: the step waits for
+            # all copies, and nothing more is kept of the requests there are.
+            self._faults.record("following block tables", error)
+            for state in self._requests.values():
+                state.keep = False
+            fences = leader.stores_in_flight()
+        for step in steps:
+            try:
+                plan = self._plan_store(leader, step)
+            except Exception as error:
+                self._faults.record("planning a store", error)
+                continue
+            if plan is not None:
+                stores.append(plan)
+                owners[plan.id] = step.request
+        self._owners.update(owners)
+        agreed, self._agreed = self._agreed, []
+        return StepMeta(StepPlan(stores=stores, fences=fences, recompute=agreed), self._messages, owners)
+
+    def _follow(self, new: Sequence[compat.Step], old: Sequence[compat.Step]) -> list[int]:
+        """Bring tokens and block tables up to date. Returns the blocks that this step may be the first to write to."""
+        fresh: list[int] = []
+        for step in new:
+            fresh += step.blocks[step.computed // self._size :]
+            state = self._requests.get(step.request)
+            if state is not None:
+                # All of it, the prompt's tokens too, whatever was known before.
+                state.tokens, state.blocks, state.limit = list(step.tokens), [], None
+                self._extend_table(state, step)
+        for step in old:
+            fresh += step.blocks
+            state = self._requests.get(step.request)
+            if state is not None:
+                state.tokens += step.tokens
+                self._extend_table(state, step)
+        return fresh
+
+    def _extend_table(self, state: _Request, step: compat.Step) -> None:
+        minimum = self._config.host_offload_prefix_min_priority
+        if state.limit is None and minimum:
+            priorities = step.priorities or [compat.DEFAULT_PRIORITY] * len(step.blocks)
+            low = next((i for i, priority in enumerate(priorities) if priority < minimum), None)
+            state.limit = None if low is None else len(state.blocks) + low
+        state.blocks += step.blocks
+
+    def _plan_store(self, leader: Leader, step: compat.Step) -> StorePlan | None:
+        """A plan for the blocks that this step completes."""
+        state = self._requests.get(step.request)
+        if state is None or state.chain is None or not state.keep:
+            return None
+        size = self._size
+        # A request that was set back computes, and stores, the blocks behind once more.
+        state.stored = min(state.stored, step.computed // size)
+        # What the step computes beyond the tokens that are known (drafts, and with overlapping steps the token of the
+        # step before) has no key yet, and waits for a later step.
+        full = min((step.computed + step.scheduled) // size, len(state.tokens) // size, len(state.blocks))
+        if not self._config.offload_decode:
+            full = min(full, state.prompt // size)
+        if state.limit is not None:
+            full = min(full, state.limit)
+        if full <= state.stored:
+            return None
+        blocks = state.blocks[state.stored : full]
+        if min(blocks) < 0:
+            state.keep = False  # a block without a page: a sliding window has passed over it
+            return None
+        keys = state.chain.extend(state.tokens)
+        pool = leader.manager.pools[Tier.HOST]
+        if pool.free < len(blocks):
+            # Something must go for these blocks, and not the blocks in front of them.
+            pool.touch(keys[: state.stored])
+        plan = leader.offload(keys[state.stored : full], blocks)
+        state.stored = full
+        return plan
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def finished(self, request: Any) -> bool:
+        """True when the engine must keep the request's blocks until the workers say that they are through with them.
+
+        So it is while a load still writes to them. Stores read them under the protection of fences; but where the
+        engine copies parts of blocks on its own, before we hear of their new owner, it has to wait for those as well.
+        """
+        self.tick()
+        number = compat.needed(request, "request_id")
+        self._withdraw(number)
+        state = self._requests.pop(number, None)
+        for order, back in list(self._set_backs.items()):
+            if back.order.request == str(number):
+                del self._set_backs[order]
+                self._send(StepPlan(recompute=[_agreed(back.order)]))  # nobody computes it; nobody need wait any more
+        if state is None:
+            return False
+        if state.chain is not None and state.stored and self.leader is not None:
+            # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
+            self.leader.manager.touch(state.chain.keys[: state.stored])
+        return state.load is not None or (self._setup.partial_reuse and number in self._owners.values())
+
+    def close(self) -> None:
+        _local.pop(self._config.leader_pub_url, None)
+        self._channel.close()
+
+
+def _agreed(order: Recompute) -> Recompute:
+    return Recompute(order.id, order.request, order.position, agreed=True)

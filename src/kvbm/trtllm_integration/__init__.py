@@ -1,0 +1,1 @@
+"""The module path that TensorRT-LLM configurations name; see :mod:`kvbm.engines.trtllm`."""
