@@ -29,7 +29,7 @@ class Options:
     ranks: int = 4
     device: str = "cpu"
     generation: str = "1.2"
-    blocks: int = 48  # of the pool
+    blocks: int = 32  # of the pool: far less than the requests want
     layers: int = 3
     block_size: int = 8
     width: int = 16  # bytes of K, and of V, a token and layer
@@ -46,6 +46,9 @@ class Options:
     # Of the tests: this rank kills itself when the first load after that iteration is under way.
     kill: tuple[int, int] | None = None
     hang: int | None = None  # this rank stops at its tenth iteration
+    deaf: tuple[int, int] | None = None  # (rank, iteration): KVBM's channel to that rank breaks, the rank itself lives
+    load_delay: float | None = None  # seconds of KVBM's injected faults "slow" and "slow-store"
+    store_delay: float | None = None
     silence: float | None = None  # seconds after which KVBM gives up a rank that says nothing
     corrupt: tuple[int, int] | None = None  # (rank, iteration): flip one bit of one byte that is read from then on
 
@@ -199,7 +202,9 @@ class Executor:
         if left or generation or self.options.generation != "1.0":
             manager.handle_metadata()
             manager.worker.start_load_kv(self.stream)
-        kill = self.options.kill
+        deaf, kill = self.options.deaf, self.options.kill
+        if deaf is not None and deaf[0] == self.comm.rank and self.iteration >= deaf[1] and self._loads_seen:
+            manager.worker._half._channel.close()
         if kill is not None and kill[0] == self.comm.rank and self.iteration >= kill[1] and self._loads_seen:
             os.kill(os.getpid(), signal.SIGKILL)
         return left

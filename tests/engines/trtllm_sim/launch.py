@@ -143,8 +143,7 @@ def _build_connector(executor: Executor, rank: int) -> tuple[Any, Any]:
         return None, None
     api.install(options.generation)
     module = importlib.import_module(options.connector["connector_module"])
-    if options.silence is not None:
-        _impatient(options.silence)
+    _adjust(options)
     args = llm_args(options, rank)
     # As the engine does: both at once, so that one may wait for the other.
     with ThreadPoolExecutor(2) as pool:
@@ -155,11 +154,18 @@ def _build_connector(executor: Executor, rank: int) -> tuple[Any, Any]:
         return worker.result(), scheduler
 
 
-def _impatient(silence: float) -> None:
+def _adjust(options: Options) -> None:
+    """Times that no setting sets, so that a test need not wait for them."""
     from kvbm.engines.trtllm import leader
     from kvbm.runtime.channel import Timing
+    from kvbm.transfer import faults
 
-    leader.TIMING = Timing(beat=silence / 10, silence=silence)  # type: ignore[attr-defined]
+    if options.silence is not None:
+        leader.TIMING = Timing(beat=options.silence / 10, silence=options.silence)  # type: ignore[attr-defined]
+    if options.load_delay is not None:
+        faults.LOAD_DELAY_SECONDS = options.load_delay
+    if options.store_delay is not None:
+        faults.STORE_DELAY_SECONDS = options.store_delay
 
 
 def llm_args(options: Options, rank: int) -> Any:

@@ -20,7 +20,7 @@ from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.step import StepMeta
 from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
-from kvbm.runtime.channel import TIMING, ZmqLeader
+from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Counts, Leader
 
 logger = logging.getLogger("kvbm")
@@ -28,6 +28,10 @@ logger = logging.getLogger("kvbm")
 # How long blocks that were offered are kept from being evicted until the engine has made room for them. It does so in
 # the same iteration or a little later, or never, as when the request is cancelled in between, of which nobody hears.
 OFFER_SECONDS = 30.0
+
+# The engine's ranks run in lockstep, so one that starves holds up all the others and comes back with them, and one that
+# dies takes the engine with it. Giving a rank up early gains nothing here.
+TIMING = Timing(silence=300.0)
 
 # Leaders of this process by address, for the worker of rank 0.
 _local: dict[str, LeaderHalf] = {}
