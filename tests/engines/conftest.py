@@ -11,7 +11,8 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _end_fork_server() -> Iterator[None]:
-    """The simulator's ranks are forked from a server that has torch loaded; it ends with the run, and its folder too."""
+    """The simulator's ranks are forked from a server that has torch loaded. It ends with the run, and so does its
+    folder."""
     yield
     multiprocessing.forkserver._forkserver._stop()
     multiprocessing.util._run_finalizers(-100)

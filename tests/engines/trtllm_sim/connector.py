@@ -126,10 +126,9 @@ class KvCacheConnectorManager:
         self.local_finished_async_requests.take(self.pending_async_requests, saved, loaded)
         mine = self.local_finished_async_requests
         everywhere = self._comm.allgather((set(mine.saving), set(mine.loading))).values()
+        saved, loaded = (set.intersection(*sets) for sets in zip(*everywhere, strict=True))
         finished = AsyncRequests()
-        finished.take(
-            mine, set.intersection(*(part[0] for part in everywhere)), set.intersection(*(part[1] for part in everywhere))
-        )
+        finished.take(mine, saved, loaded)
         for number, request in finished.loading.items():
             if not request.done:
                 request.state = State.CONTEXT_INIT

@@ -46,7 +46,6 @@ class Options:
     # Of the tests: this rank kills itself when the first load after that iteration is under way.
     kill: tuple[int, int] | None = None
     hang: int | None = None  # this rank stops at its tenth iteration
-    deaf: tuple[int, int] | None = None  # (rank, iteration): KVBM's channel to that rank breaks, the rank itself lives
     load_delay: float | None = None  # seconds of KVBM's injected faults "slow" and "slow-store"
     store_delay: float | None = None
     silence: float | None = None  # seconds after which KVBM gives up a rank that says nothing
@@ -202,9 +201,7 @@ class Executor:
         if left or generation or self.options.generation != "1.0":
             manager.handle_metadata()
             manager.worker.start_load_kv(self.stream)
-        deaf, kill = self.options.deaf, self.options.kill
-        if deaf is not None and deaf[0] == self.comm.rank and self.iteration >= deaf[1] and self._loads_seen:
-            manager.worker._half._channel.close()
+        kill = self.options.kill
         if kill is not None and kill[0] == self.comm.rank and self.iteration >= kill[1] and self._loads_seen:
             os.kill(os.getpid(), signal.SIGKILL)
         return left

@@ -193,6 +193,9 @@ def _register(executor: Executor, worker: Any, scheduler: Any) -> None:
         worker.register_kv_caches(pool)
     if scheduler is not None and executor.options.generation == "1.3":
         scheduler.wait_for_initialization()
+    elif scheduler is not None:
+        # Nothing waits in the older engine; here the first requests are to be served like all others.
+        scheduler._half.wait()
     executor.manager = KvCacheConnectorManager(executor.comm, worker, scheduler, executor.options.generation)
 
 

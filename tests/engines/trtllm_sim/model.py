@@ -110,8 +110,8 @@ def token_of(value: torch.Tensor) -> torch.Tensor:
 
 def agree(values: dict[int, list[int]]) -> list[int]:
     """The tokens of a step from what every rank has computed: where all agree, the token of each; else another."""
-    first, *others = values.values()
-    total = torch.tensor(first, dtype=torch.int64)
+    first, *others = (torch.tensor(value, dtype=torch.int64) for value in values.values())
+    total = first
     for factor, other in enumerate(others, 1):
-        total = total + (torch.tensor(other, dtype=torch.int64) - torch.tensor(first, dtype=torch.int64)) * (2 * factor + 1)
+        total = total + (other - first) * (2 * factor + 1)
     return token_of(total).tolist()  # type: ignore[no-any-return]

@@ -71,4 +71,6 @@ class LlmRequest:
     def _check_context(self) -> None:
         # As in the engine: outside of the context phase these are errors.
         if self.state is not State.CONTEXT_INIT:
-            raise RuntimeError(f"only possible during the context phase, and request {self.request_id} is {self.state!r}")
+            raise RuntimeError(
+                f"only possible during the context phase, and request {self.request_id} is {self.state!r}"
+            )

@@ -85,7 +85,7 @@ class LeaderHalf:
         self._offers: dict[int, _Request] = {}
         self._owners: dict[int, int] = {}  # stores that some rank has not confirmed -> their requests
         self._set_backs: dict[int, _SetBack] = {}
-        self._agreed: list[Recompute] = []  # set-backs that the next step's metadata carries
+        self._broken: dict[int, set[int]] = {}  # loads -> positions that ranks have said did not arrive
         self._lost: set[int] = set()
         self._off = False
         self._messages = 0
@@ -157,18 +157,19 @@ class LeaderHalf:
             for load in report.loads:
                 if load.id in self._set_backs:
                     self._has_set_back(report.rank, load.id, ok=not load.bad)
+                elif load.bad:
+                    self._broken.setdefault(load.id, set()).update(load.bad)
         leader.apply(reports)
         if self._owners:
             under_way = leader.stores_in_flight()
             self._owners = {store: self._owners[store] for store in under_way if store in self._owners}
 
     def _lose(self, leader: Leader, rank: int) -> None:
-        """A rank that is out of our reach. The engine's own metadata still gets there, if it is alive at all."""
+        """A rank is dead. Nothing is found or kept from here on; the others need not wait for it."""
         self._lost.add(rank)
-        for back in self._set_backs.values():
-            self._agreed.append(_agreed(back.order))
-        self._set_backs.clear()
         leader.fail_rank(rank)
+        for order in list(self._set_backs):
+            self._has_set_back(rank, order, ok=True)
 
     def _send(self, plan: StepPlan) -> None:
         self._messages += 1
@@ -250,24 +251,23 @@ class LeaderHalf:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def _load_ended(self, plan: LoadPlan, bad: set[int]) -> None:
-        """Every rank is through with a load, or is lost."""
+        """Every rank is through with a load, or is dead."""
         number = int(plan.request)
         state = self._requests.get(number)
+        # What only a dead rank has lost holds nobody up.
+        missing = self._broken.pop(plan.id, None)
         if state is None or state.load is not plan:
             return  # the request is gone
         state.load = None
-        if bad:
-            self._set_back(number, state, state.stored - len(plan.blocks) + min(bad))
+        if missing:
+            self._set_back(number, state, state.stored - len(plan.blocks) + min(missing))
 
     def _set_back(self, number: int, state: _Request, block: int) -> None:
         """Every rank is to compute the request from this block on."""
         self._orders -= 1
         order = Recompute(self._orders, str(number), block * self._size)
         state.stored = min(state.stored, block)
-        if self._lost:
-            self._agreed.append(_agreed(order))
-            return
-        self._set_backs[order.id] = _SetBack(order, range(self._setup.ranks))
+        self._set_backs[order.id] = _SetBack(order, set(range(self._setup.ranks)) - self._lost)
         self._send(StepPlan(recompute=[order]))
 
     def _has_set_back(self, rank: int, number: int, ok: bool) -> None:
@@ -316,8 +316,7 @@ class LeaderHalf:
                 stores.append(plan)
                 owners[plan.id] = step.request
         self._owners.update(owners)
-        agreed, self._agreed = self._agreed, []
-        return StepMeta(StepPlan(stores=stores, fences=fences, recompute=agreed), self._messages, owners)
+        return StepMeta(StepPlan(stores=stores, fences=fences), self._messages, owners)
 
     def _follow(self, new: Sequence[compat.Step], old: Sequence[compat.Step]) -> list[int]:
         """Bring tokens and block tables up to date. Returns the blocks that this step may be the first to write to."""

@@ -7,7 +7,6 @@ Called from the engine's executor thread only. In an iteration with a batch: ``b
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -115,13 +114,11 @@ class WorkerHalf:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def bind(self, metadata: object) -> None:
-        """Take in a step's metadata, at the same point of the same iteration on every rank."""
+        """Take in a step's metadata."""
         self._abandon_stores()
         self._step = StepMeta()
-        self._step = step = decode(metadata)
-        self._stores_begun = not step.plan.stores
-        for order in step.plan.recompute:
-            self._set_back_now(order)
+        self._step = decode(metadata)
+        self._stores_begun = not self._step.plan.stores
 
     def begin(self, stream: Any) -> None:
         """Before the engine writes anything in this step."""
@@ -268,19 +265,6 @@ class WorkerHalf:
             del self._orders[order.id]
             done = waiting is not None and number in waiting and self._try_to_set_back(waiting[number], order.position)
             self._answer(LoadResult(order.id, [] if done else [0]))
-
-    def _set_back_now(self, order: Recompute) -> None:
-        """An order that every rank gets at this very point, so that nobody need wait for anybody."""
-        waiting = compat.waiting_requests() or {}
-        request = waiting.get(int(order.request))
-        self._orders.pop(order.id, None)
-        if request is None:
-            return  # it has all it needs on every rank that is left
-        while int(order.request) in self._loads.values():
-            time.sleep(0.001)  # a copy that the leader no longer waits for; it must not come after what is computed
-            self._report()
-        if self._try_to_set_back(request, order.position):
-            self._ready.add(int(order.request))
 
     def _try_to_set_back(self, request: Any, position: int) -> bool:
         try:
