@@ -304,7 +304,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host_offload_prefix_min_priority", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             Number(high=100, example="35"), 0, MOVING,
             "Retention priority a block needs to be offloaded; the first block of a request below it ends offloading "
-            "for that request, and only TensorRT-LLM gives priorities."),
+            "for that request. Only TensorRT-LLM gives priorities, 35 unless a request says otherwise; no other "
+            "engine's blocks are held back.", used=True),
     Setting("max_concurrent_transfers", "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
             Number(unit="batches", low=1, example="4"), 4, MOVING,
             "Batches of blocks on their way at a time where one rank loads for all (DYN_KVBM_NCCL_MLA_MODE); every "

@@ -15,7 +15,7 @@ from trtllm_sim.executor import Options
 from trtllm_sim.launch import KVBM, SimulationError, differences, run
 from trtllm_sim.workload import Work
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.simulated, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
 HOST = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "120"}
@@ -171,3 +171,25 @@ def test_the_guides_configuration_serves(name):
     result = run(Options(ranks=2, connector=connector, env=dict(HOST)), SHORT)
     check(SHORT, result)
     assert onboarded(result) > 50
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10, 22))
+def test_many_random_workloads(seed):
+    """Everything at once: faults on every kind of copy, cancellation, all generations in turn."""
+    work = Work(requests=300, cancel=0.25, seed=seed, prefixes=5, conversations=20, loras=seed % 3)
+    result = serve(
+        work,
+        faults="load:rank=1:every=11,store:rank=0:every=13,slow:every=7,slow-store:every=5",
+        generation=("1.0", "1.2", "1.3")[seed % 3],
+        overlap=seed % 2 == 0,
+        chunked=seed % 5 != 0,
+        partial_reuse=seed % 4 == 0,
+        blocks=(24, 32, 48)[seed % 3],
+        load_delay=0.02,
+        store_delay=0.05,
+        timeout=150,
+    )
+    check(work, result)
+    assert onboarded(result) > 50
+    assert counts(result).failed_load_blocks > 0

@@ -85,7 +85,7 @@ class LeaderHalf:
         self._offers: dict[int, _Request] = {}
         self._owners: dict[int, int] = {}  # stores that some rank has not confirmed -> their requests
         self._set_backs: dict[int, _SetBack] = {}
-        self._broken: dict[int, set[int]] = {}  # loads -> positions that ranks have said did not arrive
+        self._loads: dict[int, set[int]] = {}  # under way -> positions that ranks have said did not arrive
         self._lost: set[int] = set()
         self._off = False
         self._messages = 0
@@ -157,8 +157,8 @@ class LeaderHalf:
             for load in report.loads:
                 if load.id in self._set_backs:
                     self._has_set_back(report.rank, load.id, ok=not load.bad)
-                elif load.bad:
-                    self._broken.setdefault(load.id, set()).update(load.bad)
+                elif load.id in self._loads:
+                    self._loads[load.id].update(load.bad, load.missed)
         leader.apply(reports)
         if self._owners:
             under_way = leader.stores_in_flight()
@@ -242,6 +242,7 @@ class LeaderHalf:
         end = match.start + match.blocks
         plan = self.leader.onboard(match, str(number), list(blocks[match.start : end]), in_step=False)
         state.load, state.stored = plan, end
+        self._loads[plan.id] = set()
         self._send(StepPlan(loads=[plan]))
         counts = self.leader.counts
         counts.matched_tokens += match.blocks * self._size
@@ -255,7 +256,7 @@ class LeaderHalf:
         number = int(plan.request)
         state = self._requests.get(number)
         # What only a dead rank has lost holds nobody up.
-        missing = self._broken.pop(plan.id, None)
+        missing = self._loads.pop(plan.id, None)
         if state is None or state.load is not plan:
             return  # the request is gone
         state.load = None

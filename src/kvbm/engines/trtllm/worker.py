@@ -214,7 +214,7 @@ class WorkerHalf:
         report = worker.poll().report
         for load in report.loads:
             request = self._loads.pop(load.id, None)
-            if request is not None and not load.bad:
+            if request is not None and not load.bad and not load.missed:
                 self._ready.add(request)
         for store in report.stores:
             self._stores.pop(store.id, None)
