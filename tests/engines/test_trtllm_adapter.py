@@ -391,16 +391,14 @@ def test_a_request_that_cannot_be_found_is_held_back_rather_than_computed_on_not
 
 def test_a_plan_that_comes_after_its_request_has_ended_is_not_begun(engine):
     here = engine().register()
-    here.keep(request(1), BLOCKS)
     for pool in here.pools:
         pool[BLOCKS] = 7
+    here.keep(request(1), BLOCKS)
     second = request(2)
     here.offer(second, OTHERS)
-    here.until(lambda: here.workers[1]._half._channel is not None)
     assert here.leader.request_finished(second, OTHERS) is True
-    for worker in here.workers:
-        worker._half._ended.append(2)
-    here.until(lambda: here.poll(finished=[2]) and not here.half.leader.busy)
+    here.poll(finished=[2])
+    here.until(lambda: here.poll() and not here.half.leader.busy)
     assert not any(pool[OTHERS].any() for pool in here.pools)
 
 
