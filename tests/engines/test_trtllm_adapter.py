@@ -397,9 +397,30 @@ def test_a_plan_that_comes_after_its_request_has_ended_is_not_begun(engine):
     second = request(2)
     here.offer(second, OTHERS)
     assert here.leader.request_finished(second, OTHERS) is True
-    here.poll(finished=[2])
+    assert here.poll(finished=[2], started=[2]) == [([2], [2])] * 2  # it waits for nothing any more
     here.until(lambda: here.poll() and not here.half.leader.busy)
     assert not any(pool[OTHERS].any() for pool in here.pools)
+
+
+def test_a_request_that_was_cancelled_does_not_wait_for_a_load_that_fails(engine):
+    here = engine(KVBM_INJECT_FAULTS="load:rank=1,slow").register()
+    here.keep(request(1), BLOCKS)
+    second = request(2)
+    here.offer(second, OTHERS)
+    here.until(lambda: here.poll(started=[2]) and all(worker._half._loads for worker in here.workers))
+    assert here.leader.request_finished(second, OTHERS) is True
+    saved, loaded = [], []
+    finished = [2]
+
+    def through():
+        nonlocal finished
+        for mine, theirs in here.poll(finished=finished):
+            saved.extend(mine)
+            loaded.extend(theirs)
+        finished = []
+        return len(saved) == len(loaded) == 2
+
+    here.until(through)
 
 
 def test_a_load_waits_for_the_store_that_reads_its_blocks(engine):

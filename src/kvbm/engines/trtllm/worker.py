@@ -53,7 +53,7 @@ class WorkerHalf:
         self._ready: set[int] = set()  # requests that have what they wait for
         self._orders: dict[int, Recompute] = {}  # set-backs that have not been carried out yet
         self._saving: deque[int] = deque()  # requests that are finished and whose blocks the engine keeps for us
-        self._ended: deque[int] = deque(maxlen=ENDED)
+        self._ended: dict[int, None] = {}  # oldest first
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class WorkerHalf:
         """(requests whose blocks the engine may have back, requests that may be computed now)."""
         self._waiting.update(started)
         self._saving.extend(finished)
-        self._ended.extend(finished)
+        self._remember(finished)
         self._take(0.0)
         if self._late:
             self._begin([], None)
@@ -201,10 +201,19 @@ class WorkerHalf:
         leader = find_local(self._config.leader_pub_url)
         if leader is not None:
             leader.tick()
-        loaded = sorted(self._waiting & self._ready)
+        loaded = sorted(number for number in self._waiting if self._may_go(number))
         self._waiting.difference_update(loaded)
         self._ready.difference_update(loaded)
         return self._saved(), loaded
+
+    def _may_go(self, number: int) -> bool:
+        """Whether the engine need not hold the request back any longer, because of what it has, or because it ended."""
+        return number in self._ready or (number in self._ended and number not in self._loads.values())
+
+    def _remember(self, finished: Sequence[int]) -> None:
+        self._ended.update(dict.fromkeys(finished))
+        while len(self._ended) > ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _report(self) -> None:
         """Tell the leader what has ended here."""
