@@ -11,6 +11,9 @@ MATRIX ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 # More arguments for pytest, for example PYTEST="-x -k config".
 PYTEST ?=
 
+# Of `make test-gpu`: cuda, or cpu to try the tests themselves without one.
+DEVICE ?= cuda
+
 # Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct.
 MODEL ?=
 PORT ?= 8000
@@ -20,8 +23,8 @@ python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-matrix bench-core bench-disk bench-observe dashboard docs \
-  clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-matrix test-gpu \
+  bench-core bench-disk bench-observe dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +81,12 @@ test-disk: env ## kill an engine 500 times while it writes to disk, and other ac
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check
 	$(python) benchmarks/disk.py --index
+
+test-gpu: ## run the tests that need a CUDA device, with the vLLM that PYTHON has (no environment is made)
+	@export KVBM_TEST_DEVICE=$(DEVICE) PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	$(PYTHON) tests/gpu/devices.py; status=$$?; \
+	if [ $$status = 0 ]; then $(PYTHON) -m pytest -m gpu tests/gpu tests/unit/test_copiers.py $(PYTEST); \
+	elif [ $$status != 3 ]; then exit $$status; fi
 
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
 	$(python) benchmarks/core.py

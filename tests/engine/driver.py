@@ -1,4 +1,4 @@
-"""Runs a real vLLM on the CPU through lists of operations, each list in a process of its own.
+"""Runs a real vLLM through lists of operations, each list in a process of its own.
 
     python driver.py            # then a JSON line a scenario on stdin
 
@@ -28,28 +28,36 @@ import time
 import traceback
 import urllib.request
 
+ON_CUDA = os.environ.get("KVBM_TEST_DEVICE") == "cuda"  # the others run on the CPU
 DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # of the sampler: compiling it takes longer than all that is computed here
     "HF_HUB_OFFLINE": "1",
     # One thread: the models are tiny, and threads that spin while they wait for each other crawl on a busy machine.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
 # What the engine imports anyway when it starts; a release that has moved one of them only starts a little slower.
-WARM_UP = (
+WARM_UP = [
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.core.sched.scheduler",
-    "vllm.model_executor.models.qwen3",
     "kvbm.vllm_integration.connector",
-)
+]
+if ON_CUDA:
+    DEFAULTS |= {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a device in any other way keeps children from using it
+    }
+else:
+    DEFAULTS |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # of the sampler: compiling it takes longer than all that is computed here
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    # No worker of a GPU is among them: importing it calls CUDA, and no process that is forked later could.
+    WARM_UP += ["vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.qwen3"]
 
 
 class Collector(logging.Handler):
@@ -136,17 +144,19 @@ class Scenario:
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
         }
+        if sampling.logprobs:
+            result["margins"] = [_margins(output.outputs[0].logprobs) for output in outputs]
         if sampling.prompt_logprobs is not None:
             result["prompt_logprobs"] = [_logprobs(output.prompt_logprobs) for output in outputs]
         return result
 
-    def add(self, names: list[str], prompts: list, max_tokens: int = 16) -> None:
+    def add(self, names: list[str], prompts: list, max_tokens: int = 16, **params) -> None:
         """Hand requests to the engine without letting it work."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **params)
         for name, tokens in zip(names, prompts, strict=True):
-            self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
 
     def step(self, times: int = 1) -> dict:
         """Single engine steps; returns the tokens of what has finished."""
@@ -187,6 +197,29 @@ class Scenario:
         if running:
             options["reset_running_requests"] = True
         return self.llm.reset_prefix_cache(**options)
+
+    def empty(self, seconds: float = 30) -> bool:
+        """Resets vLLM's prefix cache as soon as that is possible: when no request and no load holds a block."""
+        deadline = time.monotonic() + seconds
+        while not self.llm.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def race(self, rounds: list, max_tokens: int = 16) -> list[bool]:
+        """Hands prompts to an engine in another process, and takes them back a little later: [[seconds, prompts], ...].
+
+        Returns for each round whether the engine could be emptied before it.
+        """
+        emptied = []
+        for i, (seconds, prompts) in enumerate(rounds):
+            emptied.append(self.empty())
+            names = [f"race-{i}-{j}" for j in range(len(prompts))]
+            self.add(names, prompts, max_tokens)
+            time.sleep(seconds)
+            self.abort(names)
+        return emptied
 
     def pause(self, state: str) -> None:
         """vLLM's own pause: UNPAUSED, PAUSED_NEW or PAUSED_ALL."""
@@ -300,6 +333,41 @@ class Scenario:
         self._mends.append((owner, name, original))
         setattr(owner, name, property(broken) if isinstance(original, property) else broken)
 
+    def faults(self, rules: str) -> None:
+        """What KVBM_INJECT_FAULTS does, from now on; no rules end it. No store may be under way at the end."""
+        from kvbm.transfer.faults import FaultyCopier, parse
+
+        worker = self.half._local._worker
+        if isinstance(worker._copier, FaultyCopier):
+            worker._copier = worker._copier._inner
+        if rules:
+            worker._copier = FaultyCopier(worker._copier, parse(rules), 0)
+
+    def onboard(self, mode: str) -> None:
+        """What KVBM_ONBOARD does, from now on."""
+        self.half._cost._mode = mode
+
+    def layers(self) -> int:
+        """How often an attention layer has asked for its blocks since this was asked last; 0 at first."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = get_kv_transfer_group()
+        if not hasattr(self, "_asked"):
+            self._asked = 0
+            real = connector.wait_for_layer_load
+
+            def wait_for_layer_load(layer_name: str) -> None:
+                self._asked += 1
+                real(layer_name)
+
+            connector.wait_for_layer_load = wait_for_layer_load
+        asked, self._asked = self._asked, 0
+        return asked
+
+    def graphs(self) -> str:
+        """Which CUDA graphs the engine has."""
+        return str(getattr(self.core.vllm_config.compilation_config.cudagraph_mode, "name", None))
+
     def mend(self) -> None:
         while self._mends:
             owner, name, original = self._mends.pop()
@@ -307,6 +375,12 @@ class Scenario:
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+def _margins(logprobs) -> list[float]:
+    """By how much each token was preferred to the next best one."""
+    ordered = (sorted((entry.logprob for entry in position.values()), reverse=True) for position in logprobs)
+    return [round(best - second, 3) for best, second, *_ in ordered]
 
 
 def _logprobs(prompt_logprobs) -> list[float | None]:
@@ -377,6 +451,8 @@ def main() -> None:
             importlib.import_module(module)
         except ImportError:
             traceback.print_exc()
+    if ON_CUDA and sys.modules["torch"].cuda.is_initialized():
+        raise SystemExit("importing vLLM has initialised CUDA, so no process forked from this one can use it")
     say({"ready": sys.modules["vllm"].__version__})
     for line in sys.stdin:
         sys.stdout.flush()

@@ -46,9 +46,10 @@ class Outcome(NamedTuple):
 class Driver:
     """The process that forks engines; see driver.py."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, env: dict[str, str] | None = None) -> None:
         environment = {
             **os.environ,
+            **(env or {}),
             "PYTHONPATH": f"{PROJECT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "TORCHINDUCTOR_CACHE_DIR": str(log.parent / "inductor"),
         }

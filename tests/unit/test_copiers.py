@@ -9,68 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvbm.storage.host import HostSlab  # noqa: E402
-from kvbm.storage.layout import TensorSpec, describe  # noqa: E402
 from kvbm.transfer import open_copier  # noqa: E402
 from kvbm.transfer.base import When  # noqa: E402
+from layouts import LAYOUTS, by_block, layout_of, packed_nhd  # noqa: E402
 
 BLOCKS = 24
 SLOTS = 40
 
 
-def packed_nhd(device):
-    """[blocks, heads, tokens, 2 * dim], tokens outermost in memory: vLLM's default on GPUs."""
-    return [torch.empty(BLOCKS, 16, 2, 64, dtype=torch.bfloat16, device=device).permute(0, 2, 1, 3) for _ in range(3)]
-
-
-def packed_hnd(device):
-    return [torch.empty(BLOCKS, 2, 16, 64, dtype=torch.float32, device=device) for _ in range(3)]
-
-
-def k_and_v_apart(device):
-    return [torch.empty(2, BLOCKS, 16, 2, 32, dtype=torch.bfloat16, device=device) for _ in range(3)]
-
-
-def mla(device):
-    return [torch.empty(BLOCKS, 16, 576, dtype=torch.bfloat16, device=device) for _ in range(4)]
-
-
-def fp8(device):
-    return [torch.empty(BLOCKS, 2, 16, 48, dtype=torch.uint8, device=device) for _ in range(2)]
-
-
-def cross_layer(device):
-    """One storage, all layers of a block together."""
-    storage = torch.empty(BLOCKS, 4, 16, 2, 64, dtype=torch.bfloat16, device=device)
-    return [storage[:, layer].permute(0, 2, 1, 3) for layer in range(4)]
-
-
-def one_storage(device):
-    """One storage, layer after layer."""
-    storage = torch.empty(3, BLOCKS, 2, 16, 64, dtype=torch.float32, device=device)
-    return list(storage)
-
-
-def small_pages(device):
-    """The kernel's pages are half a block."""
-    return [torch.empty(BLOCKS * 2, 2, 8, 64, dtype=torch.float32, device=device) for _ in range(2)]
-
-
-def head_outside(device):
-    """Heads before layers, as in a cross-layer HND cache: a block of one layer is scattered."""
-    storage = torch.empty(BLOCKS, 2, 3, 16, 64, dtype=torch.bfloat16, device=device)
-    return [storage[:, :, layer] for layer in range(3)]
-
-
-def unequal_layers(device):
-    return [torch.empty(BLOCKS, 16, width, dtype=torch.bfloat16, device=device) for width in (64, 576, 24)]
-
-
-def odd_bytes(device):
-    return [torch.empty(BLOCKS, 7, 3, dtype=torch.uint8, device=device) for _ in range(2)]
-
-
-LAYOUTS = [packed_nhd, packed_hnd, k_and_v_apart, mla, fp8, cross_layer, one_storage, small_pages, head_outside,
-           unequal_layers, odd_bytes]  # fmt: skip
 DEVICES = [
     "cpu",
     pytest.param(
@@ -80,18 +26,12 @@ DEVICES = [
 ]
 
 
-def spec(name, tensor):
-    size = tensor.element_size()
-    strides = tuple(stride * size for stride in tensor.stride())
-    return TensorSpec(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
-
-
 class Cache:
     """An engine's cache with a copier on it."""
 
     def __init__(self, make, device, staging=0):
-        self.tensors = make(device)
-        self.layout = describe([spec(f"layer{i}", t) for i, t in enumerate(self.tensors)], BLOCKS)
+        self.tensors = make(device, BLOCKS)
+        self.layout = layout_of(self.tensors, BLOCKS)
         self.copier = open_copier(
             device,
             self.layout,
@@ -102,17 +42,12 @@ class Cache:
         for tensor in self.tensors:
             tensor.copy_(torch.randint(0, 100, tensor.shape, dtype=torch.int64).to(tensor.dtype))
 
-    def block(self, tensor, block):
-        axis = 0 if tensor.shape[0] % BLOCKS == 0 else 1
-        pages = tensor.shape[axis] // BLOCKS
-        return tensor.narrow(axis, block * pages, pages)
-
     def read(self, block):
-        return [self.block(tensor, block).cpu().clone() for tensor in self.tensors]
+        return [by_block(tensor, BLOCKS)[block].cpu().clone() for tensor in self.tensors]
 
     def wipe(self, block):
         for tensor in self.tensors:
-            self.block(tensor, block).zero_()
+            by_block(tensor, BLOCKS)[block].zero_()
 
     def store(self, blocks, slots):
         self.copier.begin_step([])
@@ -146,7 +81,7 @@ def device(request):
 
 
 def same(left, right):
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(left, right, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("when", list(When))

@@ -232,16 +232,22 @@ def test_prompts_come_from_their_seed(gpu):
     assert draw(random.Random(1), 50) == draw(random.Random(1), 50) != draw(random.Random(2), 50)
 
 
-def test_the_model_is_written_once_and_complete(gpu, tmp_path):
+@pytest.mark.parametrize(("kind", "weights"), [("dense", 11), ("latent", 10)])
+def test_the_model_is_written_once_and_complete(gpu, tmp_path, kind, weights):
     pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors")
-    shape = gpu.vllm_kinds.TINY._replace(name="smaller", vocab=64, hidden=16, heads=2, kv_heads=1, head_dim=8, mlp=32)
+    from random_models import Dense, Latent
+
+    shape = {
+        "dense": Dense("smaller", 2, 16, 2, 1, 8, 32, 64, "float32", 32),
+        "latent": Latent("smaller", 2, 16, 2, 32, 64, "float32"),
+    }[kind]
     folder = gpu.vllm_kinds.model_folder(shape, tmp_path)
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(places) == 3 + 11 * shape.layers
+    assert len(places) == 3 + weights * shape.layers
     for file in set(places.values()):
-        with safetensors.safe_open(folder / file, "pt") as weights:
-            assert set(weights.keys()) == {name for name, place in places.items() if place == file}
+        with safetensors.safe_open(folder / file, "pt") as content:
+            assert set(content.keys()) == {name for name, place in places.items() if place == file}
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == shape.layers
     before = (folder / "config.json").stat().st_mtime_ns
     assert gpu.vllm_kinds.model_folder(shape, tmp_path) == folder

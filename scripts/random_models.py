@@ -1,0 +1,193 @@
+"""Models with random weights whose output depends on their KV cache, written to disk. No network, no tokenizer.
+
+With vLLM's own dummy weights even zeroed KV gives the same tokens: attention hardly matters, and a test or a benchmark
+would praise whoever copies nothing. Here attention is peaked, so that the output depends on which keys are there, and
+adds as much to a token's state as its embedding does.
+
+Shared by benchmarks/gpu and tests/gpu. Torch is imported when a model is written, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COMPLETE = "model.safetensors.index.json"  # written last
+
+Weights = Mapping[str, Callable[[], Any]]
+
+
+class Dense(NamedTuple):
+    """A Qwen3: grouped queries, K and V of every head in the cache."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    dtype: str
+    block_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
+
+    def loaded_bytes(self, length: int) -> int:
+        """What has to come back for a prompt: all whole blocks but the one with the last token."""
+        return (length - 1) // self.block_size * self.block_size * self.token_bytes
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": self.head_dim,
+            "max_window_layers": self.layers, "num_key_value_heads": self.kv_heads, "rope_theta": 1000000,
+            "use_sliding_window": False,
+        }  # fmt: skip
+
+    def attention(self, draw: Draw) -> Weights:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            # Twos: scores between a query and the keys differ by four on average, which makes attention peaked.
+            "q_norm.weight": lambda: draw.full(self.head_dim, 2.0),
+            "k_norm.weight": lambda: draw.full(self.head_dim, 2.0),
+            "q_proj.weight": lambda: draw.normal(queries, self.hidden),
+            "k_proj.weight": lambda: draw.normal(keys, self.hidden),
+            "v_proj.weight": lambda: draw.normal(keys, self.hidden),
+            "o_proj.weight": lambda: draw.normal(self.hidden, queries),
+        }
+
+
+class Latent(NamedTuple):
+    """A DeepSeek-V2 without experts: all heads share one compressed vector a token (MLA), 512 numbers and 64 for
+    positions, as in every model of that family."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    vocab: int
+    dtype: str
+    compressed: int = 512
+    rope: int = 64
+    head_dim: int = 128
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": self.compressed,
+            "q_lora_rank": None, "qk_nope_head_dim": self.head_dim, "qk_rope_head_dim": self.rope,
+            "v_head_dim": self.head_dim, "num_key_value_heads": self.heads, "rope_theta": 10000,
+            # As in DeepSeek-V2 itself. Without scaling vLLM 0.31 on a CPU turns the wrong numbers.
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+            },
+            # No layer is late enough to have experts, but vLLM wants to know how many there would be.
+            "first_k_dense_replace": self.layers, "n_routed_experts": 2, "n_shared_experts": 1,
+            "num_experts_per_tok": 1, "moe_intermediate_size": self.mlp, "moe_layer_freq": 1, "n_group": 1,
+            "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        }  # fmt: skip
+
+    def attention(self, draw: Draw) -> Weights:
+        size, heads = self.head_dim, self.heads
+
+        def unpacked() -> Any:
+            """Keys twice as large as values, for the scores' sake: see above."""
+            keys = draw.normal(heads, size, self.compressed, std=2 / math.sqrt(self.compressed))
+            values = draw.normal(heads, size, self.compressed, std=1.3 / math.sqrt(self.compressed))
+            return draw.beside(keys, values).reshape(heads * 2 * size, self.compressed).contiguous()
+
+        twice = 2 / math.sqrt(self.hidden)
+        return {
+            "q_proj.weight": lambda: draw.normal(heads * (size + self.rope), self.hidden, std=twice),
+            "kv_a_proj_with_mqa.weight": lambda: draw.normal(self.compressed + self.rope, self.hidden, std=twice),
+            "kv_a_layernorm.weight": lambda: draw.full(self.compressed),
+            "kv_b_proj.weight": unpacked,
+            "o_proj.weight": lambda: draw.normal(self.hidden, heads * size, std=1.3 / math.sqrt(heads * size)),
+        }
+
+
+class Draw:
+    """Makes weights. ``std`` of 0.02 at a width of 4,096 is what most models begin with; here it is the same for all
+    widths in what comes out of a layer."""
+
+    def __init__(self, shape: Dense | Latent) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"  # it may be eight billion numbers
+        self._dtype = getattr(torch, shape.dtype)
+        self._std = 0.02 * math.sqrt(4096 / shape.hidden)
+        torch.manual_seed(0)
+
+    def normal(self, *size: int, std: float | None = None) -> Any:
+        numbers = self._torch.randn(*size, device=self._device, dtype=self._dtype)
+        return (numbers * (self._std if std is None else std)).cpu()
+
+    def full(self, size: int, value: float = 1.0) -> Any:
+        return self._torch.full((size,), value, dtype=self._dtype)
+
+    def beside(self, left: Any, right: Any) -> Any:
+        return self._torch.cat([left, right], dim=1)
+
+
+def model_folder(shape: Dense | Latent, under: Path) -> Path:
+    """The model, made if it is not there yet. Needs torch."""
+    folder = under.expanduser() / shape.name
+    if not (folder / COMPLETE).exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        work = Path(tempfile.mkdtemp(prefix=f".{shape.name}-", dir=folder.parent))
+        try:
+            _write(shape, work)
+            shutil.rmtree(folder, ignore_errors=True)
+            work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        print(f"wrote {folder} in {time.monotonic() - began:.0f} s", flush=True)
+    return folder
+
+
+def _write(shape: Dense | Latent, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    config = {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": shape.hidden, "initializer_range": 0.02, "intermediate_size": shape.mlp,
+        "max_position_embeddings": 131072, "num_attention_heads": shape.heads, "num_hidden_layers": shape.layers,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": shape.dtype, "use_cache": True,
+        "vocab_size": shape.vocab, **shape.config(),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    draw = Draw(shape)
+    ends = {
+        "model.embed_tokens.weight": lambda: draw.normal(shape.vocab, shape.hidden, std=1.0),
+        "model.norm.weight": lambda: draw.full(shape.hidden),
+        "lm_head.weight": lambda: draw.normal(shape.vocab, shape.hidden),
+    }
+    layer = {
+        "input_layernorm.weight": lambda: draw.full(shape.hidden),
+        "post_attention_layernorm.weight": lambda: draw.full(shape.hidden),
+        **{f"self_attn.{name}": make for name, make in shape.attention(draw).items()},
+        "mlp.gate_proj.weight": lambda: draw.normal(shape.mlp, shape.hidden),
+        "mlp.up_proj.weight": lambda: draw.normal(shape.mlp, shape.hidden),
+        "mlp.down_proj.weight": lambda: draw.normal(shape.hidden, shape.mlp),
+    }
+    files: dict[str, Weights] = {"ends.safetensors": ends}
+    for i in range(shape.layers):
+        files[f"layer{i:02}.safetensors"] = {f"model.layers.{i}.{name}": make for name, make in layer.items()}
+    places = {}
+    for file, weights in files.items():
+        save_file({name: make() for name, make in weights.items()}, folder / file)
+        places.update(dict.fromkeys(weights, file))
+    (folder / COMPLETE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
