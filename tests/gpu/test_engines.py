@@ -169,23 +169,26 @@ class Story:
         ]
 
     def preemptions(self) -> list[dict]:
-        steps = [do("reset", connector=True)]
-        for i, tokens in enumerate(self.crowd):
-            steps += [generate(tokens, name=f"lone {i}", max_tokens=LONG_ANSWER, **CHOICE), do("drain"), do("reset")]
-        return [
-            *steps,
+        """Room for half of the crowd. What is kept of it was stored while blocks changed hands."""
+        steps = [
+            do("onboard", mode="auto"),
+            do("reset", connector=True),
             do("faults", rules="slow-store:every=2"),
             do("metrics", "before the crowd"),
-            do("state", "before the crowd's loads"),
             generate(*self.crowd, name="crowd", max_tokens=LONG_ANSWER, **CHOICE),
             do("metrics", "after the crowd"),
             do("drain"),
             do("faults", rules=""),
             do("reset", "reset after the crowd"),
-            do("state", "after the crowd's loads"),
+            do("state", "before the crowd's return"),
             generate(*self.crowd, name="crowd again", max_tokens=LONG_ANSWER, **CHOICE),
             do("drain"),
+            do("state", "after the crowd's return"),
+            do("reset", connector=True),
         ]
+        for i, tokens in enumerate(self.crowd):
+            steps += [generate(tokens, name=f"lone {i}", max_tokens=LONG_ANSWER, **CHOICE), do("drain")]
+        return steps
 
     def control(self) -> list[dict]:
         """Last, because what is computed on zeros is kept."""
@@ -362,7 +365,7 @@ def test_requests_survive_a_reset_under_them(full_story, outcome):
 def test_preempted_requests_come_back_with_their_own_blocks(full_story, outcome):
     before, after = outcome["before the crowd"], outcome["after the crowd"]
     assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"]
-    loads = [outcome[f"{when} the crowd's loads"]["onboarded"] for when in ("before", "after")]
+    loads = [outcome[f"{when} the crowd's return"]["onboarded"] for when in ("before", "after")]
     prompts = sum((len(tokens) - 1) // full_story.block for tokens in full_story.crowd)
     assert loads[1] - loads[0] >= prompts
     for name in ("crowd", "crowd again"):
