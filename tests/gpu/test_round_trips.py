@@ -27,6 +27,7 @@ SLOTS = MOVED * 11 // 10
 HEADS = 8 if ON_CUDA else 2
 STAGING = 64 << 20  # many times less than there is to move
 MANY_TOKENS = 100_000  # too much to compute for a load in bulk
+LONG = MOVED // 10  # blocks, from which on a load is one in bulk
 
 # All that differ in how blocks are found; test_copiers.py has the rest. Stores take the copy engine only where pieces
 # are of 16 KiB or more.
@@ -45,7 +46,8 @@ class Cache:
         if ON_CUDA:
             from kvbm.transfer.cuda import CudaCopier
 
-            self.copier = CudaCopier(self.layout, slab, torch.device(device), STAGING, stores, bulk_bytes=0)
+            bulk = LONG * self.layout.block_bytes
+            self.copier = CudaCopier(self.layout, slab, torch.device(device), STAGING, stores, bulk)
         else:
             self.copier = open_copier(device, self.layout, slab, 0)
         self.blocks = [layouts.by_block(tensor, BLOCKS) for tensor in self.tensors]
@@ -72,7 +74,7 @@ class Cache:
         tickets = []
         for part in parts(sizes):
             if way == "in bulk, fetched ahead":
-                assert self.copier.prefetch(slots[part], tokens) is ON_CUDA
+                assert self.copier.prefetch(slots[part], tokens) is (ON_CUDA and len(slots[part]) >= LONG)
             self.copier.begin_step([])
             ticket = self.copier.load(slots[part], blocks[part], [], when, tokens)
             if when is When.LATER:
@@ -94,9 +96,10 @@ def parts(sizes):
 
 def cut(total, source):
     """Random sizes, small and large, that come to ``total``."""
-    sizes = []
+    sizes = [4 * LONG, 1, 7]
     while (left := total - sum(sizes)) > 0:
-        sizes.append(min(left, source.choice((1, 7, 100, 1_500, 4_000)) * source.randrange(1, 3)))
+        sizes.append(min(left, source.choice((1, 50, LONG // 2, 2 * LONG)) * source.randrange(1, 3)))
+    source.shuffle(sizes)
     return sizes
 
 
