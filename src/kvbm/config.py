@@ -139,6 +139,8 @@ class Choice(Kind, frozen=True):
         return f"one of {', '.join(self.words)}{also}"
 
     def parse(self, raw: object) -> str:
+        if isinstance(raw, bool) and "on" in self.words:
+            return "on" if raw else "off"
         if not isinstance(raw, str):
             raise _RejectedError
         word = raw.strip().lower()
@@ -253,6 +255,7 @@ GROUPS = (
 _SWITCH = Switch()
 _TEXT = Text()
 _BACKEND_SWITCH = Switch(blank_is_off=False)
+_ON_OFF = (("1", "on"), ("true", "on"), ("yes", "on"), ("0", "off"), ("false", "off"), ("no", "off"))
 # Slot numbers fit in 31 bits, and a wait of more than some weeks overflows the clocks underneath.
 _GIGABYTES = Number(unit="gigabytes (1 GB = 1e9 bytes)", whole=False, example="20 or 0.5")
 _BLOCKS = Number(unit="blocks", high=2**31 - 1, example="10000")
@@ -410,12 +413,15 @@ SETTINGS: tuple[Setting, ...] = (
             "Ranges on a profiler's timeline: when a profiler has started the engine (auto), always (on) or never "
             "(off).", used=True),
 
-    Setting("kv_events_enable_consolidator", "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", _SWITCH, True, EVENTS,
-            "Merge the engine's block events with those of the tiers below it, and publish them on the leader's pub "
-            f"port + {CONSOLIDATOR_PORT_OFFSET}."),
+    Setting("kv_events_enable_consolidator", "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR",
+            Choice(words=("auto", "on", "off"), synonyms=_ON_OFF), "auto", EVENTS,
+            "Merge the engine's block events with those of the tiers below it, in a process of its own, and publish "
+            f"them on the leader's pub port + {CONSOLIDATOR_PORT_OFFSET} (with data parallelism, rank n takes that + "
+            "n). auto: only for an engine that cannot publish them itself, so not with vLLM.", used=True),
     Setting("kv_events_consolidator_mode", "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE",
             Choice(words=("dedup", "passthrough")), "dedup", EVENTS,
-            "Report a block once while any tier holds it (dedup), or every event as it comes (passthrough)."),
+            "What the consolidator publishes: a block once while any tier holds it, as if it were on the GPU (dedup), "
+            "or every event with its tier (passthrough).", used=True),
     Setting("trtllm_zmq_port", "DYN_KVBM_TRTLLM_ZMQ_PORT", _port(20081), None, EVENTS,
             "Port on which TensorRT-LLM publishes its block events."),
     Setting("runtime_enabled", "DYN_RUNTIME_ENABLED_KVBM", _SWITCH, False, EVENTS,
@@ -498,7 +504,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     record_max_mb: int
     nvtx: Literal["auto", "on", "off"]
 
-    kv_events_enable_consolidator: bool
+    kv_events_enable_consolidator: Literal["auto", "on", "off"]
     kv_events_consolidator_mode: Literal["dedup", "passthrough"]
     trtllm_zmq_port: int | None
     runtime_enabled: bool
@@ -744,7 +750,7 @@ class _Reading:
                 "choose two different ports, for example 56001 and 56002"
             )
         consolidator = values[pub] + CONSOLIDATOR_PORT_OFFSET
-        if values["kv_events_enable_consolidator"]:
+        if values["kv_events_enable_consolidator"] != "off":
             if consolidator > 65535:
                 self.problems.append(
                     f"{label(pub)}: events are published on this port + {CONSOLIDATOR_PORT_OFFSET}, and "

@@ -297,6 +297,36 @@ class Scenario:
             self.half._keys.forget(request.request_id)
         return found
 
+    def events(self) -> list:
+        """Every KV cache event published so far, in batches, as vLLM's publisher replays them."""
+        import msgspec
+        import zmq
+
+        publisher = self.scheduler.kv_event_publisher
+        deadline = time.monotonic() + 10
+        while not publisher._event_queue.empty() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = []
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(publisher._replay_endpoint)
+            socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            while socket.poll(10_000):
+                *_, number, payload = socket.recv_multipart()
+                if number == publisher.END_SEQ:
+                    return found
+                found.append(msgspec.msgpack.decode(payload)[1])
+        raise TimeoutError("no replay of events")
+
+    def names(self) -> list[int]:
+        """What vLLM's events call the blocks that host memory holds."""
+        from kvbm.engines.vllm.feed import _external
+        from kvbm.plans import Tier
+
+        return _external(list(self.half.leader.manager.pools[Tier.HOST].findable))
+
+    def fed(self) -> bool:
+        return self.half._feed is not None
+
     def _request(self, name: str, tokens: list[int], salt: str | None = None):
         from vllm import SamplingParams
         from vllm.v1.request import Request

@@ -21,7 +21,7 @@ collection.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 
 from kvbm.core.keys import Key
 from kvbm.core.policy import LRU, EvictionPolicy
@@ -37,6 +37,9 @@ class Pool:
         self.evictions = 0
         # Told of blocks that can no longer be found because they were evicted or dropped, not because all were.
         self.on_gone: Callable[[Sequence[Key]], None] | None = None
+        # Told of every change, in order: of blocks that have become findable (True), that no longer are (False), and
+        # that were being written and will not become so (None). Once each, and before the next change.
+        self.on_change: Callable[[Sequence[Key], bool | None], None] | None = None
         self._policy = policy if policy is not None else LRU(size)
         self._published: dict[Key, int] = {}
         self._writing: dict[Key, int] = {}
@@ -84,6 +87,16 @@ class Pool:
     def __contains__(self, key: Key) -> bool:
         return key in self._published
 
+    @property
+    def findable(self) -> KeysView[Key]:
+        """All published blocks, as they are at any moment."""
+        return self._published.keys()
+
+    @property
+    def arriving(self) -> KeysView[Key]:
+        """All blocks that are being written, as they are at any moment."""
+        return self._writing.keys()
+
     def key_of(self, slot: int) -> Key | None:
         return self._keys.get(slot)
 
@@ -114,18 +127,23 @@ class Pool:
 
         Later slots of the sequence become the first to be evicted: a block is worth nothing without those before it.
         """
-        for slot in slots:
-            key = self._key_at(slot)
+        keys = list(map(self._key_at, slots))
+        for key, slot in zip(keys, slots, strict=True):
             del self._writing[key]
             self._published[key] = slot
         self._policy.add(reversed(slots))
+        self._changed(keys, True)
 
     def abandon(self, slots: Iterable[int]) -> None:
         """The slots could not be written; they are free again and nobody will ever find them."""
+        keys: list[Key] = []
         for slot in slots:
-            del self._writing[self._key_at(slot)]
+            key = self._key_at(slot)
+            del self._writing[key]
             del self._keys[slot]
             self._free.append(slot)
+            keys.append(key)
+        self._changed(keys, None)
 
     def lend(self, count: int) -> list[int]:
         """Up to ``count`` slots, as many as can be had, evicting as needed. They end with :meth:`take_back`."""
@@ -154,6 +172,7 @@ class Pool:
                 self._published[key] = slot
                 self._policy.add((slot,))
         self._free = array("i", [slot for slot in range(self.size - 1, -1, -1) if slot not in self._keys])
+        self._changed(list(self._published), True)
         return len(self._published)
 
     def _make_room(self, slots: int) -> None:
@@ -166,6 +185,7 @@ class Pool:
             self._free.append(slot)
             gone.append(key)
         self.evictions += len(gone)
+        self._changed(gone, False)
         if gone and self.on_gone is not None:
             self.on_gone(gone)
 
@@ -215,6 +235,7 @@ class Pool:
         """Make a published block unfindable at once (it turned out bad). True when there was one."""
         if not self._forget(key):
             return False
+        self._changed((key,), False)
         if self.on_gone is not None:
             self.on_gone((key,))
         return True
@@ -236,7 +257,12 @@ class Pool:
         keys = list(self._published)
         for key in keys:
             self._forget(key)
+        self._changed(keys, False)
         return len(keys)
+
+    def _changed(self, keys: Sequence[Key], findable: bool | None) -> None:
+        if keys and self.on_change is not None:
+            self.on_change(keys, findable)
 
     # -- counting -----------------------------------------------------------------------------------------------------
 

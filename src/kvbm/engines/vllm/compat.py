@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import vllm
+import vllm.v1.core.kv_cache_utils as kv_cache_utils
 import vllm.v1.kv_cache_interface as kv_cache_interface
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -160,3 +161,24 @@ def forget_on_device(block_pool: Any, blocks: set[int]) -> None:
     """Let vLLM's own prefix cache forget these blocks. Requests that hold them keep them."""
     if block_pool is not None:
         block_pool.evict_blocks(blocks)
+
+
+def event_group(kv_cache_group: Any) -> dict[str, Any]:
+    """What vLLM's events say of the group that blocks belong to."""
+    kind = kv_cache_interface.get_kv_cache_spec_kind(kv_cache_group.kv_cache_spec)
+    return {"group_idx": 0, "kv_cache_spec_kind": kind.value}
+
+
+def event_extra_keys(request: Any, first: int, end: int, block_size: int) -> list[Any] | None:
+    """What else vLLM's hash of each block covers, as its events say it; None when that is nothing."""
+    plain = request.lora_request is None and not request.cache_salt and not request.mm_features
+    if plain and request.prompt_embeds is None:
+        return None
+    keys: list[Any] = []
+    image = 0
+    for block in range(first, end):
+        at = block * block_size
+        found, image = kv_cache_utils.generate_block_hash_extra_keys(request, at, at + block_size, image)
+        keys.append(found)
+    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)  # since 0.31
+    return keys if untag is None else untag(keys)  # type: ignore[no-any-return]

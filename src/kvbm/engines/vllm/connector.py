@@ -258,9 +258,10 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(())
     def take_events(self) -> Iterable[Any]:
         """Called last, once for every step that vLLM has taken in the results of."""
-        if isinstance(self._half, SchedulerHalf):
-            self._half.step_ended()
-        return ()
+        if not isinstance(self._half, SchedulerHalf):
+            return ()
+        self._half.step_ended()
+        return self._half.take_events()
 
     @guarded(None)
     def shutdown(self) -> None:

@@ -14,11 +14,12 @@ from kvbm.core.keys import Key, Namespace
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
-from kvbm.engines.vllm import compat
+from kvbm.engines.vllm import compat, feed
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity
 from kvbm.engines.vllm.steps import StepTimes, work_of
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
+from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.leader import Counts, Leader
@@ -95,6 +96,9 @@ class SchedulerHalf:
         self._prefetched: Match | None = None
         self._prefetched_for = ""
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
+        self._kv_cache_config = kv_cache_config
+        self._feed: feed.EventFeed | None = None  # while vLLM publishes events
+        self._consolidator: launch.ConsolidatorProcess | None = None  # for who wants it
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -125,6 +129,12 @@ class SchedulerHalf:
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         self.counts = self.leader.counts
+        if feed.is_wanted(self._vllm_config) and self._hash_block_size == self._block_size:
+            group = self._kv_cache_config.kv_cache_groups[0]
+            self._feed = feed.EventFeed(manager.pools, self._block_size, group)
+            if self._config.kv_events_enable_consolidator == "on":
+                source, _ = feed.consolidator_endpoints(self._config, self._vllm_config)
+                self._consolidator = launch.start(self._config, [source], parallel.data_parallel_index)
         logger.info(
             "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
             slots, self._block_size, slots * block_bytes / 1e9, self._ranks, "" if self._ranks == 1 else "s",
@@ -150,6 +160,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self.observer.close()
+        if self._consolidator is not None:
+            self._consolidator.close()
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -386,15 +398,38 @@ class SchedulerHalf:
                     # Something must go for these blocks, and not the blocks in front of them.
                     pool.touch(keys[: state.stored])
                 plan = self.leader.offload(keys[state.stored : full], state.blocks[state.stored : full])
-                state.stored = full
+                first, state.stored = state.stored, full
                 if plan is not None:
                     stores.append(plan)
+                if self._feed is not None:
+                    self._describe(self._feed, state.request, keys, first, full)
+
+    def _describe(self, events: feed.EventFeed, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
+        try:
+            events.follow(request, keys, first, end)
+        except Exception as error:
+            self._stop_events("describing blocks", error)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def step_ended(self) -> None:
         """vLLM has taken in the results of the oldest step under way."""
         self._steps.ended(time.monotonic())
+
+    def take_events(self) -> list[Any]:
+        """What has become of our tiers' blocks, for vLLM to publish."""
+        if self._feed is None:
+            return []
+        try:
+            return self._feed.take(self.block_pool)
+        except Exception as error:
+            self._stop_events("telling of blocks", error)
+            return []
+
+    def _stop_events(self, where: str, error: Exception) -> None:
+        self._faults.record(where, error)
+        logger.error("No more events of KVBM's blocks: routers will not learn of new ones. vLLM's own go on.")
+        self._feed = None
 
     def lost(self, blocks: set[int]) -> None:
         """These blocks of the engine did not arrive. A step may have computed on them, and vLLM has taken its blocks
@@ -423,6 +458,8 @@ class SchedulerHalf:
             self._faults.record("taking in reports", error)
             logger.error("KVBM is off from here on: its books are out of step. vLLM goes on without it.")
             self.leader = None
+            if self._feed is not None:
+                self._feed.withdraw()
 
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
@@ -461,5 +498,7 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Stores on their way: vLLM must go on stepping, or nobody would hear that they are done."""
+        """Stores on their way, or events: vLLM must go on stepping, or nobody would hear of them."""
+        if self._feed is not None and self._feed.owed:
+            return True
         return self.leader is not None and self.leader.stores_under_way

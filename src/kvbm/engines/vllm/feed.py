@@ -1,0 +1,125 @@
+"""Our tiers' blocks in vLLM's own stream of KV cache events, beside those of its GPU cache.
+
+vLLM numbers, publishes and replays them; with data parallelism every rank has its own stream. A slow or dead subscriber
+is vLLM's publisher's business, which sends from a thread of its own over a socket that drops rather than waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm import envs
+from vllm.distributed import kv_events
+
+from kvbm.config import Config
+from kvbm.core.keys import Key
+from kvbm.core.pool import Pool
+from kvbm.engines.vllm import compat
+from kvbm.events import launch
+from kvbm.events.ledger import Ledger, Name, Run, Stored
+from kvbm.plans import Tier
+
+# As vLLM's own offloading says them. Dynamo's router takes them for host memory, disk and what is further away.
+MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.OBJECT: "EXTERNAL"}
+
+
+def is_wanted(vllm_config: Any) -> bool:
+    """Whether vLLM publishes events at all."""
+    config = vllm_config.kv_events_config
+    published = config is not None and config.enable_kv_cache_events and config.publisher != "null"
+    return bool(published and vllm_config.cache_config.enable_prefix_caching)
+
+
+def connector_config(vllm_config: Any) -> dict[str, Any] | None:
+    """The kv_connector_extra_config of our connector, alone or as a child of another; None where it is not used."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return None
+    extra = transfer.kv_connector_extra_config or {}
+    if transfer.kv_connector == "DynamoConnector":
+        return dict(extra)
+    for child in extra.get("connectors", ()):
+        if isinstance(child, dict) and child.get("kv_connector") == "DynamoConnector":
+            return dict(child.get("kv_connector_extra_config") or {})
+    return None
+
+
+def consolidator_endpoints(config: Config, vllm_config: Any) -> tuple[str, str]:
+    """(where this rank's vLLM publishes, where its consolidator does)"""
+    rank = vllm_config.parallel_config.data_parallel_index
+    source = kv_events.ZmqEventPublisher.offset_endpoint_port(vllm_config.kv_events_config.endpoint, rank)
+    return source.replace("*", "127.0.0.1"), launch.output_endpoint(config, rank)
+
+
+class EventFeed:
+    """Called from vLLM's scheduler thread. ``group``: the one KV cache group that all blocks belong to."""
+
+    def __init__(self, pools: Mapping[Tier, Pool], block_size: int, group: Any) -> None:
+        self._block_size = block_size
+        self._group = compat.event_group(group)
+        self._ledger = Ledger(pools, block_size)
+        self._engine_events: Any = None  # the list that vLLM collects its own events in until it next takes them
+
+    def follow(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
+        """Some tier may now have, or be about to have, blocks ``first`` to ``end`` of a request."""
+        ledger, size = self._ledger, self._block_size
+        for start, stop in ledger.undescribed(keys[first:end]):
+            start, stop = start + first, stop + first
+            run_keys = tuple(keys[start:stop])
+            # vLLM's own hashes, whatever our keys are: a subscriber follows a prefix from tier to tier by them.
+            names = tuple(request.block_hashes[start:stop])
+            parent = None
+            tokens = list(request.all_token_ids[start * size : stop * size])
+            lora = getattr(request, "lora_request", None)
+            about = (lora.adapter_id, lora.name) if lora else (None, None)
+            each = compat.event_extra_keys(request, start, stop, size)
+            ledger.describe(Run(run_keys, run_keys if names == run_keys else names, parent, tokens, about, each))
+
+    def take(self, block_pool: Any) -> list[Any]:
+        if self._engine_was_reset(block_pool):
+            self._ledger.subscribers_forgot()
+        return [self._translate(event) for event in self._ledger.take()] if self._ledger.owed else []
+
+    def _translate(self, event: Any) -> Any:
+        names = _external(event.names)
+        if not isinstance(event, Stored):
+            return kv_events.BlockRemoved(block_hashes=names, medium=MEDIA[event.tier], group_idx=0)
+        lora_id, lora_name = event.about
+        return kv_events.BlockStored(
+            block_hashes=names,
+            parent_block_hash=None if event.parent is None else _external([event.parent])[0],
+            token_ids=event.tokens,
+            block_size=self._block_size,
+            lora_id=lora_id,
+            medium=MEDIA[event.tier],
+            lora_name=lora_name,
+            extra_keys=None if event.each is None else list(event.each),
+            **self._group,
+        )
+
+    def _engine_was_reset(self, block_pool: Any) -> bool:
+        """vLLM says "all blocks cleared" when its GPU cache is reset, and subscribers forget our blocks with it."""
+        taken, self._engine_events = self._engine_events, getattr(block_pool, "kv_event_queue", None)
+        return bool(taken) and kv_events.AllBlocksCleared in map(type, taken)
+
+    def tell_again(self) -> None:
+        self._ledger.tell_again()
+
+    def withdraw(self) -> None:
+        self._ledger.withdraw()
+
+    @property
+    def owed(self) -> bool:
+        return self._ledger.owed
+
+
+def _external(names: Sequence[Name]) -> list[Any]:
+    """As vLLM writes block hashes into its events: whole, or the last 64 bits as a number."""
+    if not envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES:
+        return list(names)
+    joined = b"".join(names)
+    if len(joined) == 32 * len(names):
+        return np.frombuffer(joined, ">u8")[3::4].tolist()  # type: ignore[no-any-return]
+    return [int.from_bytes(name[-8:], "big") for name in names]
