@@ -109,9 +109,7 @@ class History:
     def restart(self):
         disk = self.pools[Tier.DISK]
         keys = list(dict.fromkeys(self.rng.choices(self.world.keys(self.rng.choice(self.world.chains)), k=3)))
-        if (slots := disk.allocate(keys)) is not None:
-            disk.publish(slots)
-            self.undescribed = set(keys)
+        self.undescribed = set(keys[: disk.adopt([(key, slot) for slot, key in enumerate(keys)])])
 
     # -- what may happen ----------------------------------------------------------------------------------------------
 
@@ -167,6 +165,11 @@ class History:
         if self.pins:
             pool, slot = self.pins.pop()
             pool.unpin([slot])
+
+    def lend(self):
+        """Slots that pass for a moment to something nobody shall find."""
+        pool = self.pools[Tier.HOST]
+        pool.take_back(pool.lend(2))
 
     def clear(self):
         self.pools[self.rng.choice(list(self.pools))].clear()
@@ -227,7 +230,16 @@ class History:
 
     def run(self):
         usual = [self.store, self.finish, self.store, self.finish, self.spill, self.take]
-        seldom = [self.drop, self.pin, self.unpin, self.clear, self.engine_reset, self.go_away, self.come_back]
+        seldom = [
+            self.drop,
+            self.pin,
+            self.unpin,
+            self.lend,
+            self.clear,
+            self.engine_reset,
+            self.go_away,
+            self.come_back,
+        ]
         for _ in range(self.rng.randint(20, 80)):
             self.rng.choice(usual if self.rng.random() < 0.8 else seldom)()
             if self.rng.random() < 0.1:
