@@ -472,6 +472,18 @@ class _Progress:
             logger.info("disk tier: %.1f of %.1f GB allocated (%.0f s)", at / 1e9, self._size / 1e9, now - self._began)
 
 
+def read_sums(path: Path) -> tuple[int, np.ndarray]:
+    """(bytes of a slot, checksums by slot) of a file of checksums; (0, none) when it is no such file."""
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(_MAGIC):
+            slot_bytes = int(raw[len(_MAGIC) : _HEADER].split(b"\n")[0].removeprefix(b"slot_bytes "))
+            return slot_bytes, np.frombuffer(raw[_HEADER:], "<u8", max(0, len(raw) - _HEADER) // 8)
+    except (OSError, ValueError):
+        pass
+    return 0, np.zeros(0, "<u8")
+
+
 def _open_sums(path: Path, slots: int, slot_bytes: int) -> tuple[int, np.ndarray]:
     """The file of checksums and what is in it. Of another geometry, or none of ours: every slot is empty."""
     header = (_MAGIC + f"slot_bytes {slot_bytes}\n".encode()).ljust(_HEADER, b"\0")

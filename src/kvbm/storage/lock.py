@@ -33,13 +33,16 @@ class FileLock:
 
         The workers of an engine that was killed may live a little longer than it did: who starts right after it waits.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            _take(fd, path, patience)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
+        while True:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                _take(self._fd, path, patience)
+                if _is_at(self._fd, path):
+                    break
+                os.close(self._fd)  # its last owner removed it: what is locked here is nothing any more
+            except BaseException:
+                os.close(self._fd)
+                raise
         _held.add(self)
 
     def release(self) -> None:
@@ -64,6 +67,13 @@ def _take(fd: int, path: Path, patience: float) -> None:
                 "DYN_KVBM_DISK_CACHE_DIR",
             )
         time.sleep(_PAUSE_SECONDS)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def is_locked(path: Path) -> bool:

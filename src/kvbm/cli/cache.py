@@ -1,0 +1,192 @@
+"""Look after the caches that the disk tier keeps between engines.
+
+PATH is the directory of one cache, or one that holds several: DYN_KVBM_DISK_CACHE_DIR unless given.
+All of it is safe while engines run. `verify` leaves out what changes under it; `clear` refuses a cache in use.
+
+examples:
+  kvbm cache ls                          the caches of this machine
+  kvbm cache stat                        everything about each of them
+  kvbm cache verify /mnt/nvme/kvbm       read every block and compare it with its checksum
+  kvbm cache clear --all                 remove them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm.config import load
+from kvbm.observe.words import size
+
+if TYPE_CHECKING:
+    from kvbm.storage.caches import Cache
+
+NAME = "cache"
+HELP = "list, check or remove the caches that lie on disk"
+
+_BAR = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    for name, action, text in (
+        ("ls", _ls, "list the caches"),
+        ("stat", _stat, "show everything about them"),
+        ("verify", _verify, "read every block and compare it with its checksum; the exit code is 1 when one is bad"),
+        ("clear", _clear, "remove them"),
+    ):
+        sub = actions.add_parser(name, help=text, description=text)
+        sub.add_argument("path", nargs="?", type=Path, help="a cache, or a directory of caches")
+        sub.set_defaults(action=action)
+        if action in (_ls, _stat):
+            sub.add_argument("--json", action="store_true", help="print JSON")
+        if action is _clear:
+            sub.add_argument("--all", action="store_true", help="every cache in the directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvbm.storage import caches
+    from kvbm.storage.lock import CacheInUse
+
+    root = args.path or load().disk_cache_dir
+    try:
+        found = caches.find(root)
+        if not found:
+            print(f"no caches in {root}", file=sys.stderr)
+            return 0
+        code: int = args.action(args, found)
+        return code
+    except (caches.CacheError, CacheInUse, PermissionError) as error:
+        print(f"kvbm: {error.strerror if isinstance(error, CacheInUse) else error}", file=sys.stderr)
+        return 2
+
+
+def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
+    from kvbm.storage import caches
+
+    found = [caches.describe(path) for path in paths]
+    if args.json:
+        print(json.dumps([_plain(cache) for cache in found], indent=2))
+        return 0
+    rows = [("CACHE", "MODEL", "BLOCKS", "OF", "ON DISK", "LAST USED", "")]
+    for cache in found:
+        blocks = "?" if cache.blocks is None else f"{cache.blocks:,}"
+        state = "in use" if cache.in_use else ""
+        rows.append(
+            (
+                cache.path.name,
+                cache.model,
+                blocks,
+                f"{cache.slots:,}",
+                size(cache.disk_bytes),
+                _when(cache.used_at),
+                state,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [text.ljust(widths[at]) if at in (0, 1, 5) else text.rjust(widths[at]) for at, text in enumerate(row)]
+        print("  ".join(cells).rstrip())
+    return 0
+
+
+def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
+    from kvbm.storage import caches
+
+    found = [caches.describe(path) for path in paths]
+    if args.json:
+        print(json.dumps([_plain(cache) for cache in found], indent=2))
+        return 0
+    for at, cache in enumerate(found):
+        if at:
+            print()
+        print(cache.path)
+        share = f" ({cache.blocks / cache.slots:.0%})" if cache.blocks is not None and cache.slots else ""
+        facts = {
+            **cache.fingerprint,
+            "blocks": f"{'cannot be read' if cache.blocks is None else f'{cache.blocks:,}'} of {cache.slots:,}{share}",
+            "files": f"{cache.ranks} ranks, {size(cache.slot_bytes)} a block on each",
+            "on disk": size(cache.disk_bytes),
+            "last used": _when(cache.used_at),
+            "state": "in use by an engine" if cache.in_use else "not in use",
+        }
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            print(f"  {name:{width}}  {value}")
+    return 0
+
+
+def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
+    from kvbm.storage import caches
+
+    code = 0
+    for path in paths:
+        bar = _Bar(path.name)
+        try:
+            verdicts = caches.verify(path, bar.show)
+        finally:
+            bar.end()
+        print(path.name)
+        for verdict in verdicts:
+            changed = f", {verdict.changed:,} changed meanwhile" if verdict.changed else ""
+            print(f"  {verdict.rank}: {verdict.good:,} blocks good, {len(verdict.bad):,} bad{changed}")
+            if verdict.bad:
+                code = 1
+                shown = ", ".join(map(str, verdict.bad[:20])) + (", ..." if len(verdict.bad) > 20 else "")
+                print(f"    slots {shown}: an engine that finds them will recompute and drop them")
+        if not verdicts:
+            print("  no rank has made its file")
+    return code
+
+
+def _clear(args: argparse.Namespace, paths: list[Path]) -> int:
+    from kvbm.storage import caches
+    from kvbm.storage.lock import CacheInUse
+
+    if args.path not in paths and not args.all:
+        names = ", ".join(path.name for path in paths)
+        raise caches.CacheError(f"name the cache to remove, or say --all for {names}")
+    code = 0
+    for path in paths:
+        try:
+            print(f"{path.name} removed, {size(caches.clear(path))} free")
+        except CacheInUse:
+            print(f"kvbm: {path.name} is in use by an engine and stays; stop the engine first", file=sys.stderr)
+            code = 1
+    return code
+
+
+def _plain(cache: Cache) -> dict[str, object]:
+    return {**cache._asdict(), "path": str(cache.path)}
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+class _Bar:
+    """A line that fills up, on a terminal; nothing elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._on = sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._last = 0.0
+
+    def show(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._on or not total or (now - self._last < 0.1 and done < total):
+            return
+        self._last = now
+        filled = _BAR * done // total
+        left = (now - self._began) / max(1, done) * (total - done)
+        bar = "█" * filled + "░" * (_BAR - filled)
+        print(f"\r{self._name}  {bar}  {done:,} of {total:,} blocks, {left:.0f} s left \x1b[K", end="", file=sys.stderr)
+
+    def end(self) -> None:
+        if self._on:
+            print("\r\x1b[K", end="", file=sys.stderr)
