@@ -48,15 +48,14 @@ WARM_UP = [
 if ON_CUDA:
     DEFAULTS |= {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a device in any other way keeps children from using it
     }
+    WARM_UP.clear()  # importing vLLM calls CUDA, and no process that is forked after that can use it
 else:
     DEFAULTS |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCH_COMPILE_DISABLE": "1",  # of the sampler: compiling it takes longer than all that is computed here
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    # No worker of a GPU is among them: importing it calls CUDA, and no process that is forked later could.
     WARM_UP += ["vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.qwen3"]
 
 
@@ -481,19 +480,26 @@ def main() -> None:
             importlib.import_module(module)
         except ImportError:
             traceback.print_exc()
-    if ON_CUDA and sys.modules["torch"].cuda.is_initialized():
-        raise SystemExit("importing vLLM has initialised CUDA, so no process forked from this one can use it")
-    say({"ready": sys.modules["vllm"].__version__})
+    say({"ready": None if ON_CUDA else sys.modules["vllm"].__version__})
     for line in sys.stdin:
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            child(json.loads(line))
+        if ON_CUDA:
+            order = json.loads(line)["log"] + ".order"
+            with open(order, "w") as file:
+                file.write(line)
+            pid = os.posix_spawn(sys.executable, [sys.executable, __file__, order], os.environ)
+        else:
+            pid = os.fork()
+            if pid == 0:
+                child(json.loads(line))
         say({"pid": pid})
         _, status = os.waitpid(pid, 0)
         say({"status": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        with open(sys.argv[1]) as order:
+            child(json.load(order))
     main()

@@ -51,6 +51,11 @@ def figure(device: str) -> Callable[[str], None]:
     return _figures.append
 
 
+def pytest_exception_interact(report: pytest.TestReport) -> None:
+    """At once and not at the end: whoever has a GPU for minutes only wants to know now."""
+    print(f"\n{report.longreprtext[-6000:]}", file=sys.__stderr__, flush=True)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _figures:
         terminalreporter.section("measured")
