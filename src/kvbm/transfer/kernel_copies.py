@@ -20,7 +20,7 @@ _LOCAL_PROGRAMS = 64
 _WARPS = 16
 _TILE_BYTES = 64 << 10
 _BATCH = 8192  # blocks of one launch; a longer transfer takes several
-_BUFFERS = 32
+_BUFFERS = 128  # transfers that may be on their way before the next one has to wait: 16 MiB here and there
 
 
 Numbers = Sequence[int] | np.ndarray
@@ -42,7 +42,9 @@ class KernelCopies:
         for launch in self._launches:
             launch.first, first = first, first + launch.segments
         self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
-        self._buffers = deque(_IndexBuffer(device) for _ in range(_BUFFERS))
+        pinned = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, pin_memory=True)
+        copies = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, device=device)
+        self._buffers = deque(_IndexBuffer(*pair) for pair in zip(pinned, copies, strict=True))
         # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
         self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
 
@@ -160,11 +162,11 @@ class _Launch:
 class _IndexBuffer:
     """Slots and blocks of one transfer on their way to the device: memory made once, used again and again."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = torch.empty(2 * _BATCH, dtype=torch.int64, device=device)
+    def __init__(self, pinned: torch.Tensor, device: torch.Tensor) -> None:
+        self.device = device
         self.count = 0
-        self._pinned = torch.empty(2 * _BATCH, dtype=torch.int64, pin_memory=True)
-        self._array = self._pinned.numpy()
+        self._pinned = pinned
+        self._array = pinned.numpy()
         self._free = torch.cuda.Event()
 
     def fill(self, slots: Numbers, blocks: Numbers) -> None:
