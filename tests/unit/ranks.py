@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
+import os
 import random
 import time
 import traceback
@@ -21,10 +22,13 @@ LAYERS = 3
 class Party:
     """One rank, in its own process."""
 
-    def __init__(self, rank: int, ranks: int, folder: str) -> None:
+    def __init__(self, rank: int, ranks: int, folder: str, device: str) -> None:
+        # NCCL refuses two ranks on one GPU, unless it takes them for ranks of two machines.
+        os.environ["NCCL_HOSTID"] = f"machine {rank}"
         import torch
         import torch.distributed as dist
 
+        self.device = device
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
         torch.set_num_threads(1)
         self.place = rank
@@ -55,7 +59,7 @@ class Party:
         if patch.get("no group on") == self.place:
             wire.Wire.__init__ = _refuse
         torch.manual_seed(0 if same else self.place)
-        self.cache = [torch.randint(0, 255, (BLOCKS, 16, 36), dtype=torch.uint8) for _ in range(LAYERS)]
+        self.cache = [torch.randint(0, 255, (BLOCKS, 16, 36), dtype=torch.uint8).to(self.device) for _ in range(LAYERS)]
         self.rank = Rank(
             config.load(extra=settings, environ={}, files=[]), self.place, self.ranks, Replicas(dist.group.WORLD)
         )
@@ -98,7 +102,7 @@ class Party:
     def blocks(self) -> list[str]:
         """A digest of every block of the cache."""
         return [
-            hashlib.sha256(b"".join(layer[i].numpy().tobytes() for layer in self.cache)).hexdigest()
+            hashlib.sha256(b"".join(layer[i].cpu().numpy().tobytes() for layer in self.cache)).hexdigest()
             for i in range(BLOCKS)
         ]
 
@@ -139,8 +143,8 @@ def _mapped() -> list[str]:
     return sorted({line.split()[4] for line in lines if "kvbm-host-tier" in line})
 
 
-def _live(rank: int, ranks: int, folder: str, pipe: Any) -> None:
-    party = Party(rank, ranks, folder)
+def _live(rank: int, ranks: int, folder: str, device: str, pipe: Any) -> None:
+    party = Party(rank, ranks, folder, device)
     while True:
         order = pipe.recv()
         if order is None:
@@ -155,12 +159,12 @@ def _live(rank: int, ranks: int, folder: str, pipe: Any) -> None:
 class Ranks:
     """Both processes, as a test sees them."""
 
-    def __init__(self, folder: Path, count: int = 2) -> None:
+    def __init__(self, folder: Path, device: str = "cpu", count: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(rank, count, str(folder), theirs), daemon=True)
+            process = context.Process(target=_live, args=(rank, count, str(folder), device, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -6,23 +6,33 @@ import os
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from ranks import BLOCKS, RankFailedError, Ranks, places
+from ranks import BLOCKS, RankFailedError, Ranks, places  # noqa: E402
 
-from kvbm.core.manager import BlockManager
-from kvbm.core.pool import Pool
-from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier, encode
-from kvbm.runtime.leader import Leader
+from kvbm.core.manager import BlockManager  # noqa: E402
+from kvbm.core.pool import Pool  # noqa: E402
+from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier, encode  # noqa: E402
+from kvbm.runtime.leader import Leader  # noqa: E402
 
 BLOCK_BYTES = 3 * 16 * 36
 SHARED = {"cpu_cache_override_num_blocks": 40}
 BROADCAST = {**SHARED, "nccl_mla_mode": True, "max_transfer_batch_size": 3, "max_concurrent_transfers": 2}
 
 
-@pytest.fixture(scope="module")
-def party(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+# On one GPU the two ranks share it: NCCL then goes over sockets, which is slow and as good for a test.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda:0",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def party(request, tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), request.param)
     yield ranks
     ranks.close()
 
@@ -108,6 +118,13 @@ def test_ranks_that_cannot_share_store_for_themselves_and_say_so(ranks):
     assert loaded(ranks, load(2, [1, 2], [5, 6])) == [[], []]
     for mine, after in zip(own, ranks.all("blocks"), strict=True):
         assert after[5:7] == mine[3:5]
+
+
+def test_with_a_disk_each_rank_stores_for_itself_and_says_so(ranks, tmp_path):
+    disk = {"disk_cache_override_num_blocks": 40, "disk_cache_dir": str(tmp_path)}
+    first, _ = ranks.all("start", settings={**SHARED, **disk})
+    assert (first["shared_by"], first["mapped"]) == (1, [])
+    assert [line for line in first["said"] if "stores it for itself: that is how it must be with a disk" in line]
 
 
 def test_memory_that_cannot_be_had_is_refused_on_every_rank(party):

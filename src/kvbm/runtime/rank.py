@@ -72,6 +72,10 @@ class Rank:
             if config.nccl_mla_mode:
                 self._tell("DYN_KVBM_NCCL_MLA_MODE changes nothing here: no two ranks have the same KV")
             return False
+        if config.has_disk_tier:
+            # Each rank brings blocks from disk in its own time, through host slots that it uses in turn.
+            self._tell("every rank has the same KV and stores it for itself: that is how it must be with a disk tier")
+            return False
         if not replicas.meet(Offer(layout.description, layout.block_bytes, layout.num_blocks, config.nccl_mla_mode)):
             self._tell("every rank has the same KV and stores it for itself: their caches or settings are not alike")
             return False
