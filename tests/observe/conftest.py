@@ -16,6 +16,7 @@ from processes import Process
 from servers import Server, free_port, start_server
 
 PROJECT = Path(__file__).resolve().parents[2]
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,6 +52,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
         started.append(Process(command, folder / f"{len(started)}.log", env))
         return started[-1]
 
+    before = set(SHARED_MEMORY.glob("vllm_dist_*"))
     yield start
     for process in reversed(started):
         process.popen.terminate()
@@ -60,6 +62,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
             pass
         finally:
             process.end()
+    # vLLM's own, for ranks on a CPU; it leaves them when it is ended while it is busy.
+    for segment in set(SHARED_MEMORY.glob("vllm_dist_*")) - before:
+        segment.unlink()
 
 
 class Watched(Server):

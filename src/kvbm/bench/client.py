@@ -1,0 +1,164 @@
+"""Asks an OpenAI endpoint and times the answer.
+
+Time to first token is from just before the request is sent to the first piece of text that is not empty: as LMBenchmark
+has it. An answer without any text has none, rather than 0 seconds, which would pass for the best of all.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+TIMEOUT = 600.0
+
+
+class EndpointError(Exception):
+    """The endpoint did not answer as it should; the text says what it said."""
+
+
+class Prompt(NamedTuple):
+    """A conversation (messages of the chat API) or bare tokens (the completions API)."""
+
+    messages: list[dict[str, str]] | None = None
+    tokens: list[int] | None = None
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """What became of a request. Times are seconds since the run began; ``error`` is empty when it was answered."""
+
+    user: int
+    round: int
+    started: float
+    finished: float
+    ttft: float | None = None  # None: there was no text
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, where the server says so
+    output_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def generation_seconds(self) -> float | None:
+        return None if self.ttft is None else self.finished - self.started - self.ttft
+
+
+class Endpoint:
+    """``url`` with or without /v1 at its end. Every request has a connection of its own."""
+
+    def __init__(
+        self, url: str, model: str, api_key: str = "", extra: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
+    ) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise EndpointError(f"{url!r} is no URL of an endpoint, for example http://localhost:8000")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.model = model
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port or (443 if self._secure else 80)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key or 'EMPTY'}"}
+        self._extra = dict(extra or {})
+        self._timeout = timeout
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        if self._secure:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+
+    def get(self, path: str, timeout: float = 30.0) -> str:
+        connection = self._connect(timeout)
+        try:
+            connection.request("GET", self._base + path, headers=self._headers)
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise EndpointError(f"{self.url}{path} cannot be reached: {error}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise EndpointError(f"{self.url}{path} answered with {response.status}: {text[:300]}")
+        return text
+
+    def models(self) -> list[str]:
+        try:
+            return [str(model["id"]) for model in json.loads(self.get("/v1/models"))["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EndpointError(f"{self.url}/v1/models gave no list of models: {error!r}") from error
+
+    def ask(self, prompt: Prompt, max_tokens: int, user: int, number: int, epoch: float) -> Answer:
+        """Never raises for what the endpoint does: that is in the answer. ``epoch``: time.monotonic() of time 0."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._extra,
+        }
+        if prompt.messages is not None:
+            path, body["messages"] = "/v1/chat/completions", prompt.messages
+        else:
+            path, body["prompt"] = "/v1/completions", prompt.tokens
+        data = json.dumps(body).encode()
+        headers = {**self._headers, "x-user-id": str(user)}
+        started = time.monotonic()
+        answer = Answer(user=user, round=number, started=started - epoch, finished=0.0)
+        connection = self._connect(self._timeout)
+        try:
+            connection.request("POST", self._base + path, data, headers)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._read(connection.getresponse(), answer, started)
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        finally:
+            connection.close()
+        answer.finished = time.monotonic() - epoch
+        return answer
+
+    def _read(self, response: http.client.HTTPResponse, answer: Answer, started: float) -> None:
+        if response.status != 200:
+            answer.error = f"{response.status}: {response.read().decode(errors='replace')[:300]}"
+            return
+        pieces: list[str] = []
+        ended = False
+        while line := response.readline():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                ended = True
+                break
+            event = json.loads(data)
+            if "error" in event:
+                answer.error = str(event["error"])[:300]
+                return
+            if usage := event.get("usage"):
+                answer.prompt_tokens = usage.get("prompt_tokens") or 0
+                answer.output_tokens = usage.get("completion_tokens") or 0
+                answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            for choice in event.get("choices") or ():
+                if text := _text(choice):
+                    if answer.ttft is None:
+                        answer.ttft = time.monotonic() - started
+                    pieces.append(text)
+        answer.text = "".join(pieces)
+        if not ended:
+            answer.error = "the stream broke off"
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text") or ""
+    # What a model thinks aloud is text as well: the user sees it come.
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

@@ -1,0 +1,157 @@
+"""What came of a benchmark: every answer, and what it amounts to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbm.bench.client import Answer
+
+FORMAT = 1
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer, without its text."""
+
+    user: int
+    round: int
+    started: float
+    finished: float
+    ttft: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    error: str = ""
+
+    @classmethod
+    def of(cls, answer: Answer) -> Sample:
+        fields = {name: getattr(answer, name) for name in cls.__struct_fields__}
+        return cls(**fields)
+
+    @property
+    def generation_seconds(self) -> float | None:
+        return None if self.ttft is None else self.finished - self.started - self.ttft
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one target at one rate. Times in seconds; None where there is nothing to take them of."""
+
+    sent: int
+    answered: int
+    failed: int
+    without_text: int  # answered, but no text came: these have no time to first token
+    unfinished: int  # given up on when the time was over
+    late: int  # questions that could not be asked in time
+    seconds: float  # from the first request to the last answer
+    requests_per_second: float
+    input_tokens_per_second: float
+    output_tokens_per_second: float
+    cached_percent: float | None  # of all prompt tokens, where the server says so
+    ttft_mean: float | None
+    ttft_p50: float | None
+    ttft_p90: float | None
+    ttft_p99: float | None
+    ttft_max: float | None
+    tokens_per_second_of_a_request: float | None  # while it is being answered, after its first token
+    latency_mean: float | None
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    target: str
+    url: str
+    qps: float  # asked for; 0 for a trace
+    summary: Summary
+    samples: list[Sample]
+    server: dict[str, float] = {}  # what the server counted meanwhile, by name
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    taken: str  # UTC
+    command: list[str]
+    model: str
+    workload: dict[str, Any]
+    machine: dict[str, Any]
+    runs: list[Run]
+    format: int = FORMAT
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1]
+
+
+def summarise(samples: Iterable[Sample], unfinished: int = 0, late: int = 0) -> Summary:
+    every = list(samples)
+    answered = [sample for sample in every if not sample.error]
+    ttfts = [sample.ttft for sample in answered if sample.ttft is not None]
+    seconds = max((s.finished for s in every), default=0.0) - min((s.started for s in every), default=0.0)
+    prompt = sum(sample.prompt_tokens for sample in answered)
+    output = sum(sample.output_tokens for sample in answered)
+    speeds = [
+        (sample.output_tokens - 1) / sample.generation_seconds
+        for sample in answered
+        if sample.output_tokens > 1 and sample.generation_seconds
+    ]
+    cached = sum(sample.cached_tokens for sample in answered)
+    latencies = [sample.finished - sample.started for sample in answered]
+
+    def rate(count: float) -> float:
+        return count / seconds if seconds else 0.0
+
+    return Summary(
+        sent=len(every) + unfinished,
+        answered=len(answered),
+        failed=len(every) - len(answered),
+        without_text=len(answered) - len(ttfts),
+        unfinished=unfinished,
+        late=late,
+        seconds=seconds,
+        requests_per_second=rate(len(answered)),
+        input_tokens_per_second=rate(prompt),
+        output_tokens_per_second=rate(output),
+        cached_percent=100 * cached / prompt if prompt and cached else None,
+        ttft_mean=_mean(ttfts),
+        ttft_p50=percentile(ttfts, 50) if ttfts else None,
+        ttft_p90=percentile(ttfts, 90) if ttfts else None,
+        ttft_p99=percentile(ttfts, 99) if ttfts else None,
+        ttft_max=max(ttfts, default=None),
+        tokens_per_second_of_a_request=_mean(speeds),
+        latency_mean=_mean(latencies),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Result).decode
+
+
+def to_json(result: Result) -> bytes:
+    return msgspec.json.format(_encode(result), indent=1) + b"\n"
+
+
+def from_json(data: bytes) -> Result:
+    """Raises msgspec.DecodeError when this is no result, or one of another format."""
+    result = _decode(data)
+    if result.format != FORMAT:
+        raise msgspec.DecodeError(f"a result of format {result.format}, and only {FORMAT} is known here")
+    return result
+
+
+def csv(run: Run) -> str:
+    """The columns of LMBenchmark's output files, so that its plots read them."""
+    names = "prompt_tokens,generation_tokens,ttft,generation_time,user_id,question_id,launch_time,finish_time"
+    lines = [names]
+    for sample in run.samples:
+        if not sample.error and sample.ttft is not None:
+            lines.append(
+                f"{sample.prompt_tokens},{sample.output_tokens},{sample.ttft},{sample.generation_seconds},"
+                f"{sample.user},{sample.round},{sample.started},{sample.finished}"
+            )
+    return "\n".join(lines) + "\n"

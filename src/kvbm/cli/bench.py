@@ -1,0 +1,187 @@
+"""Measure how soon answers begin, with KVBM and without, and make a page with plots of it.
+
+The workload is that of LMBenchmark's synthetic multi-round QA, which guides to KVBM use, with its parameters; the
+defaults are those of its long_input_short_output_run.sh. With --trace, the requests of a file in Mooncake's format are
+sent at their own times instead. Any OpenAI endpoint will do.
+
+examples:
+  kvbm bench --base-url http://localhost:8000 --qps 0.5 1 1.5
+  kvbm bench --target vllm=localhost:8000 --target kvbm=localhost:8001 --qps 0.25 0.5 1
+                          two servers beside each other; the first is what the others are compared with
+  kvbm bench --target vllm=localhost:8000 --qps 1 --out without
+  kvbm bench --target kvbm=localhost:8000 --qps 1 --out with
+  kvbm bench --report without/bench.json with/bench.json
+                          one after the other, where only one server fits on the GPU
+  kvbm bench --base-url http://localhost:8000 --trace conversation.jsonl --speed 2
+"""
+
+import argparse
+import json
+import platform
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbm.bench.client import Endpoint
+
+NAME = "bench"
+HELP = "measure how soon answers begin, with KVBM and without; a page with plots"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base-url", metavar="URL", help="the endpoint, with or without /v1")
+    parser.add_argument(
+        "--target", action="append", default=[], metavar="NAME=URL", help="an endpoint with a name; may be repeated"
+    )
+    parser.add_argument("--model", help="model to ask for (the first that the endpoint has)")
+    parser.add_argument("--api-key", default="", help="if the endpoint wants one")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="where to write")
+    parser.add_argument("--csv", action="store_true", help="also write LMBenchmark's files, one for each rate")
+    parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="only make a page of these results")
+    parser.add_argument(
+        "--extra", default="{}", metavar="JSON", help="more for every request, for example '{\"ignore_eos\": true}'"
+    )
+    parser.add_argument("--warm-up", type=int, default=10, metavar="N", help="short requests before the first run (10)")
+    parser.add_argument("--patience", type=float, default=120, metavar="S", help="to wait for the last answers (120)")
+    rounds = parser.add_argument_group("multi-round QA")
+    rounds.add_argument("--qps", nargs="+", type=float, default=[0.1], help="requests a second, one run for each (0.1)")
+    rounds.add_argument("--num-users", type=int, default=15, metavar="N", help="at the same time (15)")
+    rounds.add_argument("--num-rounds", type=int, default=20, metavar="N", help="questions of a user (20)")
+    rounds.add_argument("--shared-system-prompt", type=int, default=1000, metavar="N", help="words all share (1000)")
+    rounds.add_argument("--user-history-prompt", type=int, default=20000, metavar="N", help="words of each (20000)")
+    rounds.add_argument("--answer-len", type=int, default=100, metavar="N", help="tokens of an answer at most (100)")
+    rounds.add_argument("--time", type=float, default=100, metavar="S", help="seconds of a run (100)")
+    rounds.add_argument("--init-user-id", type=int, metavar="N", help="number users from here (one never used before)")
+    trace = parser.add_argument_group("trace")
+    trace.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in Mooncake's format, or a KVBM record")
+    trace.add_argument("--max-requests", type=int, metavar="N", help="only the first of them")
+    trace.add_argument("--speed", type=float, default=1.0, metavar="X", help="times as fast as recorded (1)")
+    trace.add_argument("--scale", type=float, default=1.0, metavar="X", help="lengths times this (1)")
+    trace.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a hash id (512)")
+    trace.add_argument("--vocabulary", type=int, default=10_000, metavar="N", help="token ids are below this (10000)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvbm.bench.client import EndpointError
+    from kvbm.bench.workload import TraceError
+
+    try:
+        return _report(args) if args.report else _bench(args)
+    except (EndpointError, TraceError, ValueError) as error:
+        print(f"kvbm bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from kvbm.bench import report
+    from kvbm.bench.results import from_json
+
+    results = []
+    for path in args.report:
+        try:
+            results.append(from_json(path.read_bytes()))
+        except (OSError, msgspec.DecodeError) as error:
+            raise ValueError(f"{path} is no result of kvbm bench: {error}") from error
+    args.out.mkdir(parents=True, exist_ok=True)
+    target = args.out / "bench.html"
+    target.write_text(report.page(results))
+    print(report.text([run for result in results for run in result.runs]))
+    print(f"\n{target}")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import kvbm
+    from kvbm.bench import report
+    from kvbm.bench.results import Result, Run, csv, to_json
+    from kvbm.bench.runner import Interrupted, Target, run, warm
+    from kvbm.bench.workload import MultiRound, Replay, Shape, Workload, read_trace
+
+    targets = [Target(name, endpoint) for name, endpoint in _endpoints(args).items()]
+    shape = Shape(
+        args.num_users, args.num_rounds, args.shared_system_prompt, args.user_history_prompt, args.answer_len, args.time
+    )
+    shape.check()
+    lines = read_trace(args.trace, args.max_requests) if args.trace else []
+    rates = [0.0] if args.trace else args.qps
+    # Users that were never there before: what a run of yesterday has left in a cache shall not help.
+    first = args.init_user_id if args.init_user_id is not None else int(datetime.now().timestamp()) % 10**8 * 100
+    runs: list[Run] = []
+    interrupted = False
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.trace:
+        for target in targets:
+            warm(target, args.warm_up)
+    try:
+        for qps in rates:
+            for target in targets:
+                workload: Workload
+                if args.trace:
+                    workload = Replay(lines, args.speed, args.scale, args.vocabulary, args.block_tokens)
+                else:
+                    workload = MultiRound(shape, qps, first)
+                runs.append(run(target, workload, qps, args.patience))
+            # The same users for every target, others for every rate.
+            first += 2 * args.num_users + int(args.time * qps)
+    except Interrupted as stop:
+        interrupted = True
+        runs.append(stop.run)
+        print("stopped; this is what there was", file=sys.stderr)
+    described = (
+        {"trace": args.trace.name, "requests": len(lines), "speed": args.speed, "scale": args.scale}
+        if args.trace
+        else {**shape._asdict(), "qps": args.qps}
+    )
+    result = Result(
+        taken=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=["kvbm", *sys.argv[1:]],
+        model=targets[0].endpoint.model,
+        workload=described,
+        machine={"client": platform.machine(), "kvbm": kvbm.__version__},
+        runs=runs,
+    )
+    (args.out / "bench.json").write_bytes(to_json(result))
+    (args.out / "bench.html").write_text(report.page([result]))
+    if args.csv:
+        for one in runs:
+            (args.out / f"{one.target}_output_{one.qps:g}.csv").write_text(csv(one))
+    print(f"\n{report.text(runs)}\n\n{args.out / 'bench.html'}")
+    failed = any(one.summary.failed or not one.summary.answered for one in runs)
+    return 1 if interrupted or failed else 0
+
+
+def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
+    from kvbm.bench.client import Endpoint, EndpointError
+
+    try:
+        extra = json.loads(args.extra)
+    except ValueError as error:
+        raise ValueError(f"--extra {args.extra!r}: not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ValueError(f'--extra {args.extra!r}: expected a JSON object, for example {{"ignore_eos": true}}')  # noqa: TRY004
+    named = {}
+    for text in args.target:
+        name, separator, url = text.partition("=")
+        if not separator or not name or not url:
+            raise ValueError(f"--target {text!r}: expected NAME=URL, for example kvbm=http://localhost:8000")
+        if name in named:
+            raise ValueError(f"--target {text!r}: there are two of that name")
+        named[name] = url
+    if args.base_url:
+        named = {"endpoint": args.base_url, **named}
+    if not named:
+        raise ValueError("nobody to ask: give --base-url URL, or --target NAME=URL once or more")
+    endpoints = {}
+    for name, url in named.items():
+        endpoint = Endpoint(url, args.model or "", args.api_key, extra)
+        if not args.model:
+            models = endpoint.models()
+            if not models:
+                raise EndpointError(f"{endpoint.url} has no model; name one with --model")
+            endpoint.model = models[0]
+        endpoints[name] = endpoint
+    return endpoints
