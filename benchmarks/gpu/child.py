@@ -74,13 +74,23 @@ class Child:
         try:
             line = self._lines.get(timeout=timeout)
         except queue.Empty:
-            raise ChildError(f"nothing heard for {timeout:.0f} s; it printed last:\n{self._tail()}") from None
+            raise ChildError(f"nothing heard for {timeout:.0f} s; it printed last:\n{self.tail()}") from None
         if line is not None:
             return json.loads(line)
         status = self._process.wait()
         if status:
-            raise ChildError(f"ended with status {status}; it printed last:\n{self._tail()}")
+            raise ChildError(f"ended with status {status}; it printed last:\n{self.tail()}")
         return None
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it and all it has started, now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def rows(self, timeout: float) -> Iterator[Row]:
         """All rows until the child ends. ``timeout`` is for all of them together."""
@@ -94,7 +104,7 @@ class Child:
                 self._lines.put(line)
         self._lines.put(None)
 
-    def _tail(self, lines: int = 25) -> str:
+    def tail(self, lines: int = 25) -> str:
         return "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-lines:])
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/report.py results/*.json
 
-Reads what copies.py, ttft.py, interference.py and throughput.py have written. Writes ``DATE.md`` and, where matplotlib
-is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are shown one after the other, none is
-left out and none is averaged away.
+Reads what copies.py, ttft.py, qps.py, interference.py and throughput.py have written. Writes ``DATE.md`` and, where
+matplotlib is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are shown one after the other,
+none is left out and none is averaged away.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import interference
+import qps
 import throughput
 import ttft
 from records import Row, median
@@ -98,6 +99,23 @@ def ttft_table(record: dict[str, Any]) -> str:
     )
 
 
+def qps_table(record: dict[str, Any]) -> str:
+    lines = sorted(qps.summarise(record["rows"]), key=lambda line: line["qps"])
+    cells = [
+        [f"{line['qps']:g}", line["kind"]]
+        + [None if line[key] is None else f"{line[key]:.{digits}f}" for key, digits in qps.COLUMNS.values()]
+        for line in lines
+    ]
+    names = ("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds")
+    settings = ", ".join(f"{name.replace('_', ' ')} {record['settings'][name]}" for name in names)
+    failures = [
+        f"Failed: {row['kind']}: {row['why'].splitlines()[0]}" for row in record["rows"] if row["what"] == "failed"
+    ]
+    header = ("requests/s", "engine", *qps.COLUMNS)
+    what = f"Seconds to the first token of `kvbm bench`'s multi-round workload: {settings}."
+    return "\n\n".join([table(header, cells), what, *failures])
+
+
 def interference_table(record: dict[str, Any]) -> str:
     columns = {
         "mode": "mode", "engine": "kind", "p50 without": "without_p50_ms", "p50 with": "with_p50_ms",
@@ -174,6 +192,18 @@ def ttft_plot(axes: Any, record: dict[str, Any]) -> None:
     axes.set_ylabel("ms to the first token of a returned prompt; dashed: the floor")
 
 
+def qps_plot(axes: Any, record: dict[str, Any]) -> None:
+    lines = qps.summarise(record["rows"])
+    for kind in dict.fromkeys(line["kind"] for line in lines):
+        mine = [line for line in lines if line["kind"] == kind and line["ttft_mean"] is not None]
+        axes.plot([line["qps"] for line in mine], [line["ttft_mean"] for line in mine], "o-", label=kind)
+    axes.set_yscale("log")
+    axes.set_xlabel("requests a second")
+    axes.set_ylabel("mean seconds to the first token")
+    if lines:
+        axes.legend()
+
+
 def interference_plot(axes: Any, record: dict[str, Any]) -> None:
     labels, values = [], []
     for line in interference.summarise(record["rows"]):
@@ -206,18 +236,21 @@ def throughput_plot(axes: Any, record: dict[str, Any]) -> None:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ttft": ttft_table,
+    "qps": qps_table,
     "interference": interference_table,
     "throughput": throughput_table,
     "copies": copies_table,
 }
 PLOTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "ttft": ttft_plot,
+    "qps": qps_plot,
     "interference": interference_plot,
     "throughput": throughput_plot,
     "copies": copies_plot,
 }
 TITLES = {
     "ttft": "Time to first token of prompts that return",
+    "qps": "Time to first token over the rate of requests",
     "interference": "Time between tokens while a long prompt returns",
     "throughput": "Throughput with nothing to reuse",
     "copies": "Copies between host memory and GPU",

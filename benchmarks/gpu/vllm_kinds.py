@@ -49,11 +49,8 @@ def connector(kind: str, gigabytes: float) -> dict[str, Any] | None:
     return None
 
 
-def open_engine(
-    kind: str, *, model: Path, dry: bool, eager: bool, gigabytes: float, length: int, blocks: int, **more: Any
-) -> Any:
-    """``vllm.LLM`` for a kind, with a cache of ``blocks`` blocks and room for requests of ``length`` tokens."""
-    shape = shape_of(dry)
+def set_environment(dry: bool, gigabytes: float) -> None:
+    """What vLLM and KVBM read from the environment of this process and of those that it starts."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time
@@ -61,10 +58,19 @@ def open_engine(
     }  # fmt: skip
     if dry:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        more["block_size"] = shape.block_size
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     os.environ["DYN_KVBM_CPU_CACHE_GB"] = f"{gigabytes:.6f}"
+
+
+def open_engine(
+    kind: str, *, model: Path, dry: bool, eager: bool, gigabytes: float, length: int, blocks: int, **more: Any
+) -> Any:
+    """``vllm.LLM`` for a kind, with a cache of ``blocks`` blocks and room for requests of ``length`` tokens."""
+    shape = shape_of(dry)
+    set_environment(dry, gigabytes)
+    if dry:
+        more["block_size"] = shape.block_size
     transfer = connector(kind, gigabytes)
     if transfer is not None:
         more["kv_transfer_config"] = transfer

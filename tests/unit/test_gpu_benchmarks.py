@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "report")
-SCRIPTS = ("copies", "ttft", "interference", "throughput")
+NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "qps", "report")
+SCRIPTS = ("copies", "ttft", "qps", "interference", "throughput")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,8 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("ttft", ["--lengths", "10"]),
         ("ttft", ["--kinds", "lmcache"]),
         ("interference", ["--rounds", "0"]),
+        ("qps", ["--rates", "0"]),
+        ("qps", ["--users", "0"]),
         ("throughput", ["--repeats", "0"]),
         ("report", []),
     ],
@@ -491,6 +493,51 @@ def test_a_run_that_was_cut_short_can_still_be_read(gpu):
     assert gpu.interference.summarise([]) == gpu.ttft.summarise([BUS]) == []
 
 
+# -- rates ------------------------------------------------------------------------------------------------------------
+
+
+def qps_rows():
+    common = {
+        "what": "rate", "ttft_p50": 0.2, "ttft_p99": 0.9, "requests_per_second": 1.0, "cached_percent": 80.0, "late": 0,
+        "failed": 0, "unfinished": 1,
+    }  # fmt: skip
+    rows = [{"what": "model", "folder": "m"}, {"kind": "base", "what": "start", "s": 40.0}]
+    rows += [{**common, "kind": "base", "qps": qps, "ttft_mean": mean} for qps, mean in ((1.0, 0.6), (2.0, 3.0))]
+    rows += [{**common, "kind": "kvbm", "qps": qps, "ttft_mean": mean} for qps, mean in ((1.0, 0.2), (2.0, None))]
+    return rows
+
+
+def test_kinds_are_compared_rate_by_rate(gpu):
+    lines = gpu.qps.summarise(qps_rows())
+    faster = [line["faster"] for line in lines]
+    assert faster[:2] == [1.0, 1.0]
+    assert faster[2] == pytest.approx(3.0)
+    assert faster[3] is None
+    assert all(len(gpu.qps.show(line)) == len(gpu.qps.HEADER) for line in lines)
+    assert gpu.qps.summarise([]) == []
+
+
+def test_every_token_is_a_word_that_comes_back_as_itself(gpu):
+    words = [gpu.qps.word(number) for number in range(30, 152_000)]
+    assert len(set(words)) == len(words)
+    assert all(word.isalpha() for word in words[::1000])
+
+
+def test_the_tokenizer_takes_a_word_for_a_token(gpu, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = gpu.qps.write_tokenizer(gpu.vllm_kinds.TINY, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    shape = gpu.qps.Shape(shared_system_prompt=50, user_history_prompt=200)
+    seven, eight = (tokenizer.encode(gpu.qps.opening(user, shape)) for user in (7, 8))
+    assert len(seven) == pytest.approx(250, abs=20)
+    assert tokenizer.unk_token_id not in seven
+    assert seven != eight
+    answer = [1000, 151_000, 77, 5]
+    assert tokenizer.encode(tokenizer.decode(answer)) == answer
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi hi"}], tokenize=False)
+    assert chat.strip() == "hi hi"
+
+
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
@@ -504,11 +551,13 @@ def copies_rows():
     ]
 
 
+QPS_SETTINGS = dict.fromkeys(("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds"), 1)
 RESULTS = {
     "ttft": ({"dry": False}, lambda: [BUS, *ttft_rows("base", factor=10), *ttft_rows()]),
     "interference": ({"others": 16, "length": 32768, "dry": False}, interference_rows),
     "throughput": ({"requests": 64, "inputs": 2048, "outputs": 128, "dry": False}, throughput_rows),
     "copies": ({}, copies_rows),
+    "qps": ({**QPS_SETTINGS, "dry": False}, qps_rows),
 }
 
 
@@ -517,7 +566,7 @@ def results(tmp_path):
     paths = []
     for i, (name, (settings, rows)) in enumerate(RESULTS.items()):
         record = {
-            "benchmark": name, "taken": f"2026-03-0{i + 1}T10:00:00+00:00", "command": [f"{name}.py", "--json", "x"],
+            "benchmark": name, "taken": f"2026-03-0{min(i, 3) + 1}T10:00", "command": [f"{name}.py", "--json", "x"],
             "machine": {"gpu": "NVIDIA H200", "vllm": "0.26.0", "kvbm": None}, "settings": settings, "rows": rows(),
         }  # fmt: skip
         paths.append(tmp_path / f"{name}.json")
@@ -542,6 +591,7 @@ def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_pat
     assert "| kvbm | 1.010 | 990 | -0.99 | +0.00, -4.76, -0.99 | 0 |" in page
     assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
     assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page
+    assert "| 1 | kvbm | 0.200 | 0.200 | 0.900 | 1.00 | 80 | 0 | 0 | 1 | 3.0 |" in page
     assert "[ttft.json](ttft.json)" in page
     assert "![" not in page
 
@@ -553,7 +603,7 @@ def test_each_result_has_a_plot(gpu, results, tmp_path):
     assert report(gpu, *results, second, "--out", tmp_path / "out") == 0
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert pictures == [
-        "2026-03-04-copies.png", "2026-03-04-interference.png", "2026-03-04-throughput.png",
+        "2026-03-04-copies.png", "2026-03-04-interference.png", "2026-03-04-qps.png", "2026-03-04-throughput.png",
         "2026-03-04-ttft-2.png", "2026-03-04-ttft.png",
     ]  # fmt: skip
     page = (tmp_path / "out" / "2026-03-04.md").read_text()

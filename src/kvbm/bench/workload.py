@@ -69,6 +69,14 @@ class Shape(NamedTuple):
                 raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number {above}")
 
 
+def opening(user: int, shape: Shape) -> str:
+    """What a user's conversation begins with: what all users share, then what is this one's alone."""
+    shared = " ".join(["hi"] * shape.shared_system_prompt)
+    own = " ".join(["hi"] * shape.user_history_prompt)
+    # The number comes before the user's own part: behind it nothing is shared with anybody.
+    return f"Here is what everybody is told: {shared}. User {user} has said before: {own}."
+
+
 class _Session:
     """One user. ``asked``: rounds that are behind them, real ones and those they are said to have had."""
 
@@ -86,7 +94,7 @@ class _Session:
         self.asked += 1
         question = f"Question {self.asked}: please tell me one more long story, and let it end well."
         if not self._history:
-            question = f"{self._introduction()} {question}"
+            question = f"{opening(self.user, self._shape)} {question}"
         self._history.append({"role": "user", "content": question})
         self.waiting = True
         due, self.next = self.next, now + self._gap
@@ -99,12 +107,6 @@ class _Session:
         # A request that failed leaves an empty answer, so that the conversation can go on.
         self._history.append({"role": "assistant", "content": answer.text})
         self.waiting = False
-
-    def _introduction(self) -> str:
-        shared = " ".join(["hi"] * self._shape.shared_system_prompt)
-        own = " ".join(["hi"] * self._shape.user_history_prompt)
-        # The number comes before the user's own part: behind it nothing is shared with anybody.
-        return f"Here is what everybody is told: {shared}. User {self.user} has said before: {own}."
 
     @property
     def over(self) -> bool:
