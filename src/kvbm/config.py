@@ -359,7 +359,7 @@ SETTINGS: tuple[Setting, ...] = (
             Number(unit="blocks", low=1, high=100_000_000, example="1000000"), 1_000_000, DISK,
             "Blocks whose frequency is known; when there are more, all go down by 1 early. A million take about "
             "150 MB."),
-    Setting("disk_threads", "KVBM_DISK_THREADS", Number(unit="threads", low=1, high=64, example="4"), 4, DISK,
+    Setting("disk_threads", "KVBM_DISK_THREADS", Number(unit="threads", low=1, high=64, example="8"), 8, DISK,
             "Threads of a rank that read from disk, and as many again that write."),
     Setting("max_pending_spills", "KVBM_MAX_PENDING_SPILLS",
             Number(unit="blocks", low=1, example="1024"), 1024, DISK,
