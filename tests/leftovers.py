@@ -42,7 +42,11 @@ class Watch:
         while (self._processes() or self._new_segments()) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.found += [f"process {pid}: {command}" for pid, command in self._processes().items()]
-        self.found += [f"shared memory {SHARED_MEMORY / name}" for name in self._new_segments()]
+        for segment in (SHARED_MEMORY / name for name in self._new_segments()):
+            if _is_foreign(segment):
+                segment.unlink(missing_ok=True)
+            else:
+                self.found.append(f"shared memory {segment}")
         self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
         for name, value in self._before.items():
             if value is None:
@@ -85,7 +89,8 @@ class Watch:
 
 
 def _is_foreign(path: Path) -> bool:
-    """What vLLM and torch leave behind without KVBM as well. It goes with the run's directory."""
+    """What vLLM and torch leave behind without KVBM as well, on a busy machine at least, where vLLM kills workers that
+    are slow to end. It goes with the run's directory, or is removed."""
     return path.is_socket() or path.name.startswith(("torchinductor_", "vllm_dist_"))
 
 

@@ -12,7 +12,7 @@ LEAVES = {
     "process": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)",
     "temporary file": "import tempfile; tempfile.mkstemp()",
     "shared memory": "open('/dev/shm/kvbm-left-behind', 'w').close()",
-    "": "pass",
+    "": "open('/dev/shm/vllm_dist_kvbm-left-behind', 'w').close()",
 }
 
 
@@ -29,6 +29,7 @@ def test_a_run_that_leaves_something_behind_fails(kind, tmp_path):
         Path("/dev/shm/kvbm-left-behind").unlink(missing_ok=True)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert (done.returncode == 1) is bool(kind), done.stdout
+    assert not Path("/dev/shm/vllm_dist_kvbm-left-behind").exists()
     assert ("left behind" in done.stdout) is bool(kind)
     assert kind in done.stdout
     for line in done.stdout.splitlines():

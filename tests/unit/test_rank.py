@@ -34,6 +34,15 @@ def test_a_tier_that_holds_no_block_is_refused_with_the_size_of_one():
         Rank(config(cpu_cache_gb=0.000001), 0, 4).register(tensors, 8)
 
 
+def test_broadcasts_that_are_asked_for_in_vain_are_mentioned(caplog):
+    _, tensors = layers()
+    rank = Rank(config(cpu_cache_override_num_blocks=4, nccl_mla_mode=True), 0, 2)
+    with caplog.at_level("WARNING", "kvbm"):
+        rank.register(tensors, 8)
+    assert "DYN_KVBM_NCCL_MLA_MODE changes nothing here" in caplog.text
+    rank.close()
+
+
 def test_what_a_rank_stores_it_brings_back():
     pool, tensors = layers()
     rank = Rank(config(cpu_cache_override_num_blocks=4), 0, 1)

@@ -70,7 +70,7 @@ class Rank:
         replicas, config = self._replicas, self._config
         if replicas is None or replicas.size == 1:
             if config.nccl_mla_mode:
-                self._tell("DYN_KVBM_NCCL_MLA_MODE changes nothing here: no two ranks have the same KV")
+                self._tell("DYN_KVBM_NCCL_MLA_MODE changes nothing here: no two ranks are known to have the same KV")
             return False
         if config.has_disk_tier:
             # Each rank brings blocks from disk in its own time, through host slots that it uses in turn.
