@@ -1,0 +1,89 @@
+# shellcheck shell=bash
+# Starts processes and ends them again, whatever happens. Sourced by the launch scripts, not run.
+#
+#   DYN_HTTP_HOST   address of the frontend (127.0.0.1; 0.0.0.0 opens it to the network)
+#   DYN_HTTP_PORT   port of the frontend (8000)
+#   FRONTEND_ARGS   more arguments for the frontend, separated by blanks
+#   DEVICES         GPUs of the workers in order, separated by commas (0,1,2,...)
+#   PYTHON          interpreter with Dynamo, the engine and KVBM (python3)
+#   KVBM_DRY_RUN    1 prints the commands instead of running them
+# Where Dynamo's parts find each other is Dynamo's own business: ETCD_ENDPOINTS and NATS_SERVER, or, on one machine
+# without either, DYN_DISCOVERY_BACKEND=file and DYN_EVENT_PLANE=zmq.
+
+set -euo pipefail
+
+DYN_HTTP_HOST=${DYN_HTTP_HOST:-127.0.0.1}
+DYN_HTTP_PORT=${DYN_HTTP_PORT:-8000}
+DEVICES=${DEVICES:-0,1,2,3,4,5,6,7}
+PYTHON=${PYTHON:-python3}
+KVBM_DRY_RUN=${KVBM_DRY_RUN:-0}
+read -r -a frontend_args <<<"${FRONTEND_ARGS:-}"
+IFS=, read -r -a devices <<<"$DEVICES"
+
+started=()
+folder=/nonexistent # of sockets; only its owner can enter
+[ "$KVBM_DRY_RUN" = 1 ] || folder=$(mktemp -d)
+
+# Ends whatever was started. Each is the head of a process group of its own.
+clean_up() {
+  trap - EXIT INT TERM
+  local pid
+  for pid in "${started[@]}"; do
+    kill -TERM -- "-$pid" 2>/dev/null || true
+  done
+  for _ in $(seq 100); do
+    any_left || break
+    sleep 0.1
+  done
+  for pid in "${started[@]}"; do
+    kill -KILL -- "-$pid" 2>/dev/null || true
+  done
+  wait 2>/dev/null || true
+  rm -rf "$folder"
+}
+
+any_left() {
+  local pid
+  for pid in "${started[@]}"; do
+    if kill -0 -- "-$pid" 2>/dev/null; then return 0; fi
+  done
+  return 1
+}
+
+# run VAR=VALUE... COMMAND...
+run() {
+  if [ "$KVBM_DRY_RUN" = 1 ]; then
+    printf '%q ' "$@"
+    printf '\n'
+    return
+  fi
+  setsid env "$@" &
+  started+=("$!")
+}
+
+# frontend ARGUMENTS...
+frontend() {
+  run "$PYTHON" -m dynamo.frontend --http-host "$DYN_HTTP_HOST" --http-port "$DYN_HTTP_PORT" "$@" "${frontend_args[@]}"
+}
+
+# device NUMBER: prints the GPU of a worker.
+device() {
+  if [ "$1" -ge "${#devices[@]}" ]; then
+    echo "DEVICES=$DEVICES: expected at least $(($1 + 1)) GPUs, separated by commas" >&2
+    return 2
+  fi
+  echo "${devices[$1]}"
+}
+
+# Waits until one of them ends, which none does unless something is wrong or somebody has asked for it.
+wait_for_all() {
+  [ "$KVBM_DRY_RUN" = 1 ] && return
+  local status=0
+  wait -n || status=$?
+  echo "one of the processes has ended with status $status: ending the others" >&2
+  exit "$status"
+}
+
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM

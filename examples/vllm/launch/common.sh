@@ -1,0 +1,87 @@
+# shellcheck shell=bash
+# What the launch scripts share. Sourced, not run.
+#
+# Settings, all of them environment variables, beside those of processes.sh:
+#   MODEL                  model to serve (Qwen/Qwen3-0.6B)
+#   SERVED_MODEL_NAME      what clients call it (MODEL)
+#   DYN_KVBM_CPU_CACHE_GB  host memory of each worker with KVBM; DYN_KVBM_DISK_CACHE_GB and all other settings of KVBM
+#                          are handed on as they are
+#   PUB_PORT               first port of the leaders; a worker takes two (56001)
+#   SIDE_PORT              first port of NIXL's handshakes; a worker takes one (20096)
+#   METRICS_PORT           first port of KVBM's metrics, if DYN_KVBM_METRICS is on; a worker takes one (6880)
+#   EVENT_PORT             first port of vLLM's events, which the whole network can then reach; a worker takes one
+#                          (not set: a socket in a folder that only its owner can enter)
+#   ENGINE_ARGS            more arguments for every worker, separated by blanks
+#   KVBM_DECODE            1 gives decode workers KVBM as well (0)
+#   KVBM_DEVICE            cuda, or cpu to try it all without a GPU (cuda)
+
+# shellcheck source-path=SCRIPTDIR source=../../processes.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../processes.sh"
+
+KVBM_DEVICE=${KVBM_DEVICE:-cuda}
+MODEL=${MODEL:-Qwen/Qwen3-0.6B}
+SERVED_MODEL_NAME=${SERVED_MODEL_NAME:-$MODEL}
+PUB_PORT=${PUB_PORT:-56001}
+EVENT_PORT=${EVENT_PORT:-}
+SIDE_PORT=${SIDE_PORT:-20096}
+METRICS_PORT=${METRICS_PORT:-6880}
+read -r -a engine_args <<<"${ENGINE_ARGS:-}"
+export VLLM_NIXL_SIDE_CHANNEL_HOST=${VLLM_NIXL_SIDE_CHANNEL_HOST:-127.0.0.1} # all workers are on this machine
+
+ours='"kv_connector_module_path":"kvbm.vllm_integration.connector","kv_role":"kv_both","kv_load_failure_policy":"recompute"'
+KVBM="{\"kv_connector\":\"DynamoConnector\",$ours}"
+NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
+
+case $KVBM_DEVICE in
+  cuda) ;;
+  cpu)
+    NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+    export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    # float32: CPUs without AMX compute bfloat16 several times slower. 32: the attention kernel takes no smaller block.
+    engine_args=(--dtype float32 --block-size 32 --max-model-len 2048 "${engine_args[@]}")
+    ;;
+  *)
+    echo "KVBM_DEVICE=$KVBM_DEVICE: expected cuda or cpu" >&2
+    exit 2
+    ;;
+esac
+
+PD="{\"kv_connector\":\"PdConnector\",$ours,\"kv_connector_extra_config\":{\"connectors\":[$KVBM,$NIXL]}}"
+decoder=$NIXL
+[ "${KVBM_DECODE:-0}" = 1 ] && decoder=$PD
+
+# worker NUMBER CONNECTOR ARGUMENTS...
+# The number decides its GPU and its ports.
+worker() {
+  local number=$1 connector=$2
+  shift 2
+  local events=ipc://$folder/events-$number
+  [ -z "$EVENT_PORT" ] || events="tcp://*:$((EVENT_PORT + number))"
+  local settings=(
+    "DYN_KVBM_LEADER_ZMQ_PUB_PORT=$((PUB_PORT + 2 * number))"
+    "DYN_KVBM_LEADER_ZMQ_ACK_PORT=$((PUB_PORT + 2 * number + 1))"
+    "DYN_KVBM_METRICS_PORT=$((METRICS_PORT + number))"
+    "VLLM_NIXL_SIDE_CHANNEL_PORT=$((SIDE_PORT + number))"
+  )
+  if [ "$KVBM_DEVICE" = cuda ]; then
+    local gpu
+    gpu=$(device "$number")
+    settings+=("CUDA_VISIBLE_DEVICES=$gpu")
+  fi
+  run "${settings[@]}" "$PYTHON" -m dynamo.vllm --model "$MODEL" --served-model-name "$SERVED_MODEL_NAME" \
+    --enforce-eager --kv-transfer-config "$connector" \
+    --kv-events-config "{\"publisher\":\"zmq\",\"topic\":\"kv-events\",\"endpoint\":\"$events\",\"enable_kv_cache_events\":true}" \
+    "${engine_args[@]}" "$@"
+}
+
+# prefill NUMBER, decode NUMBER
+# Both sides must have the same KV cache manager, and KVBM does not know vLLM's hybrid one.
+prefill() {
+  worker "$1" "$PD" --disaggregation-mode prefill --disable-hybrid-kv-cache-manager
+}
+
+decode() {
+  worker "$1" "$decoder" --disaggregation-mode decode --disable-hybrid-kv-cache-manager
+}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# As disagg_kvbm_2p2d.sh, with a router that weighs what prefill workers hold in host memory and on disk.
+# Needs four GPUs; HOST_WEIGHT and DISK_WEIGHT (0 to 1) say what a block there is worth beside one on the GPU; other
+# settings: common.sh.
+# shellcheck source-path=SCRIPTDIR source=common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+export DYN_KVBM_CPU_CACHE_GB=${DYN_KVBM_CPU_CACHE_GB:-20}
+export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
+
+frontend --router-mode kv --router-host-cache-hit-weight "${HOST_WEIGHT:-0.75}" \
+  --router-disk-cache-hit-weight "${DISK_WEIGHT:-0.25}"
+decode 0
+decode 1
+prefill 2
+prefill 3
+wait_for_all

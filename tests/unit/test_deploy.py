@@ -1,0 +1,140 @@
+"""Everything under deploy/ that has a schema fits it, and says nothing that KVBM does not know."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbm import config as settings
+
+PROJECT = Path(__file__).parents[2]
+MANIFESTS = sorted((PROJECT / "deploy" / "kubernetes").glob("*.yaml"))
+COMPOSE = sorted(PROJECT.glob("deploy/docker-*.yml"))
+CONTAINERFILES = sorted(PROJECT.glob("deploy/Containerfile*"))
+BIN = Path(sys.executable).parent
+
+
+def documents(path: Path) -> list[dict]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def tool(*command: str | Path, text: str | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(BIN / command[0]), *map(str, command[1:])], capture_output=True, text=True, input=text, timeout=120
+    )
+
+
+def test_there_is_something_to_check():
+    assert {path.name for path in MANIFESTS} >= {"agg.yaml", "disagg.yaml", "disagg-2p2d.yaml", "platform.yaml"}
+    assert {path.name for path in COMPOSE} >= {"docker-compose.yml"}
+    assert {path.name for path in CONTAINERFILES} == {"Containerfile.trtllm", "Containerfile.vllm"}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_fit_the_schema_of_kubernetes(path):
+    import kubernetes_validate
+
+    for document in documents(path):
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_a_manifest_that_does_not_fit_is_noticed():
+    import kubernetes_validate
+
+    worker = next(d for d in documents(PROJECT / "deploy/kubernetes/agg.yaml") if d["kind"] == "StatefulSet")
+    worker["spec"]["replica"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(worker, kubernetes_validate.latest_version(), strict=True)
+
+
+def containers(path: Path):
+    for document in documents(path):
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            pod = document["spec"]["template"]["spec"]
+            for container in pod["containers"]:
+                yield document, pod, container
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_pods_are_careful(path):
+    """Nobody is root, everybody is probed, memory has a limit, and no token of the cluster lies around."""
+    for document, pod, container in containers(path):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["automountServiceAccountToken"] is False
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        assert {"livenessProbe", "readinessProbe"} <= set(container)
+        assert container["resources"]["limits"]["memory"]
+        assert document["spec"]["selector"]["matchLabels"] == document["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("name", ["agg", "disagg", "disagg-2p2d"])
+def test_what_manifests_say_to_kvbm_is_understood(name):
+    path = PROJECT / "deploy" / "kubernetes" / f"{name}.yaml"
+    (data,) = [document["data"] for document in documents(path) if document["kind"] == "ConfigMap"]
+    config = settings.load(environ=data, files=())
+    assert config.warnings == ()
+    assert config.metrics
+    cached = 0
+    for document, pod, container in containers(path):
+        names = {mount["name"] for mount in container.get("volumeMounts", ())}
+        claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", ())}
+        assert names == claims | {volume["name"] for volume in pod.get("volumes", ())}
+        arguments = container.get("args", [])
+        for option in ("--kv-transfer-config", "--kv-events-config"):
+            if option in arguments:
+                json.loads(arguments[arguments.index(option) + 1])
+        if "DynamoConnector" in str(arguments):
+            cached += document["spec"]["replicas"]
+            (disk,) = [mount for mount in container["volumeMounts"] if mount["name"] == "kvbm"]
+            assert disk["mountPath"] == str(config.disk_cache_dir)
+            (claim,) = document["spec"]["volumeClaimTemplates"]
+            room = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) * 2**30
+            assert config.disk_cache_gb * 1e9 < room
+            memory = int(container["resources"]["requests"]["memory"].removesuffix("Gi")) * 2**30
+            assert config.cpu_cache_gb * 1e9 < memory
+    assert cached == {"agg": 1, "disagg": 1, "disagg-2p2d": 2}[name]
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_compose_files_fit_their_schema(path):
+    checked = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_compose_file_that_does_not_fit_is_noticed(tmp_path):
+    wrong = tmp_path / "docker-compose.yml"
+    wrong.write_text((PROJECT / "deploy/docker-compose.yml").read_text().replace("restart:", "restarts:"))
+    assert tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", wrong).returncode == 1
+
+
+def test_services_of_compose_are_reachable_from_this_machine_only():
+    compose = yaml.safe_load((PROJECT / "deploy/docker-compose.yml").read_text())
+    ports = [port for service in compose["services"].values() for port in service.get("ports", ())]
+    assert len(ports) == 2
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+@pytest.mark.parametrize("path", CONTAINERFILES, ids=lambda path: path.name)
+def test_containerfiles_pass_the_linter(path):
+    checked = tool("hadolint", "--failure-threshold", "warning", path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_a_containerfile_that_does_not_pass_is_noticed():
+    wrong = (PROJECT / "deploy/Containerfile.vllm").read_text().replace("USER 10001", "USER root\nRUN cd /tmp && ls")
+    assert tool("hadolint", "--failure-threshold", "warning", "-", text=wrong).returncode == 1
+
+
+@pytest.mark.parametrize("path", CONTAINERFILES, ids=lambda path: path.name)
+def test_images_run_as_nobody_special(path):
+    lines = path.read_text().splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users[-1] == "10001"
+    assert any("kvbm-*.whl" in line for line in lines)

@@ -1,0 +1,191 @@
+"""The launch scripts: what they would start, and that they end what they have started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvbm import config as settings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*/launch/*_*.sh"))
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+# Frontend, then each worker's role.
+EXPECTED = {
+    "vllm/agg_kvbm.sh": ["frontend", "kvbm"],
+    "vllm/agg_kvbm_router.sh": ["frontend", "kvbm", "kvbm"],
+    "vllm/disagg_kvbm.sh": ["frontend", "decode", "prefill"],
+    "vllm/disagg_kvbm_2p2d.sh": ["frontend", "decode", "decode", "prefill", "prefill"],
+    "vllm/disagg_kvbm_router.sh": ["frontend", "decode", "decode", "prefill", "prefill"],
+    "trtllm/agg_kvbm.sh": ["frontend", "kvbm"],
+    "trtllm/agg_kvbm_router.sh": ["frontend", "kvbm", "kvbm"],
+    "trtllm/disagg_kvbm.sh": ["frontend", "decode", "prefill"],
+    "trtllm/serve_kvbm.sh": ["kvbm"],
+}
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parts[-3]}/{path.name}"
+
+
+def run(path: Path, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([path], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+
+
+def plan(path: Path, **env: str) -> list[tuple[dict[str, str], list[str]]]:
+    """(settings, command) of every process that a script would start."""
+    done = run(path, KVBM_DRY_RUN="1", **env)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for line in done.stdout.splitlines():
+        words = shlex.split(line)
+        given = 0
+        while "=" in words[given] and not words[given].startswith("-"):
+            given += 1
+        found.append((dict(word.split("=", 1) for word in words[:given]), words[given:]))
+    return found
+
+
+def role(command: list[str]) -> str:
+    if "dynamo.frontend" in command:
+        return "frontend"
+    if "--disaggregation-mode" in command:
+        return command[command.index("--disaggregation-mode") + 1]
+    return "kvbm"
+
+
+@pytest.mark.parametrize(
+    "path", [*SCRIPTS, EXAMPLES / "processes.sh", *EXAMPLES.glob("*/launch/common.sh")], ids=name_of
+)
+def test_scripts_pass_shellcheck(path):
+    checked = subprocess.run([SHELLCHECK, "-x", path], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_script_that_does_not_pass_is_noticed(tmp_path):
+    wrong = tmp_path / "wrong.sh"
+    wrong.write_text("#!/usr/bin/env bash\nrm -rf $1/*\n")
+    assert subprocess.run([SHELLCHECK, wrong], capture_output=True, timeout=60).returncode == 1
+
+
+def test_every_script_is_known():
+    assert {name_of(path) for path in SCRIPTS} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_scripts_start_what_the_guide_says(path):
+    processes = plan(path)
+    assert [role(command) for _, command in processes] == EXPECTED[name_of(path)]
+    workers = [(given, command) for given, command in processes if role(command) != "frontend"]
+    taken: set[str] = set()
+    for number, (given, command) in enumerate(workers):
+        assert given["CUDA_VISIBLE_DEVICES"] == str(number)
+        config = settings.load(environ=given, files=())
+        assert config.warnings == ()
+        mine = {given[name] for name in given if name.endswith("_PORT")}
+        mine.add(str(config.consolidator_port))
+        assert not mine & taken, "two workers want the same port"
+        taken |= mine
+        if "--kv-transfer-config" in command:
+            transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
+            expected = {"kvbm": "DynamoConnector", "prefill": "PdConnector", "decode": "NixlConnector"}[role(command)]
+            assert transfer["kv_connector"] == expected
+            events = json.loads(command[command.index("--kv-events-config") + 1])
+            assert events["enable_kv_cache_events"] is True
+
+
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if "vllm" in name_of(path)], ids=name_of)
+def test_what_can_be_set_is_set(path):
+    env = {
+        "KVBM_DEVICE": "cpu", "MODEL": "/some where/model", "SERVED_MODEL_NAME": "m", "DYN_HTTP_PORT": "8123",
+        "PUB_PORT": "40000", "EVENT_PORT": "41000", "SIDE_PORT": "42000", "ENGINE_ARGS": "--seed 7",
+        "FRONTEND_ARGS": "--namespace n", "KVBM_DECODE": "1",
+    }  # fmt: skip
+    if "trtllm" in name_of(path):
+        pytest.skip("TensorRT-LLM does not run on a CPU")
+    (_, front), *workers = plan(path, **env)
+    assert front[front.index("--http-port") + 1] == "8123"
+    assert front[-2:] == ["--namespace", "n"]
+    for number, (given, command) in enumerate(workers):
+        assert "CUDA_VISIBLE_DEVICES" not in given
+        assert command[command.index("--model") + 1] == "/some where/model"
+        assert command[command.index("--seed") + 1] == "7"
+        assert command[command.index("--dtype") + 1] == "float32"
+        assert given["DYN_KVBM_LEADER_ZMQ_PUB_PORT"] == str(40000 + 2 * number)
+        assert given["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(42000 + number)
+        events = json.loads(command[command.index("--kv-events-config") + 1])
+        assert events["endpoint"] == f"tcp://*:{41000 + number}"
+        if role(command) == "decode":
+            assert json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector"] == "PdConnector"
+
+
+def test_what_cannot_be_is_refused():
+    two_gpus = run(EXAMPLES / "vllm/launch/disagg_kvbm.sh", KVBM_DRY_RUN="1", DEVICES="0")
+    assert two_gpus.returncode == 2
+    assert "DEVICES=0: expected at least 2 GPUs" in two_gpus.stderr
+    device = run(EXAMPLES / "vllm/launch/agg_kvbm.sh", KVBM_DRY_RUN="1", KVBM_DEVICE="tpu")
+    assert device.returncode == 2
+    assert "KVBM_DEVICE=tpu: expected cuda or cpu" in device.stderr
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """An interpreter that starts a child of its own and waits, as an engine does; it only notes who it is."""
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/usr/bin/env bash\necho "$$ $2" >> {tmp_path}/started\nsleep 300 &\necho "$! child" >> {tmp_path}/started\n'
+        f'if [ "$2" = dynamo.vllm ] && [ -n "${{END_WITH:-}}" ]; then exit "$END_WITH"; fi\nwait\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def started(tmp_path: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + 20
+    while True:
+        lines = (tmp_path / "started").read_text().splitlines() if (tmp_path / "started").exists() else []
+        if len(lines) >= count:
+            return [int(line.split()[0]) for line in lines]
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["INT", "TERM", "worker"])
+def test_nothing_is_left_behind(how, stand_in, tmp_path):
+    """Interrupted, ended, or one of the workers gone: every process and the folder of sockets are gone too."""
+    (tmp_path / "tmp").mkdir()
+    env = {"PYTHON": str(stand_in), "TMPDIR": str(tmp_path / "tmp"), "KVBM_DEVICE": "cpu"}
+    if how == "worker":
+        env["END_WITH"] = "3"
+    script = EXAMPLES / "vllm/launch/disagg_kvbm.sh"
+    process = subprocess.Popen(
+        [script], env={**os.environ, **env}, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        pids = started(tmp_path, 6)
+        if how != "worker":
+            os.kill(process.pid, getattr(signal, f"SIG{how}"))
+        _, said = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == {"INT": 130, "TERM": 143, "worker": 3}[how]
+    assert not [pid for pid in pids if is_running(pid)]
+    assert list((tmp_path / "tmp").iterdir()) == []
+    if how == "worker":
+        assert "has ended with status 3" in said
