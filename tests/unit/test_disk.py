@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import stat
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -424,3 +425,61 @@ def test_nothing_is_done_at_once(path):
 def test_slots_that_o_direct_could_not_reach_are_refused(path, slots, slot_bytes):
     with pytest.raises(ValueError, match="multiples of 4096"):
         DiskFile(path, slots, slot_bytes)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A real filesystem of 4 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True)
+    if made.returncode:
+        pytest.skip("only root may mount a filesystem")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_filesystem_that_is_too_small_is_refused(small):
+    with pytest.raises(DiskSpaceError, match=r"asks for 0\.01 GB.*only 0\.00 GB are free"):
+        DiskFile(small / "rank-0.slab", 1024, SLOT)
+    DiskFile(small / "rank-0.slab", 256, SLOT).close()
+
+
+def test_a_filesystem_that_fills_up_costs_the_blocks_that_do_not_fit(small, monkeypatch):
+    import errno
+
+    monkeypatch.setattr(disk, "_fallocate", lambda fd, at, size: errno.EOPNOTSUPP)
+    file = DiskFile(small / "rank-0.slab", 256, SLOT)
+    fill(file, list(range(64)), list(range(64)))
+    (small / "other").write_bytes(bytes(3 << 20))
+    memory = Memory(192)
+    slots = list(range(64, 256))
+    operation = file.write(slots, memory.addresses(192), [tag(slot) for slot in slots])
+    assert operation.wait(20)
+    assert operation.reason == "ENOSPC No space left on device"
+    assert 0 < len(operation.bad) < 192
+    assert check(file, list(range(64)), list(range(64))) == []
+    (small / "other").unlink()
+    fill(file, slots, slots)
+    assert check(file, slots, slots) == []
+    file.close()
+
+
+@pytest.mark.parametrize("rule", ["disk-read:errno=NOPE", "disk-slow-read:seconds=x", "load:seconds=1", "disk-nothing"])
+def test_a_rule_that_is_none_is_refused(rule):
+    with pytest.raises(ValueError, match=r"KVBM_INJECT_FAULTS: .* is not kind"):
+        disk_io(rule, rank=0)
+
+
+def test_faults_are_for_the_rank_they_name_and_those_of_copies_are_not_for_the_disk():
+    assert type(disk_io("", 0)) is type(disk_io("load,slow-store:every=3", 0)) is FileIO
+    io = disk_io("disk-read:rank=1:every=2:errno=ENOSPC", rank=1)
+    outcomes = []
+    for _ in range(4):
+        try:
+            io._fail("read", 5)
+            outcomes.append(0)
+        except OSError as error:
+            outcomes.append(error.errno)
+    assert outcomes == [0, 28, 0, 28]
+    disk_io("disk-read:rank=1", rank=0)._fail("read", 5)

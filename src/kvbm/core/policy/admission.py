@@ -15,16 +15,18 @@ from kvbm.core.keys import Key
 # more would say nothing new, and no step of decay would ever get a full table rid of it.
 MOST = 256
 # Entries looked at for each key that is handled while dead ones are cleared away.
-_SWEEP = 4
+_SWEEP = 8
 
 
 class FrequencyFilter:
     """Counts how often blocks are of use. Called from the leader's thread; never walks over the whole table.
 
     Time passes for all blocks at once: an entry holds the *step* at which its frequency will have come down to 0, so a
-    decay step adds one to a counter and touches no entry. What has come down to 0 stays in the dict until half as many
-    are dead as may be alive: then the dict becomes the old one, and every call moves a few living entries from it to a
-    new one. Keys are bytes and steps are integers: the garbage collector does not walk through them.
+    decay step adds one to a counter and touches no entry. What has come down to 0 stays in the dict until a quarter as
+    many are dead as may be alive: then the dict becomes the old one, and every call moves a few living entries from it
+    to a new one. Both hold integers only, which the garbage collector does not walk through: a key is remembered by
+    Python's own hash of it, 64 bits that take less than half the memory. Should two blocks ever share one, a block goes
+    to disk early.
 
     When the table is full, a decay step comes early, and the next one is a whole interval later.
     """
@@ -44,8 +46,8 @@ class FrequencyFilter:
         self._clock = clock
         self._next_step = clock() + decay_seconds
         self._step = 0
-        self._ends: dict[Key, int] = {}  # key -> the step at which its frequency is 0
-        self._old: dict[Key, int] = {}  # entries not moved yet, living and dead
+        self._ends: dict[int, int] = {}  # hash of the key -> the step at which its frequency is 0
+        self._old: dict[int, int] = {}  # entries not moved yet, living and dead
         self._ending = [0] * (MOST + 1)  # living entries by the step they end at, as a ring
         self._living = 0
 
@@ -67,7 +69,7 @@ class FrequencyFilter:
     def frequency(self, key: Key) -> int:
         """0 when the block is not known."""
         self._pass_time()
-        end = self._ends.get(key) or self._old.get(key) or 0
+        end = self._ends.get(hash(key)) or self._old.get(hash(key)) or 0
         return max(0, end - self._step)
 
     def forget(self) -> None:
@@ -88,9 +90,10 @@ class FrequencyFilter:
         ends, ending, size = self._ends, self._ending, len(self._ending)
         admitted = []
         for key in keys:
-            end = ends.get(key, 0)
+            name = hash(key)
+            end = ends.get(name, 0)
             if not end and self._old:
-                end = self._old.pop(key, 0)
+                end = self._old.pop(name, 0)
                 self._move()
             frequency = end - self._step
             if frequency > 0:
@@ -102,7 +105,7 @@ class FrequencyFilter:
                 self._living += 1
                 frequency = factor
             end = self._step + frequency
-            ends[key] = end
+            ends[name] = end
             ending[end % size] += 1
             if frequency >= self.threshold:
                 admitted.append(key)
@@ -110,16 +113,16 @@ class FrequencyFilter:
 
     def _move(self) -> None:
         for _ in range(min(_SWEEP, len(self._old))):
-            key, end = self._old.popitem()
+            name, end = self._old.popitem()
             if end > self._step:
-                self._ends[key] = end
+                self._ends[name] = end
 
     def _make_room(self) -> None:
         if self._living >= self.max_entries:
             while self._living >= self.max_entries:
                 self._decay()
             self._next_step = self._clock() + self.decay_seconds
-        if not self._old and len(self._ends) >= 1.5 * self.max_entries:
+        if not self._old and len(self._ends) >= 1.25 * self.max_entries:
             self._old, self._ends = self._ends, {}
 
     def _pass_time(self) -> None:
