@@ -296,7 +296,7 @@ def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(path, monke
         return real_open(path, flags, *rest)
 
     def no_fcntl(fd, command, value=0):
-        if command == disk.fcntl.F_SETFL:
+        if command == disk.fcntl.F_SETFL and value & os.O_DIRECT:
             raise OSError(22, "no O_DIRECT here")
         return real_fcntl(fd, command, value)
 
@@ -304,6 +304,25 @@ def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(path, monke
     monkeypatch.setattr(disk.fcntl, "fcntl", no_fcntl)
     file = DiskFile(path, 4, SLOT, allocator=how)
     assert "going through the page cache" in caplog.text
+    fill(file, [0], [0])
+    assert check(file, [0], [0]) == []
+    file.close()
+
+
+@pytest.mark.parametrize("how", ["default", "open-direct"])
+def test_a_filesystem_that_takes_o_direct_and_then_refuses_the_slots_is_found_out(path, monkeypatch, caplog, how):
+    import fcntl
+
+    real = os.preadv
+
+    def picky(fd, buffers, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(22, "slots must be multiples of 64 KiB")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(disk.os, "preadv", picky)
+    file = DiskFile(path, 4, SLOT, allocator=how)
+    assert "no O_DIRECT" in caplog.text
     fill(file, [0], [0])
     assert check(file, [0], [0]) == []
     file.close()

@@ -155,7 +155,7 @@ class DiskFile:
         self._fd = self._sums_fd = -1
         try:
             there = path.stat().st_size // slot_bytes
-            self._fd = _open_slab(path, slots * slot_bytes, allocator, direct, zerofill, setting)
+            self._fd = _open_slab(path, slots, slot_bytes, allocator, direct, zerofill, setting)
             self._sums_fd, self._sums = _open_sums(path.with_name(path.name + SUMS_SUFFIX), slots, slot_bytes)
             if lost := int(np.count_nonzero(self._sums[there:])):
                 logger.warning("disk tier: %s has been truncated or removed; %d blocks are lost", path, lost)
@@ -359,34 +359,49 @@ def _why(error: OSError) -> str:
 # Opening
 
 
-def _open_slab(path: Path, size: int, allocator: str, direct: bool, zerofill: bool, setting: str) -> int:
+def _open_slab(
+    path: Path, slots: int, slot_bytes: int, allocator: str, direct: bool, zerofill: bool, setting: str
+) -> int:
     if allocator not in ("default", "open-direct"):
         raise ValueError(f"DYN_KVBM_DISK_ALLOCATOR_TYPE={allocator!r}: expected default or open-direct")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     at_open = direct and allocator == "open-direct"
+    refused: OSError | None = None
     try:
         fd = os.open(path, flags | (os.O_DIRECT if at_open else 0))
     except OSError as error:
         if not at_open or error.errno != errno.EINVAL:
             raise
-        logger.warning("disk tier: %s cannot be opened with O_DIRECT; going through the page cache", path)
+        refused = error
         fd = os.open(path, flags)
     try:
         os.fchmod(fd, 0o600)
-        _allocate(fd, path, size, zerofill, setting)
-        if direct and not at_open:
-            try:
-                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-            except OSError as error:
-                logger.warning(
-                    "disk tier: no O_DIRECT on %s (%s); going through the page cache. "
-                    "DYN_KVBM_DISK_DISABLE_O_DIRECT=1 asks for that without this warning",
-                    path, _why(error),
-                )  # fmt: skip
+        _allocate(fd, path, slots * slot_bytes, zerofill, setting)
+        if direct and refused is None:
+            refused = _go_direct(fd, slot_bytes)
     except BaseException:
         os.close(fd)
         raise
+    if refused is not None:
+        logger.warning(
+            "disk tier: no O_DIRECT on %s (%s); going through the page cache. "
+            "DYN_KVBM_DISK_DISABLE_O_DIRECT=1 asks for that without this warning",
+            path, _why(refused),
+        )  # fmt: skip
     return fd
+
+
+def _go_direct(fd: int, slot_bytes: int) -> OSError | None:
+    """Why it is not possible. Asking is not enough: a filesystem may say yes and then refuse every slot."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.preadv(fd, [mmap.mmap(-1, slot_bytes)], slot_bytes)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return error
+    return None
 
 
 def _allocate(fd: int, path: Path, size: int, zerofill: bool, setting: str) -> None:
