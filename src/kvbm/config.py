@@ -333,6 +333,9 @@ SETTINGS: tuple[Setting, ...] = (
             "CPU reads it at a crawl.", used=True),
     Setting("disable_numa", "DYN_MEMORY_DISABLE_NUMA", _SWITCH, False, HOST,
             "Take host memory from anywhere instead of from the NUMA node next to the GPU.", used=True),
+    Setting("host_persist", "KVBM_HOST_PERSIST", _SWITCH, False, HOST,
+            "Keep the host tier in shared memory, where the next engine finds it again. The memory stays taken when "
+            "the engine ends, until `kvbm cache clear --all /dev/shm`."),
     Setting("enable_numa", "DYN_KVBM_ENABLE_NUMA", _TEXT, None, HOST,
             "Asked for host memory near the GPU.",
             retired="it is deprecated, as memory near the GPU needs no switch; DYN_MEMORY_DISABLE_NUMA=1 forgoes it"),
@@ -357,8 +360,8 @@ SETTINGS: tuple[Setting, ...] = (
             "Every block's frequency goes down by 1 this often."),
     Setting("disk_filter_max_entries", "KVBM_DISK_FILTER_MAX_ENTRIES",
             Number(unit="blocks", low=1, high=100_000_000, example="1000000"), 1_000_000, DISK,
-            "Blocks whose frequency is known; when there are more, all go down by 1 early. A million take about "
-            "150 MB."),
+            "Blocks whose frequency is known; when there are more, all go down by 1 early. A million take up to "
+            "180 MB."),
     Setting("disk_threads", "KVBM_DISK_THREADS", Number(unit="threads", low=1, high=64, example="8"), 8, DISK,
             "Threads of a rank that read from disk, and as many again that write."),
     Setting("max_pending_spills", "KVBM_MAX_PENDING_SPILLS",
@@ -473,6 +476,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     disable_write_combined: bool
     disable_numa: bool
+    host_persist: bool
 
     disk_cache_dir: Path
     disk_allocator_type: Literal["default", "open-direct"]

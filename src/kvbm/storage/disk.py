@@ -70,7 +70,7 @@ class FileIO:
 
 
 class Operation:
-    """Reads or writes on their way. ``bad``, ``reason`` and ``seconds`` are valid once :meth:`done` is True."""
+    """Reads or writes on their way. What is said of their end is valid once :meth:`done` is True."""
 
     def __init__(self, kind: str, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes], size: int):
         if not len(slots) == len(addresses) == len(tags):
@@ -80,11 +80,14 @@ class Operation:
         self.bytes = len(slots) * size
         self.bad: list[int] = []  # positions that did not arrive, or were not written
         self.reason = ""  # why the first of them failed
-        self.seconds = 0.0  # from the first byte to the last; time in the queue does not count
+        self.began = self.ended = 0.0  # by the monotonic clock, first byte and last; the time in the queue is before
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._began = 0.0
         self._left = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
 
     def done(self) -> bool:
         return self._over.is_set()
@@ -92,9 +95,9 @@ class Operation:
     def wait(self, timeout: float | None = None) -> bool:
         return self._over.wait(timeout)
 
-    def _begin(self, parts: int) -> None:
-        self._began = time.monotonic()
-        self._left = parts
+    def _begin_part(self) -> None:
+        with self._lock:
+            self.began = self.began or time.monotonic()
 
     def _end_part(self, bad: Sequence[int], reason: str) -> bool:
         """True when it was the last one."""
@@ -105,7 +108,8 @@ class Operation:
             if self._left:
                 return False
         self.bad.sort()
-        self.seconds = time.monotonic() - self._began
+        self.ended = time.monotonic()
+        self.began = self.began or self.ended
         self._over.set()
         return True
 
@@ -156,7 +160,7 @@ class DiskFile:
         try:
             there = path.stat().st_size // slot_bytes
             self._fd = _open_slab(path, slots, slot_bytes, allocator, direct, zerofill, setting)
-            self._sums_fd, self._sums = _open_sums(path.with_name(path.name + SUMS_SUFFIX), slots, slot_bytes)
+            self._sums_fd, self._sums = open_sums(path.with_name(path.name + SUMS_SUFFIX), slots, slot_bytes)
             if lost := int(np.count_nonzero(self._sums[there:])):
                 logger.warning("disk tier: %s has been truncated or removed; %d blocks are lost", path, lost)
                 self._sums[there:] = _EMPTY
@@ -265,13 +269,14 @@ class DiskFile:
         size = max(1, share // self.slot_bytes)
         # At least one, so that an operation on nothing ends like any other.
         parts = [_Part(operation, positions[at : at + size]) for at in range(0, len(positions) or 1, size)]
-        operation._begin(len(parts))
+        operation._left = len(parts)
         return parts
 
     def _work(self, part: _Part) -> tuple[list[int], str]:
         operation = part.operation
         if operation.kind == "write":
             self._no_reads.wait(_WRITE_YIELD_SECONDS)
+        operation._begin_part()
         bad: list[int] = []
         reason = ""
         try:
@@ -339,8 +344,7 @@ class DiskFile:
         put = self._io.write(self._fd, buffers, first * self.slot_bytes)
         if put != size:
             raise OSError(f"wrote {put} of {size} bytes")
-        if os.pwrite(self._sums_fd, sums.tobytes(), _HEADER + first * sums.itemsize) != sums.nbytes:
-            raise OSError("the checksum could not be written")
+        write_sums(self._sums_fd, first, sums)
         self._sums[first : first + len(run)] = sums
         return [], ""
 
@@ -348,6 +352,12 @@ class DiskFile:
 def checksum(payload: ctypes.Array[ctypes.c_char] | memoryview, tag: bytes) -> int:
     """Of one slot. The tag seeds it: the same payload under another tag has another checksum."""
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(tag)) or 1  # 0 stands for an empty slot
+
+
+def write_sums(fd: int, first: int, sums: np.ndarray) -> None:
+    """Keep the checksums of ``first`` and the slots after it."""
+    if os.pwrite(fd, sums.tobytes(), _HEADER + first * sums.itemsize) != sums.nbytes:
+        raise OSError("the checksum could not be written")
 
 
 def _why(error: OSError) -> str:
@@ -500,7 +510,7 @@ def read_sums(path: Path) -> tuple[int, np.ndarray]:
     return 0, np.zeros(0, "<u8")
 
 
-def _open_sums(path: Path, slots: int, slot_bytes: int) -> tuple[int, np.ndarray]:
+def open_sums(path: Path, slots: int, slot_bytes: int) -> tuple[int, np.ndarray]:
     """The file of checksums and what is in it. Of another geometry, or none of ours: every slot is empty."""
     header = (_MAGIC + f"slot_bytes {slot_bytes}\n".encode()).ljust(_HEADER, b"\0")
     sums = np.zeros(slots, dtype="<u8")
