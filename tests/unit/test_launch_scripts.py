@@ -177,10 +177,11 @@ def test_nothing_is_left_behind(how, stand_in, tmp_path):
         [script], env={**os.environ, **env}, start_new_session=True, stderr=subprocess.PIPE, text=True
     )
     try:
-        pids = started(tmp_path, 6)
         if how != "worker":
+            started(tmp_path, 6)
             os.kill(process.pid, getattr(signal, f"SIG{how}"))
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
+        pids = started(tmp_path, 1)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
