@@ -96,6 +96,25 @@ def test_a_mooncake_trace_is_replayed(servers, tmp_path):
     assert all(sample.cached_tokens >= 480 for sample in run.samples[3:])
 
 
+def test_the_client_of_lmbenchmark_is_answered(servers):
+    """The calls that its script makes, with the library that it makes them with."""
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(api_key="EMPTY", base_url=f"{servers['kvbm'].url}/v1", timeout=120)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi " * 100}],
+        stream=True,
+        max_tokens=6,
+        temperature=0.0,
+        stream_options={"include_usage": True},
+        extra_headers={"x-user-id": "7"},
+    )
+    chunks = list(stream)
+    assert any(chunk.choices and chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].usage.prompt_tokens > 100
+    assert chunks[-1].usage.completion_tokens > 0
+
+
 def test_the_command_can_be_called_as_users_do(servers, tmp_path):
     command = [sys.executable, "-m", "kvbm.cli.main", "bench", "--base-url", f"{servers['kvbm'].url}/v1", "--qps", "1"]
     done = subprocess.run(
