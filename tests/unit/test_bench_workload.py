@@ -73,6 +73,11 @@ def test_at_the_start_it_is_as_if_it_had_been_going_on():
     assert max(rounds) >= 4
 
 
+def test_at_the_start_not_everybody_asks_at_once():
+    times = [at for at, _ in drive(MultiRound(SMALL._replace(num_rounds=6), 1.0), 4.1)]
+    assert times == pytest.approx([0, 1, 2, 3, 4], abs=0.11)
+
+
 def test_a_conversation_grows_from_what_was_said():
     sent = drive(MultiRound(SMALL, 1.0), 40)
     own = [ask.prompt.messages for _, ask in sent if ask.user == 5]

@@ -12,7 +12,7 @@ from kvbm.observe.metrics import METRICS
 
 PROJECT = Path(__file__).parents[2]
 DOCS = PROJECT / "docs"
-PAGES = sorted(DOCS.glob("*.md")) + [PROJECT / "README.md"]
+PAGES = [*sorted(DOCS.glob("*.md")), PROJECT / "README.md"]
 
 
 def findings() -> set[str]:

@@ -135,6 +135,7 @@ def test_nonsense_is_answered_and_the_connection_closed(server, data, status):
 
 
 def test_a_silent_client_holds_nobody_up(server, monkeypatch):
+    assert 60 < module._Connection.timeout < 300  # longer than between two scrapes, and not for ever
     monkeypatch.setattr(module._Connection, "timeout", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
         assert get(server, "/healthz")[0] == b"ok\n"
