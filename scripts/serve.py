@@ -52,7 +52,9 @@ class ServerError(Exception):
 class Server:
     """One `vllm serve` with its own process group. Use as a context manager: leaving it stops every process."""
 
-    def __init__(self, model: str, log: Path, *, kvbm: bool, port: int = 0, cpu_cache_gb: float = 2):
+    def __init__(
+        self, model: str, log: Path, *, kvbm: bool, port: int = 0, cpu_cache_gb: float = 2, metrics_port: int = 0
+    ):
         self.model = model
         self.name = Path(model).name if Path(model).is_dir() else model
         self.kvbm = kvbm
@@ -60,6 +62,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.cpu_cache_gb = cpu_cache_gb
+        self.metrics_port = metrics_port  # 0: no page of its own
         self._process: subprocess.Popen[bytes] | None = None
         self._healthy = False
 
@@ -85,6 +88,8 @@ class Server:
             settings["HF_HUB_OFFLINE"] = "1"
         if self.kvbm:
             settings["DYN_KVBM_CPU_CACHE_GB"] = f"{self.cpu_cache_gb:g}"
+        if self.kvbm and self.metrics_port:
+            settings |= {"DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": str(self.metrics_port)}
         return {**os.environ, **settings}
 
     def __enter__(self) -> Server:
@@ -271,12 +276,17 @@ def main() -> int:
     args = parser.parse_args()
     leave_on_signals()
     server = Server(
-        args.model or str(models.smollm2()), args.log, kvbm=True, port=args.port, cpu_cache_gb=args.cpu_cache_gb
+        args.model or str(models.smollm2()),
+        args.log,
+        kvbm=True,
+        port=args.port,
+        cpu_cache_gb=args.cpu_cache_gb,
+        metrics_port=6880 if is_free(6880) else free_port(),
     )
     print(f"Starting vLLM with KVBM on {server.url}, log in {args.log}")
     try:
         with server:
-            print(f"\nTry it:\n\n{curl(server)}\n\nCounters: curl -s {server.url}/metrics | grep kvbm_")
+            print(f"\nTry it:\n\n{curl(server)}\n\nWatch it: http://127.0.0.1:{server.metrics_port}")
             print("Ctrl-C stops the server.", flush=True)
             status = server.wait()
             raise server.failure(f"vllm serve ended with status {status}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,12 @@ pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import observed
 
+from kvbm.engines.guard import Faults
+from kvbm.engines.vllm import connector as module
+from kvbm.engines.vllm.connector import DynamoConnector
+from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import SHOWN, KvbmPromMetrics, KvbmStats, figures, since
+from kvbm.runtime.counts import Counts
 
 pytestmark = pytest.mark.engine
 
@@ -83,3 +89,48 @@ def test_the_page_of_vllm_has_every_figure_by_engine():
 def test_unlabelled_counters_are_there_from_the_start():
     _, registry = prometheus()
     assert registry.get_sample_value("kvbm_matched_tokens_total", {"model_name": "m", "engine": "0"}) == 0
+
+
+@pytest.fixture
+def connector():
+    """The scheduler's side with figures of our own behind it."""
+    half = SchedulerHalf.__new__(SchedulerHalf)
+    half._active, half.leader, half.counts, half._faults = {"a request"}, None, Counts(), Faults()
+    half.observer = SimpleNamespace(source=observed.FixedSource(), log=SimpleNamespace(changes=0))
+    connector = DynamoConnector.__new__(DynamoConnector)
+    connector._half, connector._faults = half, Faults()
+    connector._reported, connector._reported_at, connector._report_due = {}, (), 0.0
+    return connector
+
+
+def happens(connector):
+    connector._half.observer.log.changes += 1
+
+
+def test_a_step_in_which_nothing_happened_reports_nothing(connector):
+    connector._half._active.clear()
+    assert connector.get_kv_connector_stats() is not None
+    assert connector.get_kv_connector_stats() is None
+    happens(connector)
+    assert connector.get_kv_connector_stats() is not None
+
+
+def test_while_requests_run_figures_are_reported_a_few_times_a_second(connector, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    reports = 0
+    for _ in range(1000):  # ten seconds of steps
+        happens(connector)
+        now[0] += 0.01
+        reports += connector.get_kv_connector_stats() is not None
+    assert 35 <= reports <= 45
+    assert connector._half.observer.source.asked == reports
+
+
+def test_the_step_that_ends_the_last_request_reports_all(connector):
+    assert connector.get_kv_connector_stats() is not None
+    connector._half.observer.source.now = observed.snapshot(matched_tokens=5000)
+    happens(connector)
+    assert connector.get_kv_connector_stats() is None
+    connector._half._active.clear()
+    assert connector.get_kv_connector_stats().data["kvbm_matched_tokens"] == {"": 5000 - 960}

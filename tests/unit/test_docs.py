@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def test_every_link_to_a_file_leads_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """Of a command and of its own commands."""
+    found = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found |= options(below)
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_is_one(page):
     """`kvbm NAME --option` in the text: the command and its options exist."""
@@ -61,6 +73,6 @@ def test_every_command_is_one(page):
         name, rest = line
         if name not in parsers:
             continue
-        known = {option for action in parsers[name]._actions for option in action.option_strings}
+        known = options(parsers[name])
         for option in re.findall(r"(?<=\s)--[a-z-]+", rest.split("#")[0]):
             assert option in known, f"kvbm {name} {option}"

@@ -485,6 +485,10 @@ class SchedulerHalf:
         return True
 
     @property
+    def serving(self) -> bool:
+        return bool(self._active)
+
+    @property
     def changes(self) -> tuple[int, ...]:
         """Something else whenever a figure has changed."""
         counts = self.counts
