@@ -281,9 +281,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("cpu_cache_override_num_blocks", "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", _BLOCKS, 0, TIERS,
             "Size of the host tier in blocks; wins over the size in GB when it is not 0.", used=True),
     Setting("disk_cache_gb", "DYN_KVBM_DISK_CACHE_GB", _GIGABYTES, 0.0, TIERS,
-            "Size of the disk tier, all ranks of the engine together; 0 means no disk tier."),
+            "Size of the disk tier, all ranks of the engine together; 0 means no disk tier.", used=True),
     Setting("disk_cache_override_num_blocks", "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", _BLOCKS, 0, TIERS,
-            "Size of the disk tier in blocks; wins over the size in GB when it is not 0."),
+            "Size of the disk tier in blocks; wins over the size in GB when it is not 0.", used=True),
 
     Setting("onboard", "KVBM_ONBOARD",
             Choice(words=("auto", "sync", "async"), synonyms=(("intra", "sync"), ("inter", "async"))), "auto", MOVING,
@@ -341,35 +341,40 @@ SETTINGS: tuple[Setting, ...] = (
             retired="it is deprecated, as memory near the GPU needs no switch; DYN_MEMORY_DISABLE_NUMA=1 forgoes it"),
 
     Setting("disk_cache_dir", "DYN_KVBM_DISK_CACHE_DIR", FilePath(example="/mnt/nvme/kvbm"), Path("/tmp"), DISK,
-            "Directory of the disk tier; it is created when missing."),
+            "Directory of the disk tier; it is created when missing.", used=True),
     Setting("disk_allocator_type", "DYN_KVBM_DISK_ALLOCATOR_TYPE",
             Choice(words=("default", "open-direct")), "default", DISK,
             "When O_DIRECT is asked for: after opening the file (default), or at open, which some parallel "
-            "filesystems need (open-direct)."),
+            "filesystems need (open-direct).", used=True),
     Setting("disk_disable_o_direct", "DYN_KVBM_DISK_DISABLE_O_DIRECT", Switch(presence=True), False, DISK,
-            "Go through the page cache, for filesystems without O_DIRECT; any word but those for off turns it on."),
+            "Go through the page cache, for filesystems without O_DIRECT; any word but those for off turns it on.",
+            used=True),
     Setting("disk_zerofill_fallback", "DYN_KVBM_DISK_ZEROFILL_FALLBACK", Switch(presence=True), False, DISK,
             "Where a file cannot be preallocated, write zeros instead of leaving it sparse; any word but those for "
-            "off turns it on."),
+            "off turns it on.", used=True),
     Setting("disable_disk_offload_filter", "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", _SWITCH, False, DISK,
-            "Spill every block from host to disk, and not only those that were used often enough."),
+            "Spill every block from host to disk, and not only those that were used often enough.", used=True),
     Setting("disk_filter_threshold", "KVBM_DISK_FILTER_THRESHOLD",
             Number(low=1, high=256, example="2"), 2, DISK,
-            "Frequency a block needs to be spilled to disk; it starts at 1 and doubles whenever the block is found."),
+            "Frequency a block needs to be spilled to disk; it starts at 1 and doubles whenever the block is found.",
+            used=True),
     Setting("disk_filter_decay_secs", "KVBM_DISK_FILTER_DECAY_SECS", _SECONDS, 600, DISK,
-            "Every block's frequency goes down by 1 this often."),
+            "Every block's frequency goes down by 1 this often.", used=True),
     Setting("disk_filter_max_entries", "KVBM_DISK_FILTER_MAX_ENTRIES",
             Number(unit="blocks", low=1, high=100_000_000, example="1000000"), 1_000_000, DISK,
             "Blocks whose frequency is known; when there are more, all go down by 1 early. A million take up to "
-            "180 MB."),
+            "180 MB.", used=True),
     Setting("disk_threads", "KVBM_DISK_THREADS", Number(unit="threads", low=1, high=64, example="8"), 8, DISK,
-            "Threads of a rank that read from disk, and as many again that write."),
+            "Threads of a rank that read from disk, and as many again that write.", used=True),
     Setting("max_pending_spills", "KVBM_MAX_PENDING_SPILLS",
             Number(unit="blocks", low=1, example="1024"), 1024, DISK,
-            "Blocks that may wait to be written to disk; beyond it they are skipped rather than queued."),
+            "Blocks that may wait to be written to disk; beyond it they are skipped rather than queued.", used=True),
     Setting("disk_bounce_mb", "KVBM_DISK_BOUNCE_MB", Number(unit="MiB", low=1, high=65536, example="256"), 256, DISK,
             "Host memory of a rank through which blocks pass on their way to and from disk when there is no host "
-            "tier."),
+            "tier.", used=True),
+    Setting("disk_load_timeout_secs", "KVBM_DISK_LOAD_TIMEOUT_SECS",
+            Number(unit="seconds", low=0, high=3600, whole=False, above=True, example="3"), 3.0, DISK,
+            "A load from disk is given up when nothing came for so long, and what is missing is computed.", used=True),
 
     Setting("object_enabled", "DYN_KVBM_OBJECT_ENABLED", _SWITCH, False, OBJECTS,
             "Keep blocks in an object store."),
@@ -489,6 +494,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disk_threads: int
     max_pending_spills: int
     disk_bounce_mb: int
+    disk_load_timeout_secs: float
 
     object_enabled: bool
     object_bucket: str

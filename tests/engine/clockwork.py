@@ -187,11 +187,19 @@ class Rank:
 
     def kept(self, slot: int) -> list[list[int]]:
         """What KVBM's slab holds in a slot, a list a layer."""
-        rank = self.connector._half._rank
+        slab = self.connector._half._rank._slab
+        return self._read(ctypes.string_at(slab.address + slot * slab.slot_bytes, slab.slot_bytes))
+
+    def kept_on_disk(self, slot: int) -> list[list[int]]:
+        file = self.connector._half._rank._file()
+        with open(file.path, "rb") as slots:
+            slots.seek(slot * file.slot_bytes)
+            return self._read(slots.read(file.slot_bytes))
+
+    def _read(self, content: bytes) -> list[list[int]]:
         found = []
-        for segment in rank.layout.segments:
-            address = rank._slab.address + slot * rank._slab.slot_bytes + segment.offset
-            raw = ctypes.string_at(address, segment.size)
+        for segment in self.connector._half._rank.layout.segments:
+            raw = content[segment.offset : segment.offset + segment.size]
             numbers = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
             found.append([self.disguise(segment.layer, number) for number in numbers])
         return found
@@ -237,6 +245,7 @@ class Clockwork:
         self._wanted: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self._requests: list[Request] = []
+        self.disk_lies = "disk-torn" in kvbm.get("inject_faults", "")
         self.steps = 0
 
     # -- working ------------------------------------------------------------------------------------------------------
@@ -326,18 +335,26 @@ class Clockwork:
             values = kv_of(list(request.all_token_ids))
             for i, key in enumerate(request.block_hashes):
                 known[key] = values[i * BLOCK : (i + 1) * BLOCK]
-        for key, slot in self.pool._published.items():
-            for rank in self.ranks:
-                for layer in rank.kept(slot):
-                    assert layer == known[key], f"slot {slot} of rank {rank.rank} holds the wrong KV"
+        for tier, pool in self.half.leader.manager.pools.items():
+            if tier is Tier.DISK and self.disk_lies:
+                continue  # it claims to have written what it has not: nobody can know before it is read
+            for key, slot in pool._published.items():
+                for rank in self.ranks:
+                    for layer in rank.kept(slot) if tier is Tier.HOST else rank.kept_on_disk(slot):
+                        assert layer == known[key], f"{tier.name} slot {slot} of rank {rank.rank} holds the wrong KV"
 
     def check_idle(self) -> None:
-        assert not self.half.leader.busy
+        leader = self.half.leader
+        assert not leader.busy
         assert not self.half._requests
-        assert (self.pool.pinned, self.pool.writing) == (0, 0)
+        for pool in leader.manager.pools.values():
+            assert (pool.pinned, pool.writing, pool.lent) == (0, 0, 0)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.scheduler.kv_cache_config.num_blocks - 1
 
     def close(self) -> None:
-        for rank in self.ranks:
-            rank.connector.shutdown()
+        if self.scheduler is not None:
+            self.scheduler.connector.shutdown()
+            for rank in self.ranks:
+                rank.connector.shutdown()
+            self.scheduler = None

@@ -10,7 +10,7 @@ four seconds instead of twelve. A scenario is an object with these keys, and its
     engine   arguments of vllm.LLM
     kvbm     settings of KVBM (kv_connector_extra_config); null runs vLLM without it
     env      environment variables of the engine's processes
-    patch    attributes to set before the engine is made: {"module:name": value}
+    patch    attributes to set before the engine is made: {"module:name": value}; {"returns": x} is a function
     steps    a list of {"do": name, ...}: the methods of Scenario below
     log      file that takes everything the engine prints
     result   {"steps": [what each step returned], "log": [[level, message] of KVBM], "refused": why no engine started}
@@ -23,6 +23,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -176,6 +177,38 @@ class Scenario:
             tokens.update(self.step())
         return tokens
 
+    def finish_timed(self, seconds: float = 60) -> dict:
+        """As ``finish``, with the seconds that the slowest step took and those until each request was done."""
+        tokens: dict[str, list[int]] = {}
+        ends: dict[str, float] = {}
+        slowest = 0.0
+        began = now = time.monotonic()
+        while self.engine.has_unfinished_requests():
+            if now - began > seconds:
+                raise TimeoutError(f"requests left after {seconds} s: {list(self.scheduler.requests)}")
+            fresh = self.step()
+            before, now = now, time.monotonic()
+            slowest = max(slowest, now - before)
+            tokens.update(fresh)
+            ends.update(dict.fromkeys(fresh, now - began))
+        return {"tokens": tokens, "slowest": slowest, "ends": ends}
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def kill(self) -> None:
+        """The end of this process as kill -9 makes it: nobody tidies up, and no result is written."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fill_up(self, folder: str) -> int:
+        """Take what is left of a filesystem; returns the bytes."""
+        with open(os.path.join(folder, "ballast"), "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                return file.tell()
+
     def abort(self, names: list[str]) -> None:
         self.engine.abort_request(names)
 
@@ -281,6 +314,11 @@ class Scenario:
             "tainted_store_blocks": leader.counts.tainted_store_blocks,
             "onboarded": sum(leader.counts.onboarded_blocks.values()),
             "offloaded": leader.counts.offloaded_blocks,
+            "from_disk": leader.counts.onboarded_blocks.get(Tier.DISK, 0),
+            "missed_load_blocks": leader.counts.missed_load_blocks,
+            "spilled": leader.counts.spilled_blocks,
+            "failed_spill_blocks": leader.counts.failed_spill_blocks,
+            "disk_size": leader.manager.pools[Tier.DISK].size if Tier.DISK in leader.manager.pools else 0,
             "engine_hashes": half._keys.reuses_engine_hashes,
         }
 
@@ -425,6 +463,8 @@ def run(scenario: dict) -> dict:
     result: dict = {"steps": [], "log": collector.lines, "refused": None}
     for where, value in scenario.get("patch", {}).items():
         module, _, name = where.partition(":")
+        if isinstance(value, dict):
+            value = (lambda answer: lambda *args, **kwargs: answer)(value["returns"])
         setattr(importlib.import_module(module), name, value)
     try:
         running = Scenario(scenario["engine"], scenario.get("kvbm"))

@@ -21,11 +21,16 @@ def vllm():
 def keys(vllm):
     """Makes a RequestKeys for one of vLLM's hash functions."""
     from kvbm.core.keys import Namespace
+    from kvbm.engines.vllm import fingerprint
     from kvbm.engines.vllm.keys import RequestKeys
 
-    def make(algorithm="sha256", hash_block_size=4):
+    def make(algorithm="sha256", hash_block_size=4, persistent=False):
         namespace = Namespace(model="m", dtype="float32", layout="", block_size=4)
-        return RequestKeys(namespace, algorithm, hash_block_size)
+        cache = SimpleNamespace(block_size=4, prefix_caching_hash_algo=algorithm)
+        reuses = fingerprint.reuses_engine_hashes(
+            SimpleNamespace(cache_config=cache), SimpleNamespace(hash_block_size=hash_block_size), persistent
+        )
+        return RequestKeys(namespace, reuses, persistent)
 
     return make
 
@@ -206,3 +211,93 @@ def test_ranks_that_do_not_answer_are_named(specs, model):
     connector = DynamoConnector(config, KVConnectorRole.SCHEDULER, groups(specs.full))
     with pytest.raises(RuntimeError, match=r"ranks \[1\] answered, expected 0 to 1"):
         connector._half.meet([Hello(1, 64, {Tier.HOST: 8}, "")])
+
+
+# -- caches that outlive the engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def describe(specs, model, tmp_path):
+    """The fingerprint of an engine with these options, over a copy of the model that a test may change."""
+    import shutil
+
+    from clockwork import make_config
+
+    from kvbm.engines.vllm import fingerprint
+
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+
+    def make(change=lambda config, folder: None, **options):
+        config = make_config(str(folder), {"cpu_cache_gb": 1}, **options)
+        change(config, folder)
+        return fingerprint.describe(config, groups(specs.full))
+
+    return make
+
+
+def test_the_same_engine_has_the_same_fingerprint_every_time(describe):
+    assert describe() == describe()
+
+
+@pytest.mark.parametrize("name", ["weights", "weights of the same size", "config"])
+def test_files_that_were_replaced_make_another_model(name, describe):
+    import os
+
+    before = describe()
+
+    def change(config, folder):
+        file = next(folder.glob("*.safetensors")) if name != "config" else folder / "config.json"
+        status = file.stat()
+        if name == "weights of the same size":
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        else:
+            with file.open("ab") as content:
+                content.write(b" ")
+
+    assert describe(change)["weights"] != before["weights"]
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("block_size", lambda config: setattr(config.cache_config, "block_size", 8)),
+        ("dtype", lambda config: setattr(config.cache_config, "cache_dtype", "fp8")),
+        ("config", lambda config: setattr(config.model_config.hf_config, "rope_theta", 7)),
+        ("tensor_parallel", lambda config: setattr(config.parallel_config, "tensor_parallel_size", 2)),
+        ("replica", lambda config: setattr(config.parallel_config, "data_parallel_rank", 1)),
+        ("keys", lambda config: setattr(config.cache_config, "prefix_caching_hash_algo", "xxhash")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_whatever_changes_the_kv_changes_the_fingerprint(key, change, describe):
+    before, after = describe(), describe(lambda config, folder: change(config))
+    assert {name for name in before if before[name] != after[name]} == {key}
+
+
+def test_hashes_that_the_next_process_would_not_repeat_do_not_name_what_outlives_this_one(keys, monkeypatch):
+    from kvbm.engines.vllm import compat
+
+    monkeypatch.setattr(compat, "release", lambda: (0, 28))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert keys("sha256").reuses_engine_hashes
+    assert not keys("sha256", persistent=True).reuses_engine_hashes
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert keys("sha256", persistent=True).reuses_engine_hashes
+
+
+def test_an_adapter_whose_files_were_replaced_is_another_adapter(keys, tmp_path):
+    """vLLM knows it by name and path. The cache would serve the KV of the old one to the next engine."""
+    from clockwork import make_request
+    from vllm.lora.request import LoRARequest
+
+    weights = tmp_path / "adapter.safetensors"
+    found = keys("sha256", persistent=True)
+    sets = []
+    for number in range(2):
+        weights.write_bytes(b"0" * (100 + number))
+        request = make_request(f"r{number}", TOKENS, lora_request=LoRARequest("name", 1, str(tmp_path)))
+        sets.append(set(found.of(request)))
+    assert len(sets[0] | sets[1]) == 20
+    plain = make_request("plain", TOKENS)
+    assert found.of(plain) is plain.block_hashes

@@ -35,10 +35,10 @@ def test_more_memory_than_there_is_is_refused_with_what_would_fit(run_scenario):
 
 
 def test_settings_come_from_the_environment_too(run_scenario):
-    env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "300", "DYN_KVBM_DISK_CACHE_DIR": "/nowhere"}
+    env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "300", "DYN_KVBM_OBJECT_REGION": "nowhere"}
     story = run_scenario([do("state", "state")], {}, env=env)
     assert story["state"]["size"] == 300
-    assert story.said("known, not used yet: DYN_KVBM_DISK_CACHE_DIR")
+    assert story.said("known, not used yet: DYN_KVBM_OBJECT_REGION")
     assert story.said("KVBM is ready: 300 host blocks of 32 tokens")
     # Where vLLM's own lines go, and at its level.
     assert "KVBM is ready: 300 host blocks" in story.output

@@ -57,7 +57,7 @@ def leader():
 
 def store(leader, text):
     plan = leader.offload(keys(text), range(len(text)))
-    leader.apply([Report(rank, stores=[StoreResult(plan.id)]) for rank in range(leader._ranks)])
+    leader.apply([Report(rank, stores=[StoreResult(plan.id)]) for rank in range(leader.ranks)])
 
 
 def spilled(plan, *ranks, bad=(), seconds=0.0):

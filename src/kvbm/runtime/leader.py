@@ -94,7 +94,7 @@ class Leader:
         self._cost = cost
         self.counts = Counts()
         self.faults: Counter[str] = Counter()
-        self._ranks = ranks
+        self.ranks = ranks
         self._lost: set[int] = set()
         self._max_pending = max_pending_blocks
         self._loads: dict[int, _Load] = {}
@@ -127,7 +127,7 @@ class Leader:
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, whatever happens to the request."""
         plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered, tokens, within)
-        self._loads[plan.id] = _Load(plan, self._ranks)
+        self._loads[plan.id] = _Load(plan, self.ranks)
         if in_step:
             self._in_step.add(plan.id)
         return plan
@@ -144,7 +144,7 @@ class Leader:
         plan = self.manager.store(keys, blocks)
         if plan is None:
             return None
-        self._stores[plan.id] = _Store(plan, self._ranks, self._in_step)
+        self._stores[plan.id] = _Store(plan, self.ranks, self._in_step)
         self._pending_blocks += len(plan.copy.blocks)
         for block in plan.copy.blocks:
             self._reading[block] = plan.id

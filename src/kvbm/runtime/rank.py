@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvbm.config import Config, slots_for
 from kvbm.plans import Hello, Tier
+from kvbm.runtime.disk import Disk
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import numa
+from kvbm.storage.disk import DiskFile, DiskSpaceError
+from kvbm.storage.faults import disk_io
 from kvbm.storage.host import HostSlab
+from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
+from kvbm.storage.lock import PATIENCE_SECONDS, private_directory
 from kvbm.storage.shared import SharingError
 from kvbm.transfer import open_copier
 from kvbm.transfer.broadcast import Passing
@@ -26,12 +33,22 @@ from kvbm.transfer.wire import Wire
 
 logger = logging.getLogger("kvbm")
 
+_FEWEST_BOUNCE_SLOTS = 8
+
 
 class Rank:
     """Called from the engine's worker thread."""
 
-    def __init__(self, config: Config, rank: int, ranks: int, replicas: Replicas | None = None) -> None:
-        """``replicas``: the ranks that hold the very same KV as this one, which is among them."""
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        ranks: int,
+        replicas: Replicas | None = None,
+        cache: Fingerprint | None = None,
+    ) -> None:
+        """``replicas``: the ranks that hold the very same KV as this one, which is among them. ``cache``: what makes
+        the KV of this engine what it is, but for its layout; without it nothing can be kept on disk."""
         self.rank = rank
         self.ranks = ranks
         self.layout: BlockLayout | None = None
@@ -42,6 +59,8 @@ class Rank:
         self._slab: HostSlab | None = None
         self._replicas = replicas
         self._wire: Wire | None = None
+        self._cache = cache
+        self._disk: Future[DiskFile | None] | None = None
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
@@ -50,6 +69,7 @@ class Rank:
         self.layout = layout = describe(tensors, num_blocks)
         self._device = str(next(iter(kv_caches.values())).device)
         node = None if self._config.disable_numa else _numa_node(self._device)
+        self._open_disk(layout)
         if not self._join(layout):
             self._replicas = None
         if self._replicas is not None and self._wire is None:
@@ -92,6 +112,8 @@ class Rank:
     def _budget(self, layout: BlockLayout) -> int:
         """Slots for the memory that the user grants all ranks together."""
         config, kept = self._config, self.ranks // self._shared_by
+        if self._disk is not None and not config.has_host_tier:
+            return max(_FEWEST_BOUNCE_SLOTS, (config.disk_bounce_mb << 20) // layout.slot_bytes)
         slots = slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, layout.block_bytes * kept)
         if slots < 1:
             raise ValueError(
@@ -99,6 +121,55 @@ class Rank:
                 f"{layout.block_bytes * kept / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
             )
         return slots
+
+    def _open_disk(self, layout: BlockLayout) -> None:
+        """Ask for this rank's file. It is made while the engine goes on with its own start, like the host tier."""
+        config = self._config
+        if not config.has_disk_tier:
+            return
+        if self._cache is None:
+            if not config.has_host_tier:
+                raise ValueError("there is no disk tier for this engine yet: set DYN_KVBM_CPU_CACHE_GB")
+            self._tell("there is no disk tier for this engine yet: DYN_KVBM_DISK_CACHE_GB has no effect")
+            return
+        slots = slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, layout.block_bytes * self.ranks)
+        if slots < 1:
+            raise ValueError(
+                f"DYN_KVBM_DISK_CACHE_GB={config.disk_cache_gb:g} holds no block: one block takes "
+                f"{layout.block_bytes * self.ranks / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
+            )
+        directory = cache_directory(config.disk_cache_dir, fingerprint(self._cache, layout.description))
+        opener = ThreadPoolExecutor(1, thread_name_prefix="kvbm-disk-open")
+        self._disk = opener.submit(self._make_file, directory, slots, layout.slot_bytes)
+        opener.shutdown(wait=False)
+
+    def _make_file(self, directory: Path, slots: int, slot_bytes: int) -> DiskFile | None:
+        """None when the disk cannot be used now. Raises when it can never hold what was asked for."""
+        config = self._config
+        try:
+            private_directory(directory)
+            return DiskFile(
+                slab_path(directory, self.rank),
+                slots,
+                slot_bytes,
+                allocator=config.disk_allocator_type,
+                direct=not config.disk_disable_o_direct,
+                zerofill=config.disk_zerofill_fallback,
+                threads=config.disk_threads,
+                patience=PATIENCE_SECONDS,
+                io=disk_io(config.inject_faults, self.rank),
+            )
+        except DiskSpaceError:
+            raise
+        except OSError as error:
+            if not config.has_host_tier:
+                raise
+            logger.warning("rank %d goes on without a disk tier: %s", self.rank, error)
+            return None
+
+    def _file(self) -> DiskFile | None:
+        """Waits until the file is there."""
+        return None if self._disk is None else self._disk.result()
 
     @property
     def _shared_by(self) -> int:
@@ -113,6 +184,8 @@ class Rank:
         if self.layout is None or self._slab is None:
             return None
         slots = {Tier.HOST: self._slots}
+        if (file := self._file()) is not None:
+            slots[Tier.DISK] = file.slots
         return Hello(self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by)
 
     def open(self) -> Hello | None:
@@ -122,8 +195,9 @@ class Rank:
         if layout is not None and slab is not None and self.worker is None:
             self.worker = self._open(layout, slab)
             logger.info(
-                "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies", self.rank,
+                "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies%s", self.rank,
                 len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, self.worker.copies,
+                "" if (file := self._file()) is None else f", {file.slots} slots on disk at {file.path}",
             )  # fmt: skip
         return self.hello()
 
@@ -157,14 +231,19 @@ class Rank:
         copier = open_copier(
             self._device, layout, slab, self.rank, config.inject_faults, config.staging_mb << 20, config.stores, passing
         )
-        return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share)
+        file = self._file()
+        disk = None if file is None else Disk(file, slab.address, config.disk_load_timeout_secs)
+        return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk)
 
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
             self.worker = None
-        elif self._slab is not None:
-            self._slab.close()
+        else:
+            if self._disk is not None and self._disk.exception() is None and (file := self._disk.result()) is not None:
+                file.close()
+            if self._slab is not None:
+                self._slab.close()
         self._slab = None
 
 

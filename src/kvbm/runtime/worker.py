@@ -3,6 +3,9 @@
 Called from the engine's worker thread, in the order :mod:`kvbm.transfer.base` describes. Nothing raises into the
 engine: a load that cannot even be started is a load that failed, and is reported like any other. The engine hears of an
 in-step load that failed in that very step, before it believes what it has computed.
+
+Blocks on disk come by way of host memory (:mod:`kvbm.runtime.disk`), always outside of the step, and go there from host
+memory when the leader says so. Whatever the disk does, no step waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,20 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvbm.observe.nvtx import annotate
-from kvbm.plans import LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier
+from kvbm.plans import (
+    Copy,
+    LoadPlan,
+    LoadResult,
+    Report,
+    SpillPlan,
+    SpillResult,
+    StepPlan,
+    StorePlan,
+    StoreResult,
+    Tier,
+)
+from kvbm.runtime.disk import Ascent, Disk, Send, joined
+from kvbm.storage.disk import Operation
 from kvbm.transfer.base import Copier, Ticket, When
 
 
@@ -43,25 +59,52 @@ class _Load:
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
         self.parts: list[_Part] = []
+        self.ascents: list[Ascent] = []  # what comes from disk
+        self.send: Send | None = None  # how these go on to the engine
         self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
+        self.missed: set[int] = set()
+        self.began = 0.0
 
     def spoil(self) -> None:
-        self.bad.update(range(len(self.plan.blocks)))
+        """Nothing of it counts. What lies on disk is no worse for that."""
+        first = 0
+        for copy in self.plan.copies:
+            positions = range(first, first + len(copy.blocks))
+            (self.bad if copy.tier is Tier.HOST else self.missed).update(positions)
+            first += len(copy.blocks)
+        for ascent in self.ascents:
+            ascent.give_up("the load has failed")
 
     def done(self) -> bool:
-        return all(part.ticket.done() for part in self.parts)
+        return all(part.ticket.done() for part in self.parts) and all(ascent.done() for ascent in self.ascents)
 
     def wait(self) -> None:
         for part in self.parts:
             part.ticket.wait()
 
-    def lost(self) -> list[int]:
-        """Positions that did not arrive; valid when done."""
+    def lost(self) -> tuple[list[int], list[int]]:
+        """(positions that turned out bad, positions that were missed); valid when done."""
         bad = set(self.bad)
         for part in self.parts:
             mine = range(part.offset, part.offset + part.blocks)
             bad.update(part.first + position - part.offset for position in part.ticket.bad if position in mine)
-        return sorted(bad)
+        bad.update(*(ascent.bad for ascent in self.ascents))
+        return sorted(bad), sorted(self.missed.union(*(ascent.missed for ascent in self.ascents)) - bad)
+
+    @property
+    def owes(self) -> bool:
+        """The disk still writes to its host slots."""
+        return any(ascent.owes for ascent in self.ascents)
+
+    def result(self) -> LoadResult:
+        bad, missed = self.lost()
+        near = sum(part.seconds for part in self.parts)
+        if not self.ascents:
+            return LoadResult(self.plan.id, bad, near, missed)
+        read = [ascent for ascent in self.ascents if ascent.ended]
+        far = max(a.ended for a in read) - min(a.began for a in read) if read else 0.0  # they are read side by side
+        took = {tier: seconds for tier, seconds in ((Tier.HOST, near), (Tier.DISK, far)) if seconds}
+        return LoadResult(self.plan.id, bad, sum(took.values()), missed, self.owes, took)
 
 
 class Share(NamedTuple):
@@ -82,13 +125,23 @@ class Share(NamedTuple):
 
 class Worker:
     def __init__(
-        self, rank: int, copier: Copier, slots: dict[Tier, int], num_blocks: int, share: Share | None = None
+        self,
+        rank: int,
+        copier: Copier,
+        slots: dict[Tier, int],
+        num_blocks: int,
+        share: Share | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.rank = rank
         self._share = share or Share()
         self._copier = copier
-        self._slots = slots
+        self._slots = slots if disk is None else {**slots, Tier.DISK: disk.slots}
         self._num_blocks = num_blocks
+        self._disk = disk
+        self._late: dict[int, _Load] = {}  # over for the engine, while the disk still writes to their host slots
+        self._spills: dict[int, Operation] = {}
+        self._failed_spills: list[SpillPlan] = []
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, Ticket] = {}
         self._failed_stores: list[int] = []
@@ -187,11 +240,25 @@ class Worker:
             except Exception as error:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
+        for spill in plan.spills:
+            try:
+                self._spills[spill.id] = self._spill(spill)
+            except Exception as error:
+                self._failed_spills.append(spill)
+                self._fault("spill", error)
+
+    def _spill(self, spill: SpillPlan) -> Operation:
+        if self._disk is None:
+            raise RuntimeError("there is no disk tier here")
+        self._check_slots(Tier.HOST, spill.slots)
+        self._check_slots(Tier.DISK, spill.targets)
+        return self._disk.write(spill.targets, spill.slots, spill.tags)
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed."""
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
-        loads: list[LoadResult] = []
+        self._advance()
+        loads = self._collect_late()
         arrived: set[str] = set()
         bad_blocks: set[int] = set()
         for load in list(self._loads.values()):
@@ -201,7 +268,7 @@ class Worker:
                 continue
             del self._loads[load.plan.id]
             blocks = load.plan.blocks
-            bad_blocks.update(blocks[position] for position in result.bad)
+            bad_blocks.update(blocks[position] for position in (*result.bad, *result.missed))
             loads.append(result)
             if not load.plan.in_step:
                 arrived.add(load.plan.request)
@@ -221,12 +288,59 @@ class Worker:
             self._spoiled_stores.discard(i)
             if reason:
                 self._faults[f"store: {reason}"] += 1
-        report = Report(self.rank, loads, stores, dict(self._faults))
+        spills = self._ended_spills()
+        report = Report(self.rank, loads, stores, dict(self._faults), spills)
         self._faults.clear()
         return Outcome(report, arrived, bad_blocks)
 
+    def _advance(self) -> None:
+        """Let loads from disk go on, and give up those that take too long."""
+        disk = self._disk
+        slow = [load for load in self._loads.values() if load.ascents]
+        if disk is None or not slow:
+            return
+        for load in slow:
+            for ascent in load.ascents:
+                assert load.send is not None
+                ascent.advance(load.send)
+        now = disk.clock()
+        for load in slow:
+            if load.plan.within and now - load.began > load.plan.within:
+                reason = "slower than computing"
+            elif now - max(load.began, disk.heard_at) > disk.patience:
+                reason = f"nothing came for {disk.patience:g} s"
+            else:
+                continue
+            for ascent in load.ascents:
+                ascent.give_up(f"the disk was given up: {reason}")
+
+    def _collect_late(self) -> list[LoadResult]:
+        """Loads whose given-up reads have ended by now: their host slots are free."""
+        results = []
+        for load in list(self._late.values()):
+            for ascent in load.ascents:
+                ascent.collect()
+            if not load.owes:
+                del self._late[load.plan.id]
+                bad: set[int] = set().union(*(ascent.bad for ascent in load.ascents))
+                missed = load.missed.union(*(ascent.missed for ascent in load.ascents))
+                results.append(LoadResult(load.plan.id, sorted(bad), missed=sorted(missed)))
+        return results
+
+    def _ended_spills(self) -> list[SpillResult]:
+        results = [SpillResult(spill.id, list(range(len(spill.slots)))) for spill in self._failed_spills]
+        self._failed_spills.clear()
+        for i, operation in list(self._spills.items()):
+            if operation.done():
+                del self._spills[i]
+                results.append(SpillResult(i, operation.bad, operation.seconds))
+                if operation.reason:
+                    self._faults[f"spill: {operation.reason}"] += 1
+        return results
+
     def close(self) -> None:
-        self._copier.close()
+        if self._disk is None or self._disk.close():
+            self._copier.close()  # and with it the slab, which a disk that hangs may still write to
 
     def _fault(self, what: str, error: Exception) -> None:
         self._faults[f"{what}: {type(error).__name__}: {error}"] += 1
@@ -238,11 +352,16 @@ class Worker:
                 return None
             tickets = [part.ticket for part in load.parts]
             self._faults.update(f"load: {reason}" for reason in {ticket.reason for ticket in tickets} if reason)
-            return LoadResult(load.plan.id, load.lost(), sum(part.seconds for part in load.parts))
+            for ascent in load.ascents:
+                self._faults.update(f"disk load: {reason}" for reason in ascent.reasons if reason)
+            result = load.result()
         except Exception as error:
             self._fault("load", error)
             load.spoil()
-            return LoadResult(load.plan.id, sorted(load.bad))
+            result = LoadResult(load.plan.id, sorted(load.bad), missed=sorted(load.missed), late=load.owes)
+        if result.late:
+            self._late[load.plan.id] = load
+        return result
 
     def _start(self, plans: list[LoadPlan], when: When) -> None:
         """One transfer for all these plans. What cannot be started has failed."""
@@ -258,16 +377,24 @@ class Worker:
                 self._by_layer[plan.id] = load
             after.update((i, self._stores[i]) for i in plan.after if i in self._stores)
             first = 0
+            slow: list[tuple[int, Copy]] = []
             for copy in plan.copies:
                 try:
                     self._check(copy.tier, copy.slots, copy.blocks)
-                    places.append((load, first, len(copy.blocks), len(blocks)))
-                    slots += copy.slots
-                    blocks += copy.blocks
+                    if copy.tier is Tier.HOST:
+                        places.append((load, first, len(copy.blocks), len(blocks)))
+                        slots += copy.slots
+                        blocks += copy.blocks
+                    else:
+                        self._check_way(copy, when)
+                        slow.append((first, copy))
                 except Exception as error:
-                    load.bad.update(range(first, first + len(copy.blocks)))
+                    near = copy.tier is Tier.HOST
+                    (load.bad if near else load.missed).update(range(first, first + len(copy.blocks)))
                     self._fault("load", error)
                 first += len(copy.blocks)
+            if slow:
+                self._climb(load, slow)
         if not blocks:
             return
         try:
@@ -282,6 +409,30 @@ class Worker:
             return
         for load, first, count, offset in places:
             load.parts.append(_Part(first, count, ticket, offset, count / len(blocks)))
+
+    def _check_way(self, copy: Copy, when: When) -> None:
+        """Whether blocks can come from this tier now."""
+        if self._disk is None or copy.tier is not Tier.DISK or len(copy.tags) != len(copy.slots):
+            raise ValueError(f"blocks of {copy.tier.name} cannot be loaded here")
+        if when is not When.LATER or not self._step_begun:
+            raise RuntimeError("a load from disk cannot begin in this step")
+        if copy.via:
+            self._check_slots(Tier.HOST, copy.via)
+
+    def _climb(self, load: _Load, copies: list[tuple[int, Copy]]) -> None:
+        """Begin to bring blocks from disk."""
+        assert self._disk is not None
+        load.began = self._disk.clock()
+        after = [self._stores[i] for i in load.plan.after if i in self._stores]
+
+        def send(slots: list[int], blocks: list[int]) -> Ticket:
+            with annotate("copier.load"):
+                return self._copier.load(slots, blocks, after, When.LATER, load.plan.tokens)
+
+        load.send = send
+        load.ascents = [Ascent(self._disk, part) for part in joined(copies)]
+        for ascent in load.ascents:
+            ascent.advance(send)
 
     def _end_loads(self, plan: StepPlan) -> None:
         """The step's forward pass has been submitted: did every layer wait for its blocks?"""
@@ -307,8 +458,13 @@ class Worker:
 
     def _check(self, tier: Tier, slots: list[int], blocks: list[int]) -> None:
         # A wrong number here would copy somebody else's KV, or scribble over it; nothing later could notice.
-        size = self._slots.get(tier, 0)
         if len(slots) != len(blocks) or not slots:
             raise ValueError(f"plan with {len(slots)} slots for {len(blocks)} blocks")
-        if min(slots) < 0 or max(slots) >= size or min(blocks) < 0 or max(blocks) >= self._num_blocks:
-            raise ValueError(f"plan outside of {tier.name}'s {size} slots or the engine's {self._num_blocks} blocks")
+        self._check_slots(tier, slots)
+        if min(blocks) < 0 or max(blocks) >= self._num_blocks:
+            raise ValueError(f"plan outside of the engine's {self._num_blocks} blocks")
+
+    def _check_slots(self, tier: Tier, slots: list[int]) -> None:
+        size = self._slots.get(tier, 0)
+        if not slots or min(slots) < 0 or max(slots) >= size:
+            raise ValueError(f"plan outside of {tier.name}'s {size} slots")

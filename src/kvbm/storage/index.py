@@ -57,6 +57,15 @@ def cache_directory(root: Path, fingerprint: Fingerprint) -> Path:
     return root / f"kvbm-{model.strip('-.')[:48] or 'cache'}-{digest}"
 
 
+def fingerprint(cache: Fingerprint, layout: str) -> Fingerprint:
+    """What names a cache on disk: equal fingerprints mean exchangeable bytes on every rank.
+
+    The stages of a pipeline have different layers, and each rank knows only its own: how many there are is left out
+    then, as the model and the degree of parallelism decide it.
+    """
+    return {**cache, "layout": layout.partition("*")[2] if cache.get("pipeline_parallel", 1) != 1 else layout}
+
+
 def slab_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.slab"
 

@@ -11,6 +11,8 @@ import time
 import weakref
 from pathlib import Path
 
+# Workers of an engine that was killed may live a little longer than it did, and hold its files.
+PATIENCE_SECONDS = 5.0
 _PAUSE_SECONDS = 0.05
 
 

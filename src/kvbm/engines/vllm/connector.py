@@ -283,6 +283,8 @@ def _joined(plans: list[StepPlan]) -> StepPlan:
         [load for plan in plans for load in plan.loads],
         [store for plan in plans for store in plan.stores],
         [fence for plan in plans for fence in plan.fences],
+        [order for plan in plans for order in plan.recompute],
+        [spill for plan in plans for spill in plan.spills],
     )
 
 

@@ -11,24 +11,27 @@ from typing import Any
 from kvbm.config import Config
 from kvbm.core.cost import RECOMPUTE, CostModel, Decision
 from kvbm.core.keys import Key, Namespace
-from kvbm.core.manager import BlockManager, Match
-from kvbm.core.pool import Pool
+from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
-from kvbm.engines.vllm import compat, feed
+from kvbm.engines.vllm import compat, feed, fingerprint
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity
 from kvbm.engines.vllm.steps import StepTimes, work_of
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
-from kvbm.plans import Copy, Hello, LoadPlan, Report, StepPlan, StorePlan, Tier
+from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
 from kvbm.runtime.leader import Counts, Leader
+from kvbm.runtime.tiers import DiskTier, make_manager
 
 logger = logging.getLogger("kvbm")
 
 # A request whose next block is just being written is asked to come again in the next step, for at most this long: a
 # copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
 PATIENCE_SECONDS = 0.25
+
+# Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
+SPILL_PATIENCE_SECONDS = 2.0
 
 # Shorter prompts gain nothing from being fetched early: their load is over before the engine gets to the second layer.
 PREFETCH_BLOCKS = 64
@@ -38,8 +41,8 @@ class _Request:
     """What we know of a request that vLLM is working on."""
 
     __slots__ = (
-        "blocks", "declined", "in_step", "keep", "loads", "lookup", "match", "patience_ends", "refused", "request",
-        "stored",
+        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "refused", "request", "stored",
+        "waits_since", "within",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -54,7 +57,9 @@ class _Request:
         self.in_step = False
         self.refused = False  # a load of it could not even be planned: nothing more is offered
         self.declined = False  # blocks were found that are sooner computed than loaded
-        self.patience_ends: float | None = None
+        self.waits_since: float | None = None
+        self.within = 0.0  # seconds that a load from disk may take
+        self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
 
     def new_table(self, blocks: Sequence[int], computed: int) -> None:
         self.blocks = list(blocks)
@@ -75,7 +80,10 @@ class SchedulerHalf:
         self._ranks = vllm_config.parallel_config.world_size
         self._block_size = vllm_config.cache_config.block_size
         self._engine_blocks = kv_cache_config.num_blocks
-        self._hash_block_size = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
+        self._reuses_hashes = fingerprint.reuses_engine_hashes(vllm_config, kv_cache_config, config.has_disk_tier)
+        self._cache = fingerprint.describe(vllm_config, kv_cache_config) if config.has_disk_tier else None
+        self._disk: DiskTier | None = None
+        self._spill_progress = 0.0  # when there was something new for the disk, or from it
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadPlan] = []
         self._hopeless = 0  # loads that could not be planned
@@ -108,7 +116,6 @@ class SchedulerHalf:
         if ranks != set(range(self._ranks)):
             raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
         layouts = {hello.layout for hello in hellos}
-        slots = min(hello.slots[Tier.HOST] for hello in hellos)
         by_rank = [hello.block_bytes for hello in hellos]
         kept = [hello.block_bytes / hello.shared_by for hello in hellos]
         self._block_bytes, block_bytes = max(by_rank), round(sum(kept))
@@ -121,34 +128,25 @@ class SchedulerHalf:
             tensor_parallel=parallel.tensor_parallel_size,
             pipeline_parallel=parallel.pipeline_parallel_size,
         )
-        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
         if self._ranks == 1:
             self._local = find_local(self._vllm_config.kv_transfer_config.engine_id, 0)
-        self._keys = RequestKeys(namespace, algorithm, self._hash_block_size)
-        manager = BlockManager({Tier.HOST: Pool(slots)})
+        if self._cache is not None:
+            self._disk = DiskTier.open(self._config, hellos, self._cache)
+        self._keys = RequestKeys(namespace, self._reuses_hashes, persistent=self._disk is not None)
+        manager = make_manager(hellos, self._disk)
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
+        if self._disk is not None:
+            self._disk.serve(self._config, self.leader, block_bytes)
         self.counts = self.leader.counts
-        if feed.is_wanted(self._vllm_config) and self._hash_block_size == self._block_size:
+        hashed = getattr(self._kv_cache_config, "hash_block_size", None) or self._block_size
+        if feed.is_wanted(self._vllm_config) and hashed == self._block_size:
             group = self._kv_cache_config.kv_cache_groups[0]
             self._feed = feed.EventFeed(manager.pools, self._block_size, group)
             if self._config.kv_events_enable_consolidator == "on":
                 source, _ = feed.consolidator_endpoints(self._config, self._vllm_config)
                 self._consolidator = launch.start(self._config, [source], parallel.data_parallel_index)
-        logger.info(
-            "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
-            slots, self._block_size, slots * block_bytes / 1e9, self._ranks, "" if self._ranks == 1 else "s",
-            ", which keep their common KV once" if block_bytes < sum(by_rank) else "",
-            "vLLM's hashes" if self._keys.reuses_engine_hashes else "KVBM's own hashes",
-        )  # fmt: skip
-        if slots < self._engine_blocks:
-            logger.warning(
-                "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything "
-                "is offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
-                "Set DYN_KVBM_CPU_CACHE_GB to at least %.2f.",
-                slots * block_bytes / 1e9, slots, self._engine_blocks * block_bytes / 1e9, self._engine_blocks,
-                self._engine_blocks * block_bytes / 1e9,
-            )  # fmt: skip
+        self._say_ready(self.leader, block_bytes, shared=block_bytes < sum(by_rank))
         parallel_rank = getattr(parallel, "data_parallel_rank_local", None) or 0
         self.observer.start(
             identity(self._vllm_config, self._config, self._ranks, block_bytes, self._engine_blocks),
@@ -158,10 +156,36 @@ class SchedulerHalf:
             replica=parallel_rank,
         )
 
+    def _say_ready(self, leader: Leader, block_bytes: int, shared: bool) -> None:
+        host, disk = leader.manager.pools[Tier.HOST].size, leader.manager.pools.get(Tier.DISK)
+        logger.info(
+            "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
+            host, "" if disk is None else f" and {disk.size} disk blocks", self._block_size,
+            (host + (disk.size if disk is not None else 0)) * block_bytes / 1e9,
+            self._ranks, "" if self._ranks == 1 else "s", ", which keep their common KV once" if shared else "",
+            "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes",
+        )  # fmt: skip
+        if not self._config.has_host_tier:
+            logger.warning(
+                "There is no host tier, and blocks go to disk through %d host blocks. This is experimental: what the "
+                "disk cannot take at once is not kept. KVBM_DISK_BOUNCE_MB gives it more room.",
+                host,
+            )
+        elif host < self._engine_blocks:
+            logger.warning(
+                "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything "
+                "is offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
+                "Set DYN_KVBM_CPU_CACHE_GB to at least %.2f.",
+                host * block_bytes / 1e9, host, self._engine_blocks * block_bytes / 1e9, self._engine_blocks,
+                self._engine_blocks * block_bytes / 1e9,
+            )  # fmt: skip
+
     def close(self) -> None:
         self.observer.close()
         if self._consolidator is not None:
             self._consolidator.close()
+        if self._disk is not None:
+            self._disk.index.close()
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -226,9 +250,12 @@ class SchedulerHalf:
         if computed_tokens % self._block_size or limit <= start:
             state.lookup = Lookup(computed_tokens, ON_DEVICE if start else TOO_SHORT)
             return 0, False
-        found = self.leader.manager.lookup(self._keys.of(request), start, limit)
-        if found.pending and self._may_wait(state):
-            return None, False
+        keys = self._keys.of(request)
+        found = self.leader.manager.lookup(keys, start, limit)
+        if found.pending:
+            if self._may_wait(state, found):
+                return None, False
+            found = self.leader.manager.lookup(keys, start, limit, patient=False)
         decision = self._decide(request, found)
         state.lookup = Lookup(computed_tokens, limit=limit, found=found, decision=decision)
         if decision.blocks < found.blocks and not state.declined:
@@ -242,6 +269,9 @@ class SchedulerHalf:
             return 0, False
         state.match = found.cut(decision.blocks)
         state.in_step = decision.in_step
+        # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
+        seconds = max(decision.recompute_seconds, self._config.disk_load_timeout_secs)
+        state.within = seconds if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
 
     def _decide(self, request: Any, found: Match) -> Decision:
@@ -251,11 +281,19 @@ class SchedulerHalf:
         rest = request.num_tokens - computed
         return self._cost.decide(found, self._block_bytes, self._block_size, computed, rest, others)
 
-    def _may_wait(self, state: _Request) -> bool:
+    def _may_wait(self, state: _Request, found: Match) -> bool:
+        """Whether to ask again soon. What another request is bringing up from disk takes longer than a store does."""
+        assert self.leader is not None
+        disk = self.leader.manager.pools.get(Tier.DISK)
+        patience = PATIENCE_SECONDS
+        if disk is not None and found.keys[found.start + found.blocks] in disk:
+            if Tier.DISK in self.leader.manager.resting:
+                return False
+            patience += self._config.disk_load_timeout_secs
         now = time.monotonic()
-        if state.patience_ends is None:
-            state.patience_ends = now + PATIENCE_SECONDS
-        return now < state.patience_ends
+        if state.waits_since is None:
+            state.waits_since = now
+        return now < state.waits_since + patience
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
@@ -300,7 +338,7 @@ class SchedulerHalf:
         targets = table[match.start : match.start + count]
         left = request.num_tokens - (match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
-        plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left)
+        plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left, state.within)
         state.loads = True
         self.counts.matched_tokens += count * self._block_size
         matched = self.counts.matched_blocks
@@ -337,7 +375,18 @@ class SchedulerHalf:
             self._steps.scheduled(work_of(output, self._decode_tokens, waits), time.monotonic())
         except Exception as error:
             self._faults.record("timing a step", error)
-        return StepPlan(loads, stores, fences)
+        return StepPlan(loads, stores, fences, spills=self._plan_spills())
+
+    def _plan_spills(self) -> list[SpillPlan]:
+        try:
+            plan = None if self.leader is None else self.leader.spill()
+            if plan is None:
+                return []
+            self._spill_progress = time.monotonic()
+            return [plan]
+        except Exception as error:
+            self._faults.record("planning spills", error)
+            return []
 
     def _follow_tables(self, output: Any) -> list[int]:
         """Bring our block tables up to date; returns the copies that must be over before this step writes."""
@@ -351,6 +400,8 @@ class SchedulerHalf:
             written += table[new.num_computed_tokens // size :]
             if (state := self._requests.get(new.req_id)) is not None:
                 state.new_table(table, new.num_computed_tokens)
+                if state.found is None:
+                    state.found = new.num_computed_tokens // size
         cached = output.scheduled_cached_reqs
         resumed = compat.resumed_requests(cached)
         for i, request_id in enumerate(cached.req_ids):
@@ -451,6 +502,8 @@ class SchedulerHalf:
         for report in reports:
             for reason, times in report.faults.items():
                 self._faults.note(f"rank {report.rank}: {reason}", times)
+        if any(report.stores or report.spills for report in reports):
+            self._spill_progress = time.monotonic()
         try:
             self.leader.apply(reports)
         except Exception as error:
@@ -470,7 +523,11 @@ class SchedulerHalf:
             return
         if state is not None and state.stored and self.leader is not None:
             # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
-            self.leader.manager.touch(self._keys.of(request)[: state.stored])
+            keys = self._keys.of(request)
+            self.leader.touch(keys[: state.stored])
+            if state.found:
+                self.leader.used(keys[: state.found])
+                self._spill_progress = time.monotonic()
         self.observer.log.finished(request.request_id, request.num_output_tokens, self._keys.of(request))
         self._keys.forget(request.request_id)
 
@@ -505,4 +562,12 @@ class SchedulerHalf:
         """Stores on their way, or events: vLLM must go on stepping, or nobody would hear of them."""
         if self._feed is not None and self._feed.owed:
             return True
-        return self.leader is not None and self.leader.stores_under_way
+        if self.leader is None:
+            return False
+        return self.leader.stores_under_way or self._spills_progress(self.leader)
+
+    def _spills_progress(self, leader: Leader) -> bool:
+        """A disk that hangs is not waited for: what it has done is heard with the next request."""
+        if leader.spills is None or not leader.spills.under_way or Tier.DISK in leader.manager.resting:
+            return False
+        return time.monotonic() < self._spill_progress + SPILL_PATIENCE_SECONDS

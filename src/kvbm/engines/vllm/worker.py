@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbm.config import Config
-from kvbm.engines.vllm import compat
+from kvbm.engines.vllm import compat, fingerprint
 from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
@@ -30,7 +30,8 @@ class WorkerHalf:
         replicas = None
         if parallel.tensor_parallel_size > 1 and compat.same_on_all_ranks(kv_cache_config.kv_cache_groups[0]):
             replicas = Replicas(compat.tensor_parallel_group())
-        self._rank = Rank(config, parallel.rank % parallel.world_size, parallel.world_size, replicas)
+        cache = fingerprint.describe(vllm_config, kv_cache_config) if config.has_disk_tier else None
+        self._rank = Rank(config, parallel.rank % parallel.world_size, parallel.world_size, replicas, cache)
         self._engine_blocks = kv_cache_config.num_blocks
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
 

@@ -1,0 +1,82 @@
+"""The tiers of an engine, from what its ranks have said of themselves, and the disk's books from the last engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from kvbm.config import Config
+from kvbm.core.manager import BlockManager
+from kvbm.core.policy.admission import FrequencyFilter
+from kvbm.core.pool import Pool
+from kvbm.plans import Hello, Tier
+from kvbm.runtime.leader import Leader
+from kvbm.runtime.spills import Spills
+from kvbm.storage.index import Fingerprint, Index, cache_directory, fingerprint
+from kvbm.storage.lock import PATIENCE_SECONDS
+
+logger = logging.getLogger("kvbm")
+
+
+class DiskTier:
+    """The disk as the leader sees it: which slots hold which blocks."""
+
+    def __init__(self, pool: Pool, index: Index) -> None:
+        self.pool = pool
+        self.index = index
+
+    @classmethod
+    def open(cls, config: Config, hellos: Sequence[Hello], cache: Fingerprint) -> DiskTier | None:
+        """None, with a sentence, when there is no disk that all ranks can use."""
+        slots = min((hello.slots.get(Tier.DISK, 0) for hello in hellos), default=0)
+        if slots < 1:
+            return None  # a rank that has none has said why
+        names = [fingerprint(cache, hello.layout) for hello in hellos]
+        if any(name != names[0] for name in names):
+            logger.warning("there is no disk tier: the ranks have layers of different kinds, and no common cache")
+            return None
+        directory = cache_directory(config.disk_cache_dir, names[0])
+        try:
+            index = Index.open(
+                directory,
+                names[0],
+                slots,
+                patience=PATIENCE_SECONDS,
+                about={"ranks": len(hellos), "block_bytes": sum(hello.block_bytes for hello in hellos)},
+            )
+        except OSError as error:
+            logger.warning("there is no disk tier: %s", error)
+            return None
+        pool = Pool(slots)
+        found = pool.adopt(index.entries())
+        logger.info("disk tier: %d of %d blocks are there from before, in %s", found, slots, directory)
+        return cls(pool, index)
+
+    def serve(self, config: Config, leader: Leader, block_bytes: int) -> None:
+        """Let the leader spill to this disk. ``block_bytes``: of all ranks together."""
+        filtered = config.has_host_tier and not config.disable_disk_offload_filter
+        leader.spills = Spills(
+            leader.manager,
+            leader.ranks,
+            leader.counts,
+            filter=FrequencyFilter(
+                time.monotonic,
+                config.disk_filter_threshold,
+                config.disk_filter_decay_secs,
+                config.disk_filter_max_entries,
+            )
+            if filtered
+            else None,
+            index=self.index,
+            max_pending_blocks=config.max_pending_spills,
+            block_bytes=block_bytes,
+            bypass=not config.has_host_tier,
+        )
+
+
+def make_manager(hellos: Sequence[Hello], disk: DiskTier | None) -> BlockManager:
+    pools = {Tier.HOST: Pool(min(hello.slots[Tier.HOST] for hello in hellos))}
+    if disk is not None:
+        pools[Tier.DISK] = disk.pool
+    return BlockManager(pools)

@@ -1,0 +1,428 @@
+"""A rank with a disk: blocks go down and come back through host memory, and a disk that fails costs only its blocks."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbm import config as settings
+from kvbm.plans import Copy, LoadPlan, SpillPlan, StepPlan, StorePlan, Tier
+from kvbm.runtime.disk import Ascent, Disk, Stretch, joined
+from kvbm.runtime.rank import Rank
+from kvbm.transfer.base import Ticket
+
+HOST, DISK = Tier.HOST, Tier.DISK
+BLOCKS, SLOTS = 32, 16
+CACHE = {"model": "m", "block_size": 4, "pipeline_parallel": 1}
+
+
+def tags(*slots):
+    return [f"block {slot}".encode() for slot in slots]
+
+
+class Engine:
+    """A rank over a cache of its own, driven by hand."""
+
+    def __init__(self, folder, **options):
+        self.cache = torch.zeros(BLOCKS, 2, 2, 640, dtype=torch.int32)
+        values = {
+            "cpu_cache_override_num_blocks": SLOTS,
+            "disk_cache_override_num_blocks": 64,
+            "disk_cache_dir": str(folder),
+            **options,
+        }
+        config = settings.load(extra=values, environ={}, files=[])
+        self.rank = Rank(config, 0, 1, cache=CACHE)
+        self.rank.register({f"layer {i}": self.cache[:, i] for i in range(2)}, BLOCKS)
+        self.hello = self.rank.open()
+        self.last = None
+
+    def step(self, **plans):
+        plan, worker = StepPlan(**plans), self.rank.worker
+        worker.begin(plan)
+        worker.start_loads(plan)
+        worker.start_stores(plan)
+        self.last = worker.poll()
+        return self.last
+
+    def until(self, what, seconds=10.0):
+        """Polls until ``what`` finds something in an outcome, that of the last step included."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            outcome, self.last = self.last or self.rank.worker.poll(), None
+            if found := what(outcome):
+                return found, outcome
+            time.sleep(0.002)
+        raise TimeoutError
+
+    def loaded(self):
+        (results, outcome) = self.until(lambda o: o.report.loads)
+        return results[0], outcome
+
+    def fill(self, slots):
+        """Known numbers into engine blocks 0, 1, ..., from there to host slots and on to the same slots of the disk."""
+        for at in range(0, len(slots), SLOTS):
+            part = slots[at : at + SLOTS]
+            for i, slot in enumerate(part):
+                self.cache[i] = torch.arange(2 * 2 * 640).view(2, 2, 640) + slot * 100_000
+            hosts = list(range(len(part)))
+            self.step(stores=[StorePlan(at + 1, Copy(HOST, hosts, hosts))])
+            self.until(lambda o: o.report.stores)
+            self.step(spills=[SpillPlan(at + 2, hosts, part, tags(*part))])
+            ((result,), _) = self.until(lambda o: o.report.spills)
+            assert result.bad == []
+            assert result.seconds > 0
+        self.cache.zero_()
+
+    def holds(self, block, slot):
+        return torch.equal(self.cache[block], torch.arange(2 * 2 * 640).view(2, 2, 640) + slot * 100_000)
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def engine(**options):
+        made.append(Engine(tmp_path / "cache", **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.rank.close()
+
+
+def load(slots, blocks, via, id=77, within=0.0, first=()):
+    return LoadPlan(id, "r", [*first, Copy(DISK, slots, blocks, via, tags(*slots))], in_step=False, within=within)
+
+
+def test_a_rank_says_how_much_disk_it_has(make):
+    assert make().hello.slots == {HOST: SLOTS, DISK: 64}
+
+
+def test_what_went_to_disk_comes_back_through_host_memory(make):
+    engine = make()
+    engine.fill([3, 4, 9])
+    engine.step(stores=[StorePlan(50, Copy(HOST, list(range(SLOTS)), list(range(SLOTS))))])  # zeros over all of it
+    engine.until(lambda o: o.report.stores)
+    engine.step(loads=[load([3, 4, 9], [20, 21, 30], [7, 5, 6])])
+    result, outcome = engine.loaded()
+    assert (result.bad, result.missed, result.late) == ([], [], False)
+    assert result.tier_seconds.keys() == {DISK}
+    assert outcome.arrived == {"r"}
+    assert all(engine.holds(block, slot) for block, slot in ((20, 3), (21, 4), (30, 9)))
+    # And it has stayed in the host slots it passed through.
+    engine.step(loads=[LoadPlan(78, "r", [Copy(HOST, [7, 5, 6], [1, 2, 3])], in_step=True)])
+    assert all(engine.holds(block, slot) for block, slot in ((1, 3), (2, 4), (3, 9)))
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 7, 13])
+def test_a_load_may_pass_through_fewer_slots_than_it_has_blocks(hosts, make):
+    engine = make()
+    slots = [*range(40, 64), 1, 5]
+    engine.fill(slots)
+    blocks = list(range(len(slots)))
+    engine.step(loads=[load(slots, blocks, list(range(hosts)))])
+    result, _ = engine.loaded()
+    assert (result.bad, result.missed) == ([], [])
+    assert all(engine.holds(block, slot) for block, slot in zip(blocks, slots, strict=True))
+
+
+def test_a_load_of_two_tiers_is_over_when_both_are(make):
+    engine = make()
+    engine.fill([3, 4])
+    engine.cache[9] = 42
+    engine.step(stores=[StorePlan(50, Copy(HOST, [15], [9]))])
+    engine.until(lambda o: o.report.stores)
+    engine.step(loads=[load([4, 3], [21, 22], [0, 1], first=[Copy(HOST, [15], [20])])])
+    result, _ = engine.loaded()
+    assert not result.bad
+    assert torch.all(engine.cache[20] == 42)
+    assert engine.holds(21, 4)
+    assert engine.holds(22, 3)
+    assert result.tier_seconds.keys() == {HOST, DISK}
+
+
+def test_the_next_engine_finds_what_this_one_has_written(make):
+    first = make()
+    first.fill([3, 4])
+    first.rank.close()
+    second = make()
+    second.step(loads=[load([3, 4], [20, 21], [7, 5])])
+    assert second.loaded()[0].bad == []
+    assert second.holds(20, 3)
+    assert second.holds(21, 4)
+
+
+def test_another_block_than_the_one_asked_for_is_bad(make):
+    engine = make()
+    engine.fill([3, 4])
+    plan = LoadPlan(77, "r", [Copy(DISK, [3, 4], [20, 21], [7, 5], tags(3, 8))], in_step=False)
+    engine.step(loads=[plan])
+    result, outcome = engine.loaded()
+    assert (result.bad, result.missed) == ([1], [])
+    assert outcome.bad_blocks == {21}
+    assert outcome.report.faults == {"disk load: checksum mismatch": 1}
+    assert engine.holds(20, 3)
+    assert torch.all(engine.cache[21] == 0)  # nothing of it has come near the engine
+
+
+def test_blocks_that_cannot_be_read_are_bad_and_the_others_arrive(make):
+    engine = make()
+    engine.fill([2, 4, 6, 8])
+    engine.rank.close()
+    engine = make(inject_faults="disk-read:every=3")
+    engine.step(loads=[load([2, 4, 6, 8], [20, 21, 22, 23], [0, 1, 2, 3])])
+    result, outcome = engine.loaded()
+    assert len(result.bad) == 1
+    assert outcome.bad_blocks == {20 + result.bad[0]}
+    assert outcome.report.faults == {"disk load: EIO Input/output error": 1}
+    for i in set(range(4)) - set(result.bad):
+        assert engine.holds(20 + i, 2 + 2 * i)
+
+
+def test_blocks_that_cannot_be_written_are_named(make):
+    engine = make(inject_faults="disk-write:every=2")
+    engine.step(spills=[SpillPlan(5, [0, 1, 2], [10, 20, 30], tags(1, 2, 3))])
+    ((result,), outcome) = engine.until(lambda o: o.report.spills)
+    assert len(result.bad) in (1, 2)
+    assert outcome.report.faults == {"spill: ENOSPC No space left on device": 1}
+
+
+def test_without_room_in_host_memory_blocks_on_disk_are_missed(make):
+    engine = make()
+    engine.fill([3])
+    outcome = engine.step(loads=[load([3], [20], [])])
+    assert (outcome.report.loads[0].bad, outcome.report.loads[0].missed) == ([], [0])
+    assert outcome.bad_blocks == {20}
+    assert outcome.arrived == {"r"}
+
+
+@pytest.mark.parametrize("within", [0.0, 0.1])
+def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, make):
+    engine = make()
+    engine.fill([3, 4])
+    engine.rank.close()
+    patience = 100 if within else 0.1
+    engine = make(inject_faults="disk-slow-read:seconds=0.6", disk_load_timeout_secs=patience)
+    began = time.monotonic()
+    engine.step(loads=[load([3, 4], [20, 21], [7, 5], within=within)])
+    result, outcome = engine.loaded()
+    assert 0.1 <= time.monotonic() - began < 0.5
+    assert (result.bad, result.missed, result.late) == ([], [0, 1], True)
+    assert outcome.arrived == {"r"}
+    assert outcome.bad_blocks == {20, 21}
+    (fault,) = outcome.report.faults
+    assert fault.startswith("disk load: the disk was given up: ")
+    last, outcome = engine.loaded()
+    assert time.monotonic() - began >= 0.6
+    assert (last.id, last.bad, last.missed, last.late) == (77, [], [], False)
+    assert not outcome.arrived
+    assert not outcome.bad_blocks
+    assert torch.all(engine.cache == 0)  # what came late has not touched the engine's blocks
+    engine.step(loads=[LoadPlan(78, "r", [Copy(HOST, [7, 5], [1, 2])], in_step=True)])
+    assert engine.holds(1, 3)
+    assert engine.holds(2, 4)
+
+
+def test_a_step_never_waits_for_a_disk_that_hangs(make):
+    engine = make(inject_faults="disk-slow-read:seconds=0.5,disk-slow-write:seconds=0.5", disk_load_timeout_secs=0.2)
+    took = []
+    for number in range(60):
+        began = time.monotonic()
+        plans = {"spills": [SpillPlan(1, [0], [1], tags(1))]} if number == 0 else {}
+        if number == 1:
+            plans = {"loads": [load([3], [20], [4])]}
+        plans["stores"] = [StorePlan(1000 + number, Copy(HOST, [8], [9]))]
+        engine.step(**plans)
+        took.append(time.monotonic() - began)
+        time.sleep(0.02)
+    assert max(took) < 0.1
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        Copy(DISK, [64], [20], [1], tags(1)),
+        Copy(DISK, [-1], [20], [1], tags(1)),
+        Copy(DISK, [1], [20], [SLOTS], tags(1)),
+        Copy(DISK, [1], [20], [1]),
+        Copy(DISK, [1], [BLOCKS], [1], tags(1)),
+        Copy(Tier.OBJECT, [1], [20], [1], tags(1)),
+    ],
+    ids=["slot", "negative", "host slot", "no tags", "block", "tier"],
+)
+def test_a_plan_outside_of_the_tiers_moves_nothing(copy, make):
+    engine = make()
+    outcome = engine.step(loads=[LoadPlan(77, "r", [copy], in_step=False)])
+    assert outcome.report.loads[0].missed == [0]
+    assert outcome.arrived == {"r"}
+    assert outcome.bad_blocks == set(copy.blocks)
+
+
+@pytest.mark.parametrize(("slots", "targets"), [([SLOTS], [1]), ([1], [64]), ([-1], [1]), ([], [])])
+def test_a_spill_outside_of_the_tiers_writes_nothing(slots, targets, make):
+    engine = make()
+    outcome = engine.step(spills=[SpillPlan(5, slots, targets, tags(*targets))])
+    assert outcome.report.spills[0].bad == list(range(len(slots)))
+    assert len(outcome.report.faults) == 1
+
+
+def test_blocks_from_disk_cannot_be_had_in_the_step(make):
+    engine = make()
+    engine.fill([3])
+    plan = LoadPlan(77, "r", [Copy(DISK, [3], [20], [7], tags(3))], in_step=True)
+    outcome = engine.step(loads=[plan])
+    assert outcome.report.loads[0].missed == [0]
+    assert outcome.bad_blocks == {20}
+
+
+def test_a_cache_that_another_engine_uses_is_left_to_it(make, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("kvbm.runtime.rank.PATIENCE_SECONDS", 0.1)
+    make()
+    second = make()
+    assert second.hello.slots == {HOST: SLOTS}
+    assert "goes on without a disk tier" in caplog.text
+    assert "in use by another engine" in caplog.text
+
+
+def test_more_than_the_disk_has_is_refused_at_start(tmp_path):
+    with pytest.raises(OSError, match=r"DYN_KVBM_DISK_CACHE_GB"):
+        Engine(tmp_path, disk_cache_override_num_blocks=2**31 - 1)
+
+
+def test_a_disk_that_holds_no_block_is_refused_at_start(tmp_path):
+    with pytest.raises(ValueError, match=r"DYN_KVBM_DISK_CACHE_GB=1e-06 holds no block"):
+        Engine(tmp_path, disk_cache_override_num_blocks=0, disk_cache_gb=1e-6)
+
+
+def test_without_a_host_tier_blocks_pass_through_a_little_memory(make):
+    engine = make(cpu_cache_override_num_blocks=0, disk_bounce_mb=1)
+    assert engine.hello.slots == {HOST: (1 << 20) // 12288, DISK: 64}
+
+
+# -- a stretch on its way up, with a disk and a copier that do as they are told ---------------------------------------
+
+
+class FakeOperation:
+    def __init__(self, slots, hosts):
+        self.slots, self.hosts = list(slots), list(hosts)
+        self.bad, self.reason, self.over = [], "", False
+        self.began, self.ended = 1.0, 2.0
+
+    def done(self):
+        return self.over
+
+
+class FakeTicket(Ticket):
+    over, failed = False, False
+
+    def done(self):
+        return self.over
+
+    def wait(self):
+        raise AssertionError("nobody may wait")
+
+    @property
+    def bad(self):
+        return [0] if self.failed else []
+
+
+@pytest.fixture
+def disk():
+    made = []
+    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, close=lambda seconds: True)
+
+    def read(slots, addresses, tags):
+        made.append(FakeOperation(slots, [address // file.slot_bytes for address in addresses]))
+        return made[-1]
+
+    file.read = read
+    disk = Disk(file, 0, patience=1.0, clock=lambda: 0.0)
+    disk.made = made
+    return disk
+
+
+def stretch(count, hosts, first=0):
+    numbers = list(range(first, first + count))
+    return Stretch(numbers, [10 + i for i in numbers], [100 + i for i in numbers], hosts, tags(*numbers))
+
+
+def test_the_whole_match_is_read_ahead(disk):
+    ascent = Ascent(disk, stretch(5, [4, 3, 2, 1, 0]))
+    ascent.advance(None)
+    assert [operation.slots for operation in disk.made] == [[10, 11], [12, 13], [14]]
+    assert [operation.hosts for operation in disk.made] == [[4, 3], [2, 1], [0]]
+
+
+def test_a_host_slot_is_read_into_again_only_when_the_copy_from_it_is_over(disk):
+    tickets, sent = [], []
+
+    def send(slots, blocks):
+        tickets.append(FakeTicket())
+        sent.append((slots, blocks))
+        return tickets[-1]
+
+    ascent = Ascent(disk, stretch(4, [8, 9]))
+    ascent.advance(send)
+    assert [operation.hosts for operation in disk.made] == [[8], [9]]
+    disk.made[0].over = True
+    ascent.advance(send)
+    assert sent == [([8], [100])]
+    assert len(disk.made) == 2
+    tickets[0].over = True
+    ascent.advance(send)
+    ascent.advance(send)
+    assert [operation.hosts for operation in disk.made] == [[8], [9], [8]]
+    assert disk.made[2].slots == [12]
+
+
+def test_a_read_that_ends_just_after_it_was_given_up_has_not_arrived(disk):
+    """The engine's blocks were not written: whoever counts on them must hear so, though the host slot is good."""
+    ascent = Ascent(disk, stretch(2, [0, 1], first=5))
+    ascent.advance(None)
+    ascent.give_up("late")
+    disk.made[0].over = True
+    assert ascent.done()
+    assert ascent.owes
+    assert ascent.missed == {5, 6}
+    ascent.collect()
+    assert not ascent.owes
+    assert ascent.missed == set()
+
+
+def test_what_was_read_before_it_was_given_up_is_still_copied(disk):
+    ticket = FakeTicket()
+    ascent = Ascent(disk, stretch(4, [0, 1, 2, 3]))
+    ascent.advance(None)
+    disk.made[0].over = True
+    ascent.advance(lambda slots, blocks: ticket)
+    ascent.give_up("late")
+    assert ascent.missed == {2, 3}
+    assert not ascent.done()
+    ticket.over = True
+    ascent.advance(None)
+    assert ascent.done()
+    assert ascent.owes
+
+
+def test_a_copy_that_fails_is_no_fault_of_the_disk(disk):
+    ticket = FakeTicket()
+    ascent = Ascent(disk, stretch(2, [0, 1]))
+    ascent.advance(None)
+    disk.made[0].over = ticket.over = ticket.failed = True
+    ascent.advance(lambda slots, blocks: ticket)
+    assert ascent.done()
+    assert (ascent.bad, ascent.missed) == (set(), {0, 1})
+
+
+def test_a_match_that_changes_tiers_at_every_block_is_read_in_few_pieces():
+    copies = [(2 * i, Copy(DISK, [i], [50 + i], [20 + i], tags(i))) for i in range(5)]
+    turns = (10, Copy(DISK, [7, 8, 9], [1, 2, 3], [30], tags(7, 8, 9)))
+    whole, ring = joined([*copies[:3], turns, *copies[3:]])
+    assert whole == Stretch(
+        [0, 2, 4, 6, 8], [0, 1, 2, 3, 4], [50, 51, 52, 53, 54], [20, 21, 22, 23, 24], tags(*range(5))
+    )
+    assert ring == Stretch([10, 11, 12], [7, 8, 9], [1, 2, 3], [30], tags(7, 8, 9))
