@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary
 from processes import Process
+
+# What these tests import comes with the extra of the same name; `make test-observe` installs it.
+collect_ignore = [] if importlib.util.find_spec("playwright") else ["observe"]
 
 __all__ = ["pytest_configure", "pytest_sessionfinish", "pytest_terminal_summary"]
 
