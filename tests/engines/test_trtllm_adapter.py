@@ -303,6 +303,27 @@ def test_what_one_request_has_computed_another_gets_back(engine, generation):
         assert not pool[OTHERS[4]].any()
 
 
+def test_what_happens_can_be_seen(engine):
+    from kvbm.observe.remote import fetch
+
+    here = engine(DYN_KVBM_METRICS=1, DYN_KVBM_METRICS_PORT=free_pair()[0]).register()
+    here.keep(request(1), BLOCKS)
+    here.offer(request(2), OTHERS)
+    here.until_loaded(2)
+    here.leader.get_num_new_matched_tokens(request(3, tokens=5), 0)
+    state = fetch(here.half.observer.server.url, requests=9)
+    assert (state.identity.engine, state.identity.ranks, state.identity.block_tokens) == ("tensorrt_llm", 2, SIZE)
+    flows = {(flow.source, flow.target): flow for flow in state.flows}
+    assert flows["device", "host"].blocks == flows["host", "device"].blocks == 4
+    assert flows["host", "device"].bytes == 4 * 2 * 2 * 2 * 64  # blocks, ranks, layers, K and V, bytes
+    assert state.matched_tokens == 32
+    outcomes = {name: count for name, count in state.outcomes.items() if count}
+    assert outcomes == {"loaded": 1, "not found": 1, "too short": 1}
+    assert [request.loaded_tokens for request in state.requests] == [0, 32, 0]
+    # Nobody has measured how fast this engine computes, so nothing is claimed.
+    assert state.saved.saved_seconds == state.saved.lost_seconds == 0.0
+
+
 def test_a_prefix_that_ends_within_a_block_gets_nothing(engine):
     here = engine().register()
     here.keep(request(1), BLOCKS)

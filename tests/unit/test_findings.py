@@ -15,6 +15,7 @@ NOTHING = {
     "refused_loads": {},
     "failures": {},
     "matched_blocks": {},
+    "matched_tokens": 0,
     "refused_blocks": {},
 }
 
@@ -33,6 +34,12 @@ def test_a_gain_is_said_first():
     assert "50%" in found[0].text
     assert "2.2 s" in found[0].text
     assert all(finding.level != "bad" for finding in found)
+
+
+def test_a_gain_whose_worth_nobody_knows_is_one_all_the_same():
+    (first, *_) = explain(observed.snapshot(failures={}, saved=Saved()))
+    assert first.name == "gain"
+    assert "960 tokens were loaded" in first.text
 
 
 @pytest.mark.parametrize(

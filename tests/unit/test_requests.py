@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen
+from kvbm.core.manager import Match, Run
+from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up
 from kvbm.plans import Copy, LoadPlan, StorePlan, Tier
 
 
@@ -67,6 +68,27 @@ def test_of_a_load_of_unknown_length_nothing_is_claimed():
     log.loaded(load_plan(1), 0.0, set())
     assert (log.saved_seconds, log.lost_seconds, log.loads) == (0.0, 0.0, 0)
     assert log.latest(1)[0].saved_seconds is None
+
+
+def test_where_nobody_knows_how_fast_computing_is_nothing_is_claimed():
+    log = RequestLog()
+    log.admitted(admission(host=4), plan_id=1)
+    log.loaded(load_plan(1), 0.2, set())
+    assert (log.saved_seconds, log.lost_seconds, log.loads) == (0.0, 0.0, 0)
+    (request,) = log.latest(1)
+    assert (request.load_seconds, request.saved_seconds) == (0.2, None)
+
+
+def test_what_was_looked_up_is_told_from_a_match():
+    names = keys("k", 6)
+    found = Match(1, [Run(Tier.HOST, [7, 8]), Run(Tier.DISK, [9])], False, names)
+    seen = looked_up("r", 100, 16, 6, found, 3, 16)
+    assert (seen.looked_up, seen.found, seen.missing) == (5, {Tier.HOST: 2, Tier.DISK: 1}, names[4])
+    assert seen.outcome == "loaded"
+    refused = looked_up("r", 100, 16, 4, found, 0, 16)
+    assert (refused.missing, refused.loaded, refused.outcome) == (None, 0, "found, not loaded")
+    nothing = looked_up("r", 100, 16, 6, Match(1, [], False, names), 0, 16)
+    assert (nothing.missing, nothing.outcome) == (names[1], "not found")
 
 
 def test_blocks_that_are_lost_are_counted_for_the_tier_they_were_in():

@@ -258,3 +258,14 @@ def test_nothing_comes_to_stay_in_host_memory_once_a_rank_is_lost(leader):
     leader.apply([Report(0, loads=[LoadResult(load.id)])])
     assert leader.manager.lookup(keys("ab")).blocks == 0
     assert not leader.busy
+
+
+def test_what_the_filter_holds_back_is_counted():
+    leader = make(filtered=True)
+    store(leader, "abcd")
+    assert leader.counts.filtered_spill_blocks == 4
+    leader.spills.used(keys("ab"))
+    assert leader.counts.filtered_spill_blocks == 4
+    without = make()
+    store(without, "abcd")
+    assert without.counts.filtered_spill_blocks == 0

@@ -107,8 +107,10 @@ def _lines(before: Snapshot | None, now: Snapshot, width: int) -> Iterator[str]:
     faults = sum(now.failures.values())
     yield f"faults    {RED if faults else ''}{faults:,}{PLAIN}"
     yield ""
-    device = who.engine_blocks * who.block_bytes
-    yield f"{BOLD}{'device':7}{PLAIN} {SOFT}{size(device):>9}, {who.engine_blocks:,} blocks of the engine's own{PLAIN}"
+    device = (
+        f"{size(who.engine_blocks * who.block_bytes):>9}, {who.engine_blocks:,} blocks" if who.engine_blocks else ""
+    )
+    yield f"{BOLD}{'device':7}{PLAIN} {SOFT}{device or 'size not known'} of the engine's own{PLAIN}"
     for tier in now.tiers:
         for flow in (f for f in now.flows if tier.tier in (f.source, f.target)):
             if flow.source != tier.tier or flow.target == DEVICE:

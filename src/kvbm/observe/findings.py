@@ -29,18 +29,19 @@ def explain(snapshot: Snapshot) -> list[Finding]:
 
 def _gain(s: Snapshot) -> Finding | None:
     hits = sum(s.hit_rates.hits.values())
-    if not s.saved.loads or not s.hit_rates.blocks or hits / s.hit_rates.blocks < LITTLE:
+    if not s.matched_tokens or not s.hit_rates.blocks or hits / s.hit_rates.blocks < LITTLE:
         return None
+    found = f"It helps: {hits / s.hit_rates.blocks:.0%} of the blocks that the engine did not have were found"
+    if not s.saved.loads:  # not every engine lets its speed be measured
+        return Finding(
+            name="gain", level="good", text=f"{found}; {s.matched_tokens:,} tokens were loaded and not computed."
+        )
     net = s.saved.saved_seconds - s.saved.lost_seconds
     if net <= 0:
         return None
     how = "" if s.saved.measured else " (by a guess of the speed of prefill, which has not been measured yet)"
-    return Finding(
-        name="gain",
-        level="good",
-        text=f"It helps: {hits / s.hit_rates.blocks:.0%} of the blocks that the engine did not have were found, and "
-        f"loading them saved about {seconds(net)} of waiting in {s.saved.loads} loads{how}.",
-    )
+    text = f"{found}, and loading them saved about {seconds(net)} of waiting in {s.saved.loads} loads{how}."
+    return Finding(name="gain", level="good", text=text)
 
 
 # -- why nothing is gained --------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ _CUSTOMARY = (
            _by_name(lambda s: s.missed), ("why",)),
     Metric("kvbm_requests_total", "counter", "Requests the engine let in, by what became of their lookup",
            _by_name(lambda s: s.outcomes), ("outcome",)),
-    Metric("kvbm_refused_blocks_total", "counter", "Blocks that were not kept, by reason",
+    Metric("kvbm_refused_blocks_total", "counter", "Blocks that were not kept, or not handed on to disk, by reason",
            _by_name(lambda s: s.refused_blocks), ("reason",)),
     Metric("kvbm_refused_load_blocks_total", "counter", "Blocks that were found and not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvbm.core.manager import Match
 from kvbm.observe.record import NoRecord, Sink
 from kvbm.observe.snapshot import HitRates, Request, Saved
 from kvbm.plans import LoadPlan, StorePlan, Tier
@@ -50,9 +51,35 @@ class Admission(NamedTuple):
     outcome: str = NOT_FOUND
     why: str = ""
     in_step: bool = False
-    compute_seconds: float = 0.0  # what computing the loaded tokens would take
+    compute_seconds: float | None = None  # what computing the loaded tokens would take, if known
     expected_seconds: float = 0.0  # until the prompt is computed, with the load
     recompute_seconds: float = 0.0  # the same without it
+
+
+def looked_up(
+    request: str, prompt_tokens: int, device_tokens: int, limit: int, found: Match, loaded: int, block_tokens: int
+) -> Admission:
+    """Of a request whose blocks were looked up as far as block ``limit``."""
+    tiers: dict[Tier, int] = {}
+    for tier, slots in found.runs:
+        tiers[tier] = tiers.get(tier, 0) + len(slots)
+    end = found.start + sum(tiers.values())
+    return Admission(
+        request=request,
+        prompt_tokens=prompt_tokens,
+        device_tokens=device_tokens,
+        looked_up=limit - found.start,
+        missing=found.keys[end] if end < min(limit, len(found.keys)) else None,
+        found=tiers,
+        loaded=loaded,
+        block_tokens=block_tokens,
+        outcome=LOADED if loaded else REFUSED if tiers else NOT_FOUND,
+    )
+
+
+def passed_over(request: str, prompt_tokens: int, device_tokens: int, block_tokens: int, outcome: str) -> Admission:
+    """Of a request for which nothing was looked up."""
+    return Admission(request, prompt_tokens, device_tokens, 0, None, {}, 0, block_tokens, outcome)
 
 
 class _Entry:
@@ -182,6 +209,8 @@ class RequestLog:
         if not seconds:
             return
         entry.load_seconds = seconds
+        if known.compute_seconds is None:
+            return
         # After a failure the engine goes back to the first block that is missing: what the load was worth then, nobody
         # can tell, only what it cost.
         entry.saved = (0.0 if bad else known.compute_seconds) - entry.load_seconds

@@ -60,7 +60,7 @@ class LeaderSource:
             matched_tokens=counts.matched_tokens,
             matched_blocks=_named(counts.matched_blocks),
             hit_rates=log.hit_rates(),
-            refused_blocks={"queue full": counts.refused_store_blocks},
+            refused_blocks=_refused(leader),
             refused_loads=dict(counts.refused_load_blocks),
             outcomes=dict(log.outcomes),
             missed=dict(log.missed),
@@ -146,6 +146,14 @@ class LeaderSource:
                 )
             )
         return flows
+
+
+def _refused(leader: Leader) -> dict[str, int]:
+    refused = {"queue full": leader.counts.refused_store_blocks}
+    if leader.spills is not None:
+        refused["disk queue full"] = leader.counts.refused_spill_blocks
+        refused["disk filter"] = leader.counts.filtered_spill_blocks
+    return refused
 
 
 def _name(tier: Tier) -> str:

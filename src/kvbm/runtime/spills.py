@@ -68,7 +68,9 @@ class Spills:
 
     def stored(self, keys: Sequence[Key]) -> None:
         """These blocks can be found in host memory from now on."""
-        self._offer(keys if self._filter is None else self._filter.admit(keys))
+        passed = keys if self._filter is None else self._filter.admit(keys)
+        self._counts.filtered_spill_blocks += len(keys) - len(passed)
+        self._offer(passed)
 
     def used(self, keys: Sequence[Key]) -> None:
         """A request has found these blocks, on whatever tier. Those on disk are there already."""

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import kvbm
 from kvbm.config import Config
+from kvbm.core.cost import CostModel
 from kvbm.core.keys import KeyChain, Namespace
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.pool import Pool
@@ -19,6 +21,9 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.step import StepMeta
+from kvbm.observe.observer import Observer, settings_given
+from kvbm.observe.requests import ON_DEVICE, SKIPPED, TOO_SHORT, looked_up, passed_over
+from kvbm.observe.snapshot import Identity
 from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Counts, Leader
@@ -80,6 +85,8 @@ class LeaderHalf:
         self._setup = setup
         self._faults = faults
         self._size = setup.tokens_per_block
+        self._cost = CostModel()  # is told what loads take; it decides nothing here
+        self.observer = Observer(config, faults.counts)
         self._namespace: Namespace | None = None
         self._requests: dict[int, _Request] = {}
         self._offers: dict[int, _Request] = {}
@@ -112,7 +119,8 @@ class LeaderHalf:
             tensor_parallel=setup.ranks,
         )
         pools = {tier: Pool(slots) for tier, slots in agreement.slots.items()}
-        leader = Leader(BlockManager(pools), setup.ranks, self._config.max_pending_offloads)
+        pending, sizes = self._config.max_pending_offloads, agreement.block_bytes
+        leader = Leader(BlockManager(pools), setup.ranks, pending, sizes, self._cost, self.observer.log)
         leader.on_ended_load = self._load_ended
         self.counts = leader.counts
         slots = agreement.slots[Tier.HOST]
@@ -121,6 +129,23 @@ class LeaderHalf:
             slots * sum(agreement.block_bytes) / 1e9, setup.ranks, "" if setup.ranks == 1 else "s",
         )  # fmt: skip
         return leader
+
+    def _show(self) -> None:
+        """Let others see what is done here."""
+        setup = self._setup
+        identity = Identity(
+            kvbm=kvbm.__version__,
+            engine="tensorrt_llm",
+            engine_version=compat.release(),
+            model=setup.model,
+            ranks=setup.ranks,
+            block_tokens=self._size,
+            block_bytes=sum(self._channel.wait(0).block_bytes),
+            engine_blocks=0,  # nobody says
+            settings=settings_given(self._config),
+            advice=list(self._config.warnings),
+        )
+        self.observer.start(identity, lambda: self.leader, self._cost, who=f"engine at {self._config.leader_pub_url}")
 
     # -- every iteration ----------------------------------------------------------------------------------------------
 
@@ -141,6 +166,7 @@ class LeaderHalf:
             if not self._channel.ready:
                 return
             self.leader = self._begin()
+            self._show()
         reports = self._channel.receive()
         if reports:
             self._apply(self.leader, reports)
@@ -192,10 +218,14 @@ class LeaderHalf:
         start = computed // self._size
         # One token at least is left to compute: the engine needs its logits.
         limit = (len(tokens) - 1) // self._size
+        log, name = self.observer.log, str(number)
         if state.chain is None or computed % self._size or limit <= start or self._lost:
+            outcome = SKIPPED if limit > start else ON_DEVICE if start else TOO_SHORT
+            log.admitted(passed_over(name, len(tokens), computed, self._size, outcome))
             return 0, False
         found = self.leader.manager.lookup(state.chain.extend(tokens), start, limit)
         if not found.blocks:
+            log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
             return 0, False
         self.leader.manager.hold(found)
         state.match, state.start, state.offered_at = found, start, time.monotonic()
@@ -244,6 +274,9 @@ class LeaderHalf:
         state.load, state.stored = plan, end
         self._loads[plan.id] = set()
         self._send(StepPlan(loads=[plan]))
+        limit = (state.prompt - 1) // self._size
+        seen = looked_up(str(number), state.prompt, match.start * self._size, limit, match, match.blocks, self._size)
+        self.observer.log.admitted(seen._replace(why="outside of the step, as always here"), plan.id)
         counts = self.leader.counts
         counts.matched_tokens += match.blocks * self._size
         for copy in plan.copies:
@@ -396,10 +429,13 @@ class LeaderHalf:
         if state.chain is not None and state.stored and self.leader is not None:
             # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
             self.leader.manager.touch(state.chain.keys[: state.stored])
+        keys = state.chain.keys if state.chain is not None else []
+        self.observer.log.finished(str(number), len(state.tokens) - state.prompt, keys)
         return state.load is not None or (self._setup.partial_reuse and number in self._owners.values())
 
     def close(self) -> None:
         _local.pop(self._config.leader_pub_url, None)
+        self.observer.close()
         self._channel.close()
 
 

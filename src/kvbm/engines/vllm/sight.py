@@ -10,9 +10,9 @@ from kvbm.config import Config
 from kvbm.core.cost import CostModel, Decision
 from kvbm.core.manager import Match
 from kvbm.observe.observer import settings_given
-from kvbm.observe.requests import LOADED, NOT_FOUND, ON_DEVICE, REFUSED, SKIPPED, TOO_SHORT, Admission
+from kvbm.observe.requests import ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
-from kvbm.plans import LoadPlan, Tier
+from kvbm.plans import LoadPlan
 
 __all__ = ["ON_DEVICE", "SKIPPED", "TOO_SHORT", "Lookup", "admission", "identity"]
 
@@ -30,28 +30,14 @@ class Lookup(NamedTuple):
 def admission(request: Any, lookup: Lookup, plan: LoadPlan | None, block_size: int, cost: CostModel) -> Admission:
     """vLLM lets a request in, with this plan to load blocks for it."""
     found, decision = lookup.found, lookup.decision
+    name, tokens, computed = request.request_id, request.num_tokens, lookup.computed_tokens
     if found is None or decision is None:
-        return Admission(
-            request.request_id, request.num_tokens, lookup.computed_tokens, 0, None, {}, 0, block_size, lookup.outcome
-        )
-    tiers: dict[Tier, int] = {}
-    for tier, slots in found.runs:
-        tiers[tier] = tiers.get(tier, 0) + len(slots)
-    end = found.start + sum(tiers.values())
+        return passed_over(name, tokens, computed, block_size, lookup.outcome)
     loaded = len(plan.blocks) if plan is not None else 0
-    return Admission(
-        request=request.request_id,
-        prompt_tokens=request.num_tokens,
-        device_tokens=lookup.computed_tokens,
-        looked_up=lookup.limit - found.start,
-        missing=found.keys[end] if end < min(lookup.limit, len(found.keys)) else None,
-        found=tiers,
-        loaded=loaded,
-        block_tokens=block_size,
-        outcome=LOADED if loaded else REFUSED if tiers else NOT_FOUND,
-        why=decision.reason if tiers else "",
+    return looked_up(name, tokens, computed, lookup.limit, found, loaded, block_size)._replace(
+        why=decision.reason if found.runs else "",
         in_step=decision.in_step,
-        compute_seconds=cost.prefill_seconds(lookup.computed_tokens, loaded * block_size),
+        compute_seconds=cost.prefill_seconds(computed, loaded * block_size),
         expected_seconds=decision.seconds,
         recompute_seconds=decision.recompute_seconds,
     )

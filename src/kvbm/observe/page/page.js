@@ -143,7 +143,8 @@ function drawTiers(state) {
   const nodes = [make(
     "div", { class: "tier", "data-tier": "device" },
     make("div", { class: "names" }, make("b", {}, NAMES.device),
-      make("span", {}, `${bytes(id.engine_blocks * id.block_bytes)}, ${whole(id.engine_blocks)} blocks`)),
+      make("span", {}, id.engine_blocks
+        ? `${bytes(id.engine_blocks * id.block_bytes)}, ${whole(id.engine_blocks)} blocks` : "size not known")),
   )];
   const above = ["device"];
   for (const tier of state.tiers) {
