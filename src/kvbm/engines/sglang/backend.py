@@ -1,0 +1,334 @@
+"""``KvbmStorage``: the class SGLang is pointed at. It only translates, guards and counts.
+
+::
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config "$(python -m kvbm.engines.sglang)"
+
+SGLang's keys are hashes of tokens alone. What else makes the bytes of a page what they are is added here: model, pool,
+layout, dtype, and the rank, unless all ranks have the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache import hicache_storage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from kvbm import config as settings
+from kvbm.core.keys import Key
+from kvbm.engines.guard import Faults, guarded
+from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
+from kvbm.engines.sglang.shared import MAP, KeyMap, Reader
+from kvbm.engines.sglang.store import Page, Sizes, Store
+from kvbm.observe import nvtx
+
+logger = logging.getLogger("kvbm")
+
+KV = "kv"
+
+# Writing is in nobody's way, so it has more patience with a disk than reading (KVBM_DISK_LOAD_TIMEOUT_SECS).
+PUT_SECONDS = 30.0
+
+
+class KvbmStorage(HiCacheStorage):
+    """KVBM under HiCache, on one rank. Made by SGLang with its storage configuration and a dict that is empty today."""
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._faults = Faults()
+        self._half: KvbmStorage | None = self  # what :func:`guarded` asks
+        self._said = storage_config
+        self._config = settings.load(extra=storage_config.extra_config or {})
+        settings.require_tier(self._config)
+        nvtx.switch(self._config.nvtx)
+        for warning in self._config.warnings:
+            logger.warning("%s", warning)
+        self._rank = 0 if storage_config.is_mla_model else storage_config.tp_rank
+        # Where all ranks have the same bytes, one writes for all.
+        self._shares = storage_config.is_mla_model and storage_config.tp_size > 1
+        self._writes = getattr(storage_config, "is_storage_writer", not self._shares or storage_config.tp_rank == 0)
+        if self._shares and not self._config.has_disk_tier and self._writes:
+            logger.warning(
+                "every rank has the same KV, which one rank keeps for all on disk; a host tier alone is of no use to "
+                "the others. Set DYN_KVBM_DISK_CACHE_GB."
+            )
+        self._pools: dict[str, Any] = {}
+        self._stores: dict[str, Store | Reader] = {}
+        self._slots: Sizes | None = None
+        self._opening = threading.Lock()
+        self._stats = _Stats()
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools[str(host_pool_name)] = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        """All pools are known: whatever cannot be had shall fail now, while the engine starts."""
+        for name in self._pools:
+            self._store(name)
+
+    def _store(self, name: str) -> Store | Reader:
+        """The store of a pool. Opened at the latest when it is first used: older engines do not say when all pools are
+        there."""
+        store = self._stores.get(name)
+        if store is None:
+            with self._opening:
+                store = self._stores.get(name)
+                if store is None:
+                    pool = self._pools[name]
+                    store = self._stores[name] = self._open(name, shape_of(pool), page_bytes(pool))
+        return store
+
+    def _open(self, name: str, shape: str, size: int) -> Store | Reader:
+        if self._slots is None:
+            self._slots = self._share(size)
+        cache = self._describe(name, shape, size)
+        if not self._writes:
+            return Reader(self._config, cache, size)
+        shown = (lambda directory, slots: KeyMap(directory / MAP, slots)) if self._shares else None
+        store = Store(self._config, cache, size, self._slots, self._rank, shown)
+        logger.info(
+            "KVBM is ready on rank %d: pages of %d bytes of pool %s, %d in host memory and %d on disk",
+            self._said.tp_rank, size, name, self._slots.host, self._slots.disk,
+        )  # fmt: skip
+        return store
+
+    def _share(self, size: int) -> Sizes:
+        """How many pages this rank may keep. All pools have as many, so that a page is kept in all of them or none."""
+        together = sum(page_bytes(pool) for pool in self._pools.values()) or size
+        config, said = self._config, self._said
+        ranks = said.pp_size * said.attn_cp_size * (1 if said.is_mla_model else said.tp_size)
+        host = settings.slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, together * ranks)
+        disk = settings.slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, together * ranks)
+        for tier, slots, size in (("CPU", host, config.cpu_cache_gb), ("DISK", disk, config.disk_cache_gb)):
+            if size and not slots:
+                raise ValueError(
+                    f"DYN_KVBM_{tier}_CACHE_GB={size:g} holds no page: one takes {together * ranks / 1e9:.6f} GB over "
+                    f"all {ranks} ranks. Set it to more than that."
+                )
+        return Sizes(host, disk)
+
+    def _describe(self, name: str, shape: str, size: int) -> dict[str, str | int]:
+        said = self._said
+        own = "all" if said.is_mla_model else f"{said.tp_rank} of {said.tp_size}"
+        return {
+            "engine": "sglang",
+            "model": str(said.model_name or ""),
+            "pool": name,
+            "shape": shape,
+            "block_bytes": size,
+            "rank": own,
+            "stage": f"{said.pp_rank} of {said.pp_size}",
+            "context": f"{said.attn_cp_rank} of {said.attn_cp_size}",
+            "replica": int(getattr(said, "dp_rank", 0)),
+            "keys": "hicache-1",
+        }
+
+    def _keys(self, keys: Sequence[str]) -> list[Key]:
+        return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    # -- pages where they lie -----------------------------------------------------------------------------------------
+
+    @guarded(0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return self._store(KV).count(self._keys(keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._get(KV, keys, host_indices) or [False] * len(keys)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._set(KV, keys, host_indices) or [False] * len(keys)
+
+    @guarded(None)
+    def _get(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        store, pages = self._store(name), pages_of(self._pools[name], host_indices, len(keys))
+        return self._bring(store, self._keys(keys), pages)
+
+    @guarded(None)
+    def _set(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        store, pages = self._store(name), pages_of(self._pools[name], host_indices, len(keys))
+        return self._keep(store, self._keys(keys), pages)
+
+    def _bring(self, store: Store | Reader, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
+        began = time.monotonic()
+        came = store.get(keys, pages, self._patience)
+        arrived = came.index(False) if False in came else len(came)
+        self._stats.prefetched(arrived, arrived * store.page_bytes, time.monotonic() - began)
+        return came
+
+    def _keep(self, store: Store | Reader, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
+        began = time.monotonic()
+        kept = store.put(keys, pages, began + PUT_SECONDS)
+        self._stats.backed_up(sum(kept), sum(kept) * store.page_bytes, time.monotonic() - began)
+        return kept
+
+    @property
+    def _patience(self) -> float:
+        return getattr(self._config, "disk_load_timeout_secs", 3.0)
+
+    # -- several pools ------------------------------------------------------------------------------------------------
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """The longest prefix whose pages are there in every pool that needs them."""
+        return self._count_v2(keys, pool_transfers or ()) or hicache_storage.PoolTransferResult(0, {})
+
+    @guarded(None)
+    def _count_v2(self, keys: list[str], transfers: Sequence[Any]) -> Any:
+        names = self._keys(keys)
+        pages = self._store(KV).count(names)
+        hits: dict[str, int] = {KV: pages} if pages else {}
+        usable = list(range(1, pages + 1))
+        for transfer in transfers:
+            if not usable:
+                break
+            has = self._store(str(transfer.name)).has(names[:pages])
+            if transfer.hit_policy == hicache_storage.PoolHitPolicy.TRAILING_PAGES:
+                last = max(1, len(transfer.keys or ()) or 1)
+                fine = [end for end in range(1, pages + 1) if all(has[max(0, end - last) : end])]
+            elif transfer.hit_policy == hicache_storage.PoolHitPolicy.ALL_PAGES:
+                fine = list(range(1, (has.index(False) if False in has else pages) + 1))
+            else:
+                raise ValueError(f"pool {transfer.name}: hit policy {transfer.hit_policy} is not known here")
+            if fine:
+                hits[str(transfer.name)] = fine[-1]
+            usable = [end for end in usable if end in set(fine)]
+        result = hicache_storage.PoolTransferResult(usable[-1] if usable else 0, hits)
+        if hasattr(result, "restorable_prefix_pages"):
+            result.restorable_prefix_pages = usable
+        return result
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {transfer.name: self._transfer(self._get, transfer) for transfer in transfers}
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {transfer.name: self._transfer(self._set, transfer) for transfer in transfers}
+
+    def _transfer(self, move: Any, transfer: Any) -> list[bool]:
+        keys = list(transfer.keys or ())
+        if not keys or transfer.host_indices is None:
+            return [False] * len(keys)
+        return move(str(transfer.name), keys, transfer.host_indices) or [False] * len(keys)
+
+    # -- pages as tensors ---------------------------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        if target_locations is None:
+            target_locations = [self._empty_page() for _ in keys]
+        return self._get_tensors(keys, target_locations) or [None] * len(keys)
+
+    @guarded(None)
+    def _get_tensors(self, keys: list[str], targets: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        # Targets that cannot be written to as they are get a copy of what comes.
+        flat = [target if target.is_contiguous() else torch.empty_like(target).contiguous() for target in targets]
+        came = self._bring(self._tensor_store(flat[0]), self._keys(keys), [_page(tensor) for tensor in flat])
+        for target, tensor, good in zip(targets, flat, came, strict=True):
+            if good and tensor is not target:
+                target.copy_(tensor)
+        return [target if good else None for target, good in zip(targets, came, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return bool(self._set_tensors(keys, values))
+
+    @guarded(False)
+    def _set_tensors(self, keys: list[str], values: Sequence[torch.Tensor]) -> bool:
+        flat = [value.contiguous() for value in values]
+        return all(self._keep(self._tensor_store(flat[0]), self._keys(keys), [_page(tensor) for tensor in flat]))
+
+    @guarded(False)
+    def exists(self, key: str) -> bool:
+        names = self._keys([key])
+        stores = [self._store(KV), *self._stores.values()] if KV in self._pools else list(self._stores.values())
+        return any(store.has(names)[0] for store in stores)
+
+    def _tensor_store(self, tensor: torch.Tensor) -> Store | Reader:
+        """Tensors come without the name of a pool. Of the size of a page they are pages; others, of a draft model say,
+        have a store for their size."""
+        size = tensor.nbytes
+        if KV in self._pools and (store := self._store(KV)).page_bytes == size:
+            return store
+        name = f"tensors of {size} bytes"
+        with self._opening:
+            store = self._stores.get(name)
+            if store is None:
+                store = self._stores[name] = self._open(name, str(tensor.dtype), size)
+        return store
+
+    def _empty_page(self) -> torch.Tensor:
+        return torch.empty(self._store(KV).page_bytes, dtype=torch.uint8)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    @guarded(False)
+    def clear(self) -> bool:
+        for store in list(self._stores.values()):
+            store.clear()
+        return True
+
+    @guarded(None)
+    def get_stats(self) -> Any:
+        """Since the last call, for SGLang's own metrics."""
+        return self._stats.take()
+
+    def counts(self) -> dict[str, Any]:
+        """What has happened since the start, by pool."""
+        return {name: store.counts for name, store in self._stores.items()}
+
+    @guarded(None)
+    def close(self) -> None:
+        for store in list(self._stores.values()):
+            store.close()
+        self._stores.clear()
+        self._half = None
+
+
+def _page(tensor: torch.Tensor) -> Page:
+    return [(tensor.data_ptr(), tensor.nbytes)]
+
+
+class _Stats:
+    """Pages and bandwidths of each call, as SGLang counts them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fresh = ([], [], [], [])
+
+    def prefetched(self, pages: int, size: int, seconds: float) -> None:
+        self._add(0, pages, size, seconds)
+
+    def backed_up(self, pages: int, size: int, seconds: float) -> None:
+        self._add(1, pages, size, seconds)
+
+    def _add(self, kind: int, pages: int, size: int, seconds: float) -> None:
+        if pages:
+            with self._lock:
+                self._fresh[kind].append(pages)
+                self._fresh[kind + 2].append(size / max(seconds, 1e-9) / 1e9)
+
+    def take(self) -> Any:
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            fresh, self._fresh = self._fresh, ([], [], [], [])
+        return StorageMetrics(*fresh)

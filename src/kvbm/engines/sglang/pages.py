@@ -1,0 +1,38 @@
+"""A host pool of SGLang's as it looks from here: pages as addresses and sizes, and what makes their bytes differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbm.engines.sglang.store import Page
+
+# Of a pool, where it has them: whatever changes the meaning of a page's bytes.
+_SHAPE = (
+    "layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim",
+    "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "store_dtype", "head_group_num", "storage_format_tag",
+    "dcp_size", "dcp_rank",
+)  # fmt: skip
+
+
+def pages_of(pool: Any, host_indices: Any, count: int) -> list[Page]:
+    """``count`` pages of a pool, given the indices of their tokens."""
+    pointers, sizes = pool.get_page_buffer_meta(host_indices)
+    if not count or len(pointers) % count or len(pointers) != len(sizes):
+        raise ValueError(f"the pool describes {count} pages by {len(pointers)} pointers and {len(sizes)} sizes")
+    each = len(pointers) // count
+    pieces = list(zip(map(int, pointers), map(int, sizes), strict=True))
+    return [pieces[at : at + each] for at in range(0, len(pieces), each)]
+
+
+def page_bytes(pool: Any) -> int:
+    """Bytes of one page of the pool."""
+    import torch
+
+    first = torch.arange(int(pool.page_size), dtype=torch.int64)
+    return sum(size for _, size in pages_of(pool, first, 1)[0])
+
+
+def shape_of(pool: Any) -> str:
+    """Equal for pools whose pages are exchangeable, and for no others."""
+    found = ((name, getattr(pool, name, None)) for name in _SHAPE)
+    return " ".join([type(pool).__name__, *(f"{name}={value}" for name, value in found if value is not None)])

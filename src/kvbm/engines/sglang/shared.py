@@ -1,0 +1,228 @@
+"""Pages that one rank writes and all ranks read: where every rank has the same KV, SGLang lets the first alone keep it.
+
+The writer's disk tier is open to one process only. Beside it lies a map from keys to slots (``keys.map``), a hash table
+in shared memory of a file, that the writer keeps up to date and the others look things up in. Nobody waits for anybody:
+a reader may see an entry that is out of date, reads the slot all the same, and finds by its checksum, which covers the
+key, that it holds another page by now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from kvbm.config import Config
+from kvbm.core.keys import Key
+from kvbm.engines.sglang.store import Page, scatter
+from kvbm.plans import Tier
+from kvbm.runtime.counts import Counts
+from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
+from kvbm.storage.index import cache_directory, slab_path
+
+logger = logging.getLogger("kvbm")
+
+MAP = "keys.map"
+
+_EMPTY, _GONE = 0, 1  # instead of the first bytes of a key
+_SUM_BYTES = 8
+
+
+class KeyMap:
+    """A table of (first bytes of the key, slot), open addressing, at most half full. One writer, many readers."""
+
+    def __init__(self, path: Path, slots: int = 0) -> None:
+        """``slots``: make a table for so many, as its writer; 0: open the one that is there."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if slots else os.O_RDONLY
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if slots:
+                os.ftruncate(fd, 16 << (2 * slots - 1).bit_length())
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if slots else mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        self._table = np.frombuffer(self._map, dtype=np.dtype([("key", "<u8"), ("slot", "<u8")]))
+        self._mask = len(self._table) - 1
+        self._gone = 0
+
+    def find(self, key: Key) -> int | None:
+        mark = _mark(key)
+        for at in self._places(mark):
+            found = int(self._table["key"][at])
+            if found == mark:
+                return int(self._table["slot"][at])
+            if found == _EMPTY:
+                return None
+        return None
+
+    def put(self, pairs: Iterable[tuple[Key, int]]) -> None:
+        for key, slot in pairs:
+            self._insert(_mark(key), slot)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            mark = _mark(key)
+            for at in self._places(mark):
+                found = int(self._table["key"][at])
+                if found == mark:
+                    self._table["key"][at] = _GONE
+                    self._gone += 1
+                if found in (mark, _EMPTY):
+                    break
+        if self._gone > len(self._table) // 8:
+            self._tidy_up()
+
+    def clear(self) -> None:
+        self._table["key"] = _EMPTY
+        self._gone = 0
+
+    def close(self) -> None:
+        del self._table
+        self._map.close()
+
+    def _insert(self, mark: int, slot: int) -> None:
+        for at in self._places(mark):
+            if int(self._table["key"][at]) in (_EMPTY, _GONE, mark):
+                self._table["slot"][at] = slot  # before it can be found
+                self._table["key"][at] = mark
+                return
+
+    def _places(self, mark: int) -> Iterable[int]:
+        return ((mark + i) & self._mask for i in range(len(self._table)))
+
+    def _tidy_up(self) -> None:
+        """Without the places of what is gone. Readers miss something for a moment."""
+        there = self._table[self._table["key"] > _GONE].copy()
+        self.clear()
+        for mark, slot in there.tolist():
+            self._insert(mark, slot)
+
+
+def _mark(key: Key) -> int:
+    return max(int.from_bytes(key[:8], "little"), 2)
+
+
+class Reader:
+    """What another rank has written, for a rank that writes nothing. As :class:`~kvbm.engines.sglang.store.Store`."""
+
+    def __init__(self, config: Config, cache: Mapping[str, str | int], page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.counts = Counts()
+        self.directory = cache_directory(config.disk_cache_dir, cache)
+        self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        self._direct = 0 if config.disk_disable_o_direct else os.O_DIRECT
+        self._lock = threading.Lock()
+        self._keys: KeyMap | None = None
+        self._file = self._sums = -1
+        self._looked = 0.0
+        slots = max(8, (config.disk_bounce_mb << 20) // self._slot_bytes)
+        self._memory = mmap.mmap(-1, slots * self._slot_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._free = list(range(slots))  # places of the memory that no read writes to
+        self._threads = ThreadPoolExecutor(config.disk_threads, thread_name_prefix="kvbm-read")
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def count(self, keys: Sequence[Key]) -> int:
+        has = self.has(keys)
+        return has.index(False) if False in has else len(has)
+
+    def has(self, keys: Sequence[Key]) -> list[bool]:
+        there = self._open()
+        return [there is not None and there.find(key) is not None for key in keys]
+
+    def _open(self) -> KeyMap | None:
+        """The writer's files, once it has made them."""
+        with self._lock:
+            now = time.monotonic()
+            if self._keys is None and now - self._looked > 1.0:
+                self._looked = now
+                try:
+                    slab = slab_path(self.directory, 0)
+                    self._file = os.open(slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+                    self._sums = os.open(f"{slab}{SUMS_SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    self._keys = KeyMap(self.directory / MAP)
+                except (OSError, ValueError):
+                    self._close_files()
+            return self._keys
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[Key], pages: Sequence[Page], patience: float) -> list[bool]:
+        """As the store's: up to the first page that cannot be had, and nothing is written to a page afterwards."""
+        arrived: list[bool] = []
+        there = self._open()
+        while there is not None and len(arrived) < len(keys) and all(arrived):
+            group = self._begin(there, keys[len(arrived) :])
+            if not group:
+                break
+            arrived += self._end(group, pages[len(arrived) :], patience)
+        self.counts.add_onboarded(Tier.DISK, sum(arrived))
+        return arrived + [False] * (len(keys) - len(arrived))
+
+    def _begin(self, there: KeyMap, keys: Sequence[Key]) -> list[tuple[int, Future[bool]]]:
+        """Reads of as many pages as there is memory for."""
+        reads: list[tuple[int, Future[bool]]] = []
+        with self._lock:
+            for key in keys:
+                slot = there.find(key)
+                if slot is None or not self._free:
+                    break
+                place = self._free.pop()
+                reads.append((place, self._threads.submit(self._read, key, slot, place)))
+        return reads
+
+    def _end(self, reads: list[tuple[int, Future[bool]]], pages: Sequence[Page], patience: float) -> list[bool]:
+        arrived: list[bool] = []
+        for (place, read), page in zip(reads, pages, strict=False):
+            try:
+                good = all(arrived) and read.result(patience)
+            except Exception:  # the disk's fault, or its silence
+                good = False
+            if good:
+                scatter(self._address + place * self._slot_bytes, page)
+            else:
+                self.counts.failed_load_blocks += 1
+            arrived.append(good)
+            # While a read is under way its place is nobody else's.
+            read.add_done_callback(lambda _, place=place: self._free.append(place))
+        return arrived
+
+    def _read(self, key: Key, slot: int, place: int) -> bool:
+        buffer = (ctypes.c_char * self._slot_bytes).from_address(self._address + place * self._slot_bytes)
+        if os.preadv(self._file, [buffer], slot * self._slot_bytes) != self._slot_bytes:
+            return False
+        expected = os.pread(self._sums, _SUM_BYTES, ALIGNMENT + slot * _SUM_BYTES)
+        return int.from_bytes(expected, "little") == checksum(buffer, key)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def put(self, keys: Sequence[Key], pages: Sequence[Page], deadline: float) -> list[bool]:
+        """Nothing: another rank keeps these pages."""
+        return [False] * len(keys)
+
+    def clear(self) -> None:
+        """Nothing: the writer clears what is its own."""
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        with self._lock:
+            if self._keys is not None:
+                self._keys.close()
+                self._keys = None
+            self._close_files()
+            self._looked = float("inf")
+
+    def _close_files(self) -> None:
+        for fd in (self._file, self._sums):
+            if fd >= 0:
+                os.close(fd)
+        self._file = self._sums = -1

@@ -1,0 +1,416 @@
+"""Pages by key, in host memory and on disk: what a storage backend is made of.
+
+The bookkeeping is that of the other engines (:class:`~kvbm.core.manager.BlockManager`), under one lock that is never
+held across a copy or a call to the disk. Bytes pass through a slab of our own on their way to and from disk, also where
+there is no host tier: a read that was given up because the disk hangs must not write to a page of SGLang's later on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvbm.config import Config
+from kvbm.core.keys import Key
+from kvbm.core.manager import BlockManager
+from kvbm.core.pool import Pool
+from kvbm.plans import Copy, LoadPlan, SpillPlan, Tier
+from kvbm.runtime.counts import Counts
+from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError, Operation
+from kvbm.storage.faults import disk_io
+from kvbm.storage.host import HostSlab
+from kvbm.storage.index import Index, cache_directory, slab_path
+
+logger = logging.getLogger("kvbm")
+
+# A page, piece by piece: (address, bytes).
+Page = Sequence[tuple[int, int]]
+
+_FEWEST_SLOTS = 8
+_PATIENCE_SECONDS = 10.0  # for a cache that an engine which has just been killed still holds
+
+
+class Sizes(NamedTuple):
+    """Slots of each tier; 0: there is none."""
+
+    host: int
+    disk: int
+
+
+class Shown(Protocol):
+    """Is told of every change of the disk tier."""
+
+    def put(self, pairs: Iterable[tuple[Key, int]]) -> None: ...
+
+    def remove(self, keys: Iterable[Key]) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Load(NamedTuple):
+    """A group of pages on their way up."""
+
+    plan: LoadPlan
+    reads: list[Operation | None]  # one a copy of the plan; None: it is in host memory already
+
+    @property
+    def pages(self) -> int:
+        return len(self.plan.blocks)
+
+
+class Store:
+    """Pages of one size. Every method may be called from any thread, and none raises for the disk's sake."""
+
+    def __init__(
+        self,
+        config: Config,
+        cache: Mapping[str, str | int],
+        page_bytes: int,
+        sizes: Sizes,
+        rank: int = 0,
+        shown: Callable[[Path, int], Shown] | None = None,
+    ) -> None:
+        """``cache``: what makes these pages what they are, for the name of a cache that outlives the process. ``shown``
+        opens what tells other processes which pages lie where on disk."""
+        self.page_bytes = page_bytes
+        self.counts = Counts()
+        self.directory: Path | None = None
+        self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        self._persistent = not sizes.host  # a page counts as kept only when it is on disk
+        bounce = max(_FEWEST_SLOTS, (config.disk_bounce_mb << 20) // self._slot_bytes)
+        slots = sizes.host or bounce
+        self._group = max(1, min(slots // 4, 32))  # pages that are moved together
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._slab = HostSlab(slots * self._slot_bytes).carve(slots, self._slot_bytes)
+        pools = {Tier.HOST: Pool(slots)}
+        self._file: DiskFile | None = None
+        self._index: Index | None = None
+        self._shown: Shown | None = None
+        try:
+            if sizes.disk and (disk := self._open_disk(config, cache, sizes.disk, rank)) is not None:
+                pools[Tier.DISK] = disk
+                if shown is not None and self.directory is not None:
+                    self._shown = shown(self.directory, sizes.disk)
+                    self._shown.put((key, slot) for key in disk.findable if (slot := disk.find(key)) is not None)
+        except BaseException:
+            self._slab.close()
+            raise
+        self._manager = BlockManager(pools)
+        self._under_way: deque[tuple[Sequence[Operation], Callable[[], None]]] = deque()
+        self._users = 0  # calls that copy pages right now
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvbm-store", daemon=True)
+        self._thread.start()
+
+    def _open_disk(self, config: Config, cache: Mapping[str, str | int], slots: int, rank: int) -> Pool | None:
+        """None, with a sentence, when the disk cannot be used now. Raises when it can never hold what was asked for."""
+        self.directory = directory = cache_directory(config.disk_cache_dir, cache)
+        try:
+            self._index = Index.open(
+                directory, cache, slots, patience=_PATIENCE_SECONDS, about={"block_bytes": self.page_bytes}
+            )
+            self._file = DiskFile(
+                slab_path(directory, rank),
+                slots,
+                self._slot_bytes,
+                allocator=config.disk_allocator_type,
+                direct=not config.disk_disable_o_direct,
+                zerofill=config.disk_zerofill_fallback,
+                threads=config.disk_threads,
+                patience=_PATIENCE_SECONDS,
+                io=disk_io(config.inject_faults, rank),
+            )
+        except OSError as error:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+            if isinstance(error, DiskSpaceError):
+                raise
+            logger.warning("there is no disk tier: %s", error)
+            return None
+        pool = Pool(slots)
+        pool.on_gone = self._gone
+        found = pool.adopt(self._index.entries())
+        logger.info("disk tier: %d of %d pages are there from before, in %s", found, slots, directory)
+        return pool
+
+    def _gone(self, keys: Sequence[Key]) -> None:
+        """Pages of the disk tier that were evicted, or turned out bad."""
+        if self._index is not None:
+            self._index.remove(keys)
+        if self._shown is not None:
+            self._shown.remove(keys)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def count(self, keys: Sequence[Key]) -> int:
+        """How many pages from the first on are there."""
+        with self._lock:
+            return self._manager.lookup(keys, patient=False).blocks
+
+    def has(self, keys: Sequence[Key]) -> list[bool]:
+        with self._lock:
+            pools = self._manager.pools.values()
+            return [any(key in pool for pool in pools) for key in keys]
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def put(self, keys: Sequence[Key], pages: Sequence[Page], deadline: float) -> list[bool]:
+        """Copy pages in. True for each that is kept: with a host tier as soon as it is there, else when on disk."""
+        with self._in_use() as open_:
+            if not open_ or (self._persistent and self._file is None):
+                return [False] * len(keys)
+            for at in range(0, len(keys), self._group):
+                if not self._put_group(keys[at : at + self._group], pages[at : at + self._group], deadline):
+                    break
+            if not self._persistent:
+                return self.has(keys)
+            with self._changed:
+                disk = self._manager.pools[Tier.DISK]
+                self._changed.wait_for(lambda: not any(map(disk.is_writing, keys)), deadline - time.monotonic())
+                return [key in disk for key in keys]
+
+    def _put_group(self, keys: Sequence[Key], pages: Sequence[Page], deadline: float) -> bool:
+        """False when there was no room in time."""
+        left = dict(zip(keys, pages, strict=True))
+        near = self._manager.pools[Tier.HOST]
+        while True:
+            with self._changed:
+                left = {key: page for key, page in left.items() if not self._holds(key)}
+                here = [key for key in left if key in near]  # and not on disk, where it failed or was evicted
+                fresh = [key for key in left if key not in near]
+                plan = self._manager.store(fresh, range(len(fresh))) if fresh else None
+                waits = plan is None and bool(fresh) and not here
+                if waits and not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+            for key in here:
+                del left[key]
+            if plan is not None:
+                for i, slot in zip(plan.copy.blocks, plan.copy.slots, strict=True):
+                    gather(left.pop(fresh[i]), self._address(slot))
+            with self._lock:
+                if plan is not None:
+                    published = self._manager.finish_store(plan.id, ok=True)
+                    self.counts.offloaded_blocks += len(published)
+                    here += published
+                # In one go: nobody shall push them out in between.
+                spill = self._manager.spill(here) if here and self._file is not None else None
+            if spill is not None:
+                self._spill(spill)
+            if not left:
+                return True
+
+    def _holds(self, key: Key) -> bool:
+        """Whether the page needs no more thought. Without a host tier, what is not on disk or on its way there does."""
+        tier = Tier.DISK if self._persistent and self._file is not None else Tier.HOST
+        return self._manager.pools[tier].holds(key)
+
+    def _spill(self, plan: SpillPlan) -> None:
+        """Write pages of the host tier on to disk, behind everybody's back."""
+        file, index = self._file, self._index
+        assert file is not None
+        assert index is not None
+        write = file.write(plan.targets, [self._address(slot) for slot in plan.slots], plan.tags)
+
+        def end() -> None:
+            with self._changed:
+                written = self._manager.finish_spill(plan.id, write.bad)
+                self.counts.spilled_blocks += len(written)
+                self.counts.failed_spill_blocks += len(write.bad)
+                index.put(written)
+                if self._shown is not None:
+                    self._shown.put(written)
+                self._changed.notify_all()
+
+        self._finish([write], end)
+
+    # -- bringing back ------------------------------------------------------------------------------------------------
+
+    def get(self, keys: Sequence[Key], pages: Sequence[Page], patience: float) -> list[bool]:
+        """Copy pages out, up to the first that cannot be had. A disk that gives nothing for ``patience`` seconds is
+        given up. Nothing is written to a page after its False has been returned."""
+        with self._in_use() as open_:
+            return self._get(keys, pages, patience) if open_ else [False] * len(keys)
+
+    def _get(self, keys: Sequence[Key], pages: Sequence[Page], patience: float) -> list[bool]:
+        arrived: list[bool] = []
+        flights: deque[_Load] = deque()
+        at = 0  # pages whose loads have begun
+        while True:
+            # Two groups at a time: one is copied while the other is read.
+            while at < len(keys) and len(flights) < 2:
+                wanted = keys[at : at + self._group]
+                load = self._begin_load(wanted, 0.0 if flights else patience)
+                if load is None:
+                    break
+                flights.append(load)
+                at = at + load.pages if load.pages == len(wanted) else len(keys)
+            if not flights:
+                break
+            load = flights.popleft()
+            arrived += self._end_load(load, pages[len(arrived) : len(arrived) + load.pages], patience)
+            if not all(arrived):
+                while flights:
+                    self._end_load(flights.popleft(), (), 0.0)
+                break
+        count = arrived.index(False) if False in arrived else len(arrived)
+        with self._lock:
+            # Whatever tier had them; and the next engine shall know.
+            self._manager.touch(keys[:count])
+            if self._index is not None:
+                self._index.touch(keys[:count])
+        return arrived + [False] * (len(keys) - len(arrived))
+
+    def _begin_load(self, keys: Sequence[Key], patience: float) -> _Load | None:
+        """None when the first page is not there, or there is no room to bring it up in time."""
+        near = self._manager.pools[Tier.HOST]
+        with self._changed:
+            match = self._manager.lookup(keys, patient=False)
+            missing = sum(len(run.slots) for run in match.runs if run.tier is not Tier.HOST)
+            if missing > near.available and patience:
+                self._changed.wait_for(lambda: missing <= near.available, patience)
+                match = self._manager.lookup(keys, patient=False)
+                missing = sum(len(run.slots) for run in match.runs if run.tier is not Tier.HOST)
+            if not match.blocks or missing > near.available:
+                return None
+            plan = self._manager.load(match, "", range(match.blocks), in_step=False, after=[])
+        return _Load(plan, [self._read(copy) for copy in plan.copies])
+
+    def _read(self, copy: Copy) -> Operation | None:
+        if copy.tier is Tier.HOST or self._file is None:
+            return None
+        # Where there was not room for all of them, the rest does not come.
+        count = len(copy.via)
+        return self._file.read(copy.slots[:count], [self._address(slot) for slot in copy.via], copy.tags[:count])
+
+    def _end_load(self, load: _Load, pages: Sequence[Page], patience: float) -> list[bool]:
+        """Copy what has come to its pages; without pages, only let go of it."""
+        came: list[bool] = []
+        bad: list[int] = []
+        late: list[Operation] = []
+        for copy, read in zip(load.plan.copies, load.reads, strict=True):
+            slots = copy.slots if read is None else copy.via
+            if read is not None and not read.wait(patience):
+                late.append(read)
+                came += [False] * len(copy.blocks)
+                continue
+            spoiled = set() if read is None else set(read.bad)
+            first = len(came)
+            for i in range(len(copy.blocks)):
+                good = i < len(slots) and i not in spoiled and first + i < len(pages) and all(came)
+                if good:
+                    scatter(self._address(slots[i]), pages[first + i])
+                came.append(good)
+            bad += [first + i for i in spoiled]
+        missed = [i for i, good in enumerate(came) if not good and i not in bad]
+
+        def end() -> None:
+            with self._changed:
+                self.counts.failed_load_blocks += len(bad) + (len(missed) if pages else 0)
+                self.counts.missed_load_blocks += len(missed) if pages else 0
+                at = 0
+                for copy in load.plan.copies:
+                    self.counts.add_onboarded(copy.tier, sum(came[at : at + len(copy.blocks)]))
+                    at += len(copy.blocks)
+                self.counts.promoted_blocks += self._manager.finish_load(load.plan.id, bad, missed, keep=not late)
+                self._changed.notify_all()
+
+        if late:
+            self._finish(late, end)  # the disk still writes to our slots
+        else:
+            end()
+        return came[: len(pages)]
+
+    # -- housekeeping -------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every page, for good."""
+        with self._changed:
+            self._manager.clear()
+            if self._index is not None:
+                self._index.clear()
+            if self._shown is not None:
+                self._shown.clear()
+        if self._index is not None:
+            self._index.flush()
+
+    def close(self) -> None:
+        """Finish what is under way and let go of memory and files. May be called twice."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._users)
+        self._thread.join(30)
+        answered = self._file is None or self._file.close()
+        if self._index is not None:
+            self._index.close()
+        if self._shown is not None:
+            self._shown.close()
+        if answered:
+            self._slab.close()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[bool]:
+        """While pages are copied nobody frees the memory. False: it is freed already."""
+        with self._changed:
+            closing = self._closing
+            self._users += not closing
+        try:
+            yield not closing
+        finally:
+            if not closing:
+                with self._changed:
+                    self._users -= 1
+                    self._changed.notify_all()
+
+    def _address(self, slot: int) -> int:
+        return self._slab.address + slot * self._slot_bytes
+
+    def _finish(self, operations: Sequence[Operation], end: Callable[[], None]) -> None:
+        """Call ``end`` when all of them are over."""
+        with self._changed:
+            self._under_way.append((operations, end))
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """The thread that ends what nobody waits for."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._under_way or self._closing)
+                if not self._under_way:
+                    return
+                waiting, self._under_way = self._under_way, deque()
+            waiting[0][0][0].wait(0.02)
+            late: deque[tuple[Sequence[Operation], Callable[[], None]]] = deque()
+            for item in waiting:
+                if all(operation.done() for operation in item[0]):
+                    item[1]()
+                else:
+                    late.append(item)
+            with self._changed:
+                self._under_way.extendleft(reversed(late))
+
+
+def gather(page: Page, target: int) -> None:
+    """Pieces of a page to one place. ctypes lets go of the interpreter for each."""
+    for address, size in page:
+        ctypes.memmove(target, address, size)
+        target += size
+
+
+def scatter(source: int, page: Page) -> None:
+    for address, size in page:
+        ctypes.memmove(address, source, size)
+        source += size

@@ -1,0 +1,372 @@
+"""The backend under SGLang's own classes: its base class, its host pools, its factory, its controller and threads.
+
+Needs SGLang, which `make test-sglang` installs beside everything else; no GPU. What stands in for the rest of the
+engine is said where it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(180)]
+
+pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="make test-sglang installs SGLang")
+
+import torch
+from sglang.srt.managers import cache_controller
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHABufferInfo, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from kvbm.engines.sglang.__main__ import extra_config
+from kvbm.engines.sglang.backend import KvbmStorage
+
+PAGE = 16  # tokens
+LAYERS, HEADS, DIM = 3, 2, 16
+PAGE_BYTES = 2 * LAYERS * PAGE * HEADS * DIM * 2
+
+
+def host_pool(layout="page_first", pages=64, layers=LAYERS):
+    """A real host pool. Of the GPU's side it has two tensors to take its shape from."""
+    keys, values = ([torch.zeros((PAGE, HEADS, DIM), dtype=torch.bfloat16) for _ in range(layers)] for _ in range(2))
+    pointers = [torch.tensor([tensor.data_ptr() for tensor in part], dtype=torch.uint64) for part in (keys, values)]
+    buffers = KVBuffers(
+        k=tuple(keys), v=tuple(values), k_data_ptrs=pointers[0], v_data_ptrs=pointers[1], layout=KVBufferLayout.NHD
+    )
+    info = MHABufferInfo(
+        buffers=buffers, page_size=PAGE, head_num=HEADS, head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    return MHATokenToKVPoolHost(
+        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=PAGE, start_layer=0, end_layer=layers,
+        host_token_capacity=pages * PAGE,
+    )  # fmt: skip
+
+
+def storage_config(tmp_path, rank=0, ranks=1, mla=False, **extra):
+    values = {"disk_cache_override_num_blocks": 256, "disk_cache_dir": str(tmp_path), "disk_bounce_mb": 1, **extra}
+    return HiCacheStorageConfig(
+        tp_rank=rank, tp_size=ranks, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=mla,
+        enable_storage_metrics=False, is_page_first_layout=True, model_name="org/model",
+        extra_config={**json.loads(extra_config()), **values},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def backends(tmp_path):
+    made = []
+
+    def make(pool, **options):
+        config = storage_config(tmp_path, **options)
+        made.append(StorageBackendFactory.create_backend("dynamic", config, pool))
+        made[-1].register_mem_pool_host(pool)
+        made[-1].on_host_pools_registered()
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def hashes(*numbers):
+    return [hashlib.sha256(str(number).encode()).hexdigest() for number in numbers]
+
+
+def fill(pool):
+    pool.kv_buffer.view(torch.int16).random_(-30000, 30000)
+    return pool.kv_buffer.clone()
+
+
+def page_of(pool, index, content=None):
+    """The bytes of a page, of now or of an earlier copy of the pool's memory."""
+    now = pool.kv_buffer
+    try:
+        pool.kv_buffer = now if content is None else content
+        return pool.get_data_page(int(index)).contiguous().view(torch.uint8).flatten().numpy().tobytes()
+    finally:
+        pool.kv_buffer = now
+
+
+def test_the_helper_prints_what_sglang_takes(tmp_path):
+    printed = subprocess.run(
+        [sys.executable, "-m", "kvbm.engines.sglang", "disk_cache_gb=0.5"], capture_output=True, text=True, check=True
+    )
+    config = storage_config(tmp_path)
+    config.extra_config = {**json.loads(printed.stdout), "disk_cache_dir": str(tmp_path)}
+    backend = StorageBackendFactory.create_backend("dynamic", config, None)
+    assert isinstance(backend, KvbmStorage)
+    assert isinstance(backend, HiCacheStorage)
+    assert backend._config.disk_cache_gb == 0.5
+    assert not KvbmStorage.__abstractmethods__
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
+def test_pages_come_back_as_they_were_in_every_layout(backends, layout):
+    pool = host_pool(layout)
+    backend = backends(pool)
+    indices = pool.alloc(40 * PAGE)
+    content = fill(pool)
+    assert backend.batch_set_v1(hashes(*range(40)), indices) == [True] * 40
+    pool.kv_buffer[...] = 0
+    # Half of them to other places of the pool.
+    moved = pool.alloc(20 * PAGE)
+    assert backend.batch_exists(hashes(*range(50))) == 40
+    assert backend.batch_get_v1(hashes(*range(20)), moved) == [True] * 20
+    assert backend.batch_get_v1(hashes(*range(20, 40)), indices[20 * PAGE :]) == [True] * 20
+    here = torch.cat([moved, indices[20 * PAGE :]])
+    for mine, theirs in zip(here[::PAGE], indices[::PAGE], strict=True):
+        assert page_of(pool, mine) == page_of(pool, theirs, content)
+
+
+def test_a_get_ends_at_the_first_page_that_is_not_there(backends):
+    pool = host_pool()
+    backend = backends(pool)
+    indices = pool.alloc(4 * PAGE)
+    fill(pool)
+    backend.batch_set_v1(hashes(0, 1, 3), indices[: 3 * PAGE])
+    assert backend.batch_exists(hashes(0, 1, 2, 3)) == 2
+    assert backend.batch_get_v1(hashes(0, 1, 2, 3), indices) == [True, True, False, False]
+
+
+def test_ranks_and_layouts_have_caches_of_their_own(backends):
+    for options, layout in (
+        ({}, "page_first"), ({"rank": 0, "ranks": 2}, "page_first"), ({"rank": 1, "ranks": 2}, "page_first"),
+        ({}, "layer_first"),
+    ):  # fmt: skip
+        pool = host_pool(layout)
+        backend = backends(pool, **options)
+        assert backend.batch_exists(hashes(1)) == 0
+        assert backend.batch_set_v1(hashes(1), pool.alloc(PAGE)) == [True]
+
+
+def test_one_rank_keeps_for_all_what_all_have(backends):
+    writer_pool, reader_pool = host_pool(), host_pool()
+    writer = backends(writer_pool, mla=True, ranks=2)
+    reader = backends(reader_pool, mla=True, ranks=2, rank=1)
+    indices = writer_pool.alloc(8 * PAGE)
+    content = fill(writer_pool)
+    assert writer.batch_set_v1(hashes(*range(8)), indices) == [True] * 8
+    time.sleep(1.1)
+    assert reader.batch_exists(hashes(*range(9))) == 8
+    mine = reader_pool.alloc(8 * PAGE)
+    assert reader.batch_get_v1(hashes(*range(8)), mine) == [True] * 8
+    for here, there in zip(mine[::PAGE], indices[::PAGE], strict=True):
+        assert page_of(reader_pool, here) == page_of(writer_pool, there, content)
+    assert reader.batch_set_v1(hashes(99), mine[:PAGE]) == [False]
+
+
+def test_pages_as_tensors(backends):
+    """The path of engines that do not ask for pages where they lie, and of draft models."""
+    pool = host_pool()
+    backend = backends(pool)
+    values = [torch.randn(2, LAYERS, PAGE, HEADS, DIM).to(torch.bfloat16) for _ in range(3)]
+    assert backend.batch_set(hashes(1, 2, 3), values)
+    assert backend.exists(hashes(1)[0])
+    assert not backend.exists(hashes(9)[0])
+    targets = [torch.zeros_like(value) for value in values]
+    assert all(map(torch.equal, backend.batch_get(hashes(1, 2, 3), targets), values))
+    assert backend.get(hashes(9)[0], targets[0]) is None
+    draft = torch.randn(2, 1, PAGE, HEADS, DIM).to(torch.bfloat16)
+    assert backend.set(f"{hashes(1)[0]}.draft", draft)
+    assert torch.equal(backend.get(f"{hashes(1)[0]}.draft", torch.zeros_like(draft)), draft)
+    # A page and a tensor of its size are the same thing.
+    assert backend.batch_get_v1(hashes(1), pool.alloc(PAGE)) == [True]
+
+
+def test_a_prefix_counts_as_far_as_every_pool_has_its_part(backends):
+    kv, window = host_pool(), host_pool(layers=1)
+    backend = backends(kv)
+    backend.register_mem_host_pool_v2(window, PoolName.SWA)
+    fill(kv)
+    fill(window)
+    backend.batch_set_v1(hashes(*range(6)), kv.alloc(6 * PAGE))
+    wrote = backend.batch_set_v2(
+        [PoolTransfer(name=PoolName.SWA, keys=hashes(2, 3), host_indices=window.alloc(2 * PAGE))]
+    )
+    assert wrote == {PoolName.SWA: [True, True]}
+    trailing = PoolTransfer(name=PoolName.SWA, keys=hashes(4, 5), hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    found = backend.batch_exists_v2(hashes(*range(8)), [trailing])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    everything = PoolTransfer(name=PoolName.SWA, hit_policy=PoolHitPolicy.ALL_PAGES)
+    assert backend.batch_exists_v2(hashes(*range(8)), [everything]).kv_hit_pages == 0
+    assert backend.batch_exists_v2(hashes(*range(8))).kv_hit_pages == 6
+    content = window.kv_buffer.clone()
+    target = window.alloc(2 * PAGE)
+    read = PoolTransfer(name=PoolName.SWA, keys=hashes(2, 3), host_indices=target)
+    assert backend.batch_get_v2([read]) == {PoolName.SWA: [True, True]}
+    assert page_of(window, target[0]) == page_of(window, 0, content)
+
+
+def test_what_goes_wrong_costs_pages_and_not_the_engine(backends, monkeypatch):
+    pool = host_pool()
+    backend = backends(pool)
+    indices = pool.alloc(2 * PAGE)
+    backend.batch_set_v1(hashes(1, 2), indices)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken on purpose")
+
+    for method in ("get", "put", "count", "has", "clear"):
+        monkeypatch.setattr(backend._store("kv"), method, broken)
+    assert backend.batch_get_v1(hashes(1, 2), indices) == [False, False]
+    assert backend.batch_set_v1(hashes(3, 4), indices) == [False, False]
+    assert backend.batch_exists(hashes(1)) == 0
+    assert backend.batch_exists_v2(hashes(1)).kv_hit_pages == 0
+    assert backend.batch_get(hashes(1), [torch.zeros(PAGE_BYTES, dtype=torch.uint8)]) == [None]
+    assert backend.set(hashes(1)[0], torch.zeros(PAGE_BYTES, dtype=torch.uint8)) is False
+    assert backend.exists(hashes(1)[0]) is False
+    assert backend.clear() is False
+    assert sum(backend._faults.counts.values()) >= 7
+
+
+def test_stats_are_sglangs(backends):
+    pool = host_pool()
+    backend = backends(pool)
+    indices = pool.alloc(4 * PAGE)
+    backend.batch_set_v1(hashes(*range(4)), indices)
+    backend.batch_get_v1(hashes(*range(4)), indices)
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([4], [4])
+    assert stats.backup_bandwidth[0] > 0
+    assert backend.get_stats().backup_pgs == []
+    assert backend.counts()["kv"].spilled_blocks == 4
+
+
+def test_a_tier_that_holds_no_page_is_refused_with_the_size_of_one(backends):
+    with pytest.raises(ValueError, match=r"DYN_KVBM_DISK_CACHE_GB=1e-06 holds no page: one takes 0\.00000"):
+        backends(host_pool(), disk_cache_gb=0.000001, disk_cache_override_num_blocks=0)
+
+
+# -- SGLang's own controller ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def controllers(tmp_path, monkeypatch):
+    """SGLang's controller with its storage threads. The scheduler, the radix tree and the GPU's pool are not there."""
+    parallel = SimpleNamespace(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0, attn_tp_rank=0, attn_tp_size=1,
+        attn_dp_rank=0,
+    )  # fmt: skip
+    monkeypatch.setattr(cache_controller, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(cache_controller, "is_dp_attention_enabled", lambda: False)
+    made = []
+
+    def make(pool, **extra):
+        controller = HiCacheController.__new__(HiCacheController)
+        vars(controller).update(
+            mem_pool_host=pool, storage_host_pool=pool, mem_pool_device=object(), page_size=PAGE, tp_group=None,
+            attn_cp_group=None, attn_tp_group=None, pp_group=None, host_memory_mode="cache", enable_storage=False,
+            enable_storage_metrics=False, storage_backend=None, prefetch_hits_sync_groups=[],
+            prefetch_completion_sync_groups=[], storage_stop_event=threading.Event(),
+        )  # fmt: skip
+        controller.attach_storage_backend(
+            "dynamic", prefetch_threshold=PAGE, model_name="org/model",
+            storage_backend_extra_config=storage_config(tmp_path, **extra).extra_config,
+        )  # fmt: skip
+        made.append(controller)
+        return controller
+
+    yield make
+    for controller in made:
+        controller.detach_storage_backend()
+
+
+def back_up(controller, tokens, indices):
+    """What the radix tree does with a node that is to be kept: names its pages and hands them over."""
+    names = cache_controller.get_storage_hash_str(tokens, None, page_size=PAGE)
+    controller.write_storage(indices, tokens, hash_value=names)
+    return controller.ack_backup_queue.get(timeout=30).completed_tokens
+
+
+def prefetch(controller, pool, tokens):
+    """What the scheduler does for a request: asks, makes room for what is there, waits. Returns the indices it got."""
+    controller.prefetch("request", tokens)
+    operation = controller.prefetch_hit_queue.get(timeout=30)
+    if not operation.hash_value:
+        return torch.empty(0, dtype=torch.int64)
+    operation.host_indices = pool.alloc(len(operation.hash_value) * PAGE)
+    controller.prefetch_buffer.put(operation)
+    completed = 0
+    while True:
+        ack = controller.ack_prefetch_queue.get(timeout=30)
+        if ack.completed_req:
+            return operation.host_indices[:completed]
+        completed = ack.completed_tokens
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_sglangs_threads_back_up_and_prefetch(controllers, layout):
+    pool = host_pool(layout, pages=700)
+    controller = controllers(pool, disk_cache_override_num_blocks=512)
+    tokens = list(range(300 * PAGE))
+    indices = pool.alloc(len(tokens))
+    content = fill(pool)
+    assert back_up(controller, tokens, indices) == len(tokens)
+    got = prefetch(controller, pool, tokens + list(range(5 * PAGE)))
+    assert len(got) == len(tokens)
+    for mine, theirs in zip(got[::PAGE], indices[::PAGE], strict=True):
+        assert page_of(pool, mine) == page_of(pool, theirs, content)
+
+
+def test_detached_and_attached_again_it_finds_its_pages(controllers):
+    pool = host_pool()
+    controller = controllers(pool)
+    tokens = list(range(20 * PAGE))
+    indices = pool.alloc(len(tokens))
+    fill(pool)
+    back_up(controller, tokens, indices)
+    controller.detach_storage_backend()
+    again = controllers(pool)
+    assert len(prefetch(again, pool, tokens)) == len(tokens)
+    again.storage_backend.clear()
+    assert len(prefetch(again, pool, tokens)) == 0
+
+
+def test_sglang_stops_at_a_page_that_was_spoiled(controllers):
+    pool = host_pool()
+    controller = controllers(pool)
+    tokens = list(range(8 * PAGE))
+    indices = pool.alloc(len(tokens))
+    fill(pool)
+    page = page_of(pool, indices[3 * PAGE])[:64]
+    back_up(controller, tokens, indices)
+    directory = controller.storage_backend._store("kv").directory
+    controller.detach_storage_backend()
+    slab = next(directory.glob("*.slab"))
+    content = bytearray(slab.read_bytes())
+    content[content.index(page) + 1] ^= 1
+    slab.write_bytes(content)
+    again = controllers(pool)
+    assert len(prefetch(again, pool, tokens)) == 3 * PAGE
+    assert len(prefetch(again, pool, tokens)) == 3 * PAGE
+
+
+def test_a_disk_that_hangs_ends_a_prefetch_and_not_the_engine(controllers):
+    pool = host_pool()
+    controller = controllers(pool)
+    tokens = list(range(8 * PAGE))
+    indices = pool.alloc(len(tokens))
+    fill(pool)
+    back_up(controller, tokens, indices)
+    controller.detach_storage_backend()
+    again = controllers(pool, inject_faults="disk-slow-read:every=1:seconds=2", disk_load_timeout_secs=0.2)
+    began = time.monotonic()
+    got = prefetch(again, pool, tokens)
+    assert len(got) == 0
+    assert time.monotonic() - began < 1.5
