@@ -23,7 +23,7 @@ python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-matrix test-gpu \
+.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-sglang bench-sglang test-matrix test-gpu \
   bench-core bench-disk bench-observe dashboard docs clean distclean
 
 help: ## list the targets
@@ -47,13 +47,13 @@ lint: env ## check style and types
 	$(VENV)/bin/mypy
 
 unit: env ## run the tests that need no engine: seconds
-	$(python) -m pytest -m "not engine and not simulated and not long and not matrix and not gpu and not observe" $(PYTEST)
+	$(python) -m pytest -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
 	$(python) -m pytest -m "engine and not long and not matrix and not gpu" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(python) -m pytest -m "not long and not matrix and not gpu and not observe" $(PYTEST)
+	$(python) -m pytest -m "not sglang and not long and not matrix and not gpu and not observe" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
@@ -74,6 +74,14 @@ test-matrix: models ## run the matrix tests with every supported vLLM release
 
 test-trtllm: env ## run the TensorRT-LLM adapter under the simulator, with many random workloads: minutes
 	$(python) -m pytest tests/engines -m "simulated or long" -k trtllm $(PYTEST)
+
+test-sglang: env ## run the SGLang backend under SGLang's own classes and threads, without a GPU
+	@$(PYTHON) scripts/sglang_env.py --venv .venvs/sglang --base $(VENV)
+	.venvs/sglang/bin/python -m pytest tests/engines -m sglang $(PYTEST)
+
+bench-sglang: env ## measure the SGLang backend beside SGLang's own file backend
+	@$(PYTHON) scripts/sglang_env.py --venv .venvs/sglang --base $(VENV)
+	.venvs/sglang/bin/python benchmarks/sglang_backend.py
 
 test-disk: env ## kill an engine 500 times while it writes to disk, and other accidents of the disk tier
 	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/unit/test_disk_crash.py tests/unit/test_disk.py tests/unit/test_index.py $(PYTEST)

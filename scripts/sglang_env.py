@@ -13,7 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-
 from setup_env import StepError, create_venv, installed, pip, say, site_packages
 
 SGLANG = "0.5.23"

@@ -33,7 +33,8 @@ logger = logging.getLogger("kvbm")
 
 KV = "kv"
 
-# Writing is in nobody's way, so it has more patience with a disk than reading (KVBM_DISK_LOAD_TIMEOUT_SECS).
+# How long a disk may give nothing until a request does without. Writing is in nobody's way and has more patience.
+GET_SECONDS = 3.0
 PUT_SECONDS = 30.0
 
 
@@ -163,7 +164,7 @@ class KvbmStorage(HiCacheStorage):
 
     def _bring(self, store: Store | Reader, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
         began = time.monotonic()
-        came = store.get(keys, pages, self._patience)
+        came = store.get(keys, pages, GET_SECONDS)
         arrived = came.index(False) if False in came else len(came)
         self._stats.prefetched(arrived, arrived * store.page_bytes, time.monotonic() - began)
         return came
@@ -173,10 +174,6 @@ class KvbmStorage(HiCacheStorage):
         kept = store.put(keys, pages, began + PUT_SECONDS)
         self._stats.backed_up(sum(kept), sum(kept) * store.page_bytes, time.monotonic() - began)
         return kept
-
-    @property
-    def _patience(self) -> float:
-        return getattr(self._config, "disk_load_timeout_secs", 3.0)
 
     # -- several pools ------------------------------------------------------------------------------------------------
 
