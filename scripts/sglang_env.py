@@ -23,10 +23,17 @@ STAND_IN = '''"""Names only: a stand-in for torchvision where nothing is going t
 __version__ = "0.0"
 
 
+class _Named(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {})
+    return _Named(name, (), {})
 '''
 MODULES = ("", "io", "transforms", "transforms/functional", "transforms/v2", "transforms/v2/functional")
 
