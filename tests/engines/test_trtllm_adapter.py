@@ -72,8 +72,10 @@ class Engine:
 
     def __init__(self, connector, monkeypatch, blocks=16, ranks=2, **settings):
         pub, ack = free_pair()
-        values = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_LEADER_ZMQ_PUB_PORT": pub,
-                  "DYN_KVBM_LEADER_ZMQ_ACK_PORT": ack, **settings}  # fmt: skip
+        values = {
+            "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_LEADER_ZMQ_PUB_PORT": pub,
+            "DYN_KVBM_LEADER_ZMQ_ACK_PORT": ack, "KVBM_LOAD": "always", **settings,
+        }  # fmt: skip
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
         self.leader = connector.DynamoKVBMConnectorLeader(llm_args(0, ranks))
@@ -310,6 +312,7 @@ def test_what_happens_can_be_seen(engine):
     here.keep(request(1), BLOCKS)
     here.offer(request(2), OTHERS)
     here.until_loaded(2)
+    here.until(lambda: here.poll() and not here.half.leader.busy)
     here.leader.get_num_new_matched_tokens(request(3, tokens=5), 0)
     state = fetch(here.half.observer.server.url, requests=9)
     assert (state.identity.engine, state.identity.ranks, state.identity.block_tokens) == ("tensorrt_llm", 2, SIZE)
@@ -329,6 +332,29 @@ def test_a_prefix_that_ends_within_a_block_gets_nothing(engine):
     here.keep(request(1), BLOCKS)
     assert here.leader.get_num_new_matched_tokens(request(2), SIZE + 3) == (0, False)
     assert here.leader.get_num_new_matched_tokens(request(3), SIZE)[0] == 24
+
+
+def test_what_is_sooner_computed_than_loaded_is_not_offered(engine):
+    for load, offered in (("always", True), ("never", False)):
+        here = engine(KVBM_LOAD=load).register()
+        here.keep(request(1), BLOCKS)
+        assert here.leader.get_num_new_matched_tokens(request(2), 0) == ((32, True) if offered else (0, False))
+        assert sum(here.half.counts.refused_load_blocks.values()) == (0 if offered else 4)
+
+
+def test_the_cost_model_hears_what_steps_take(engine):
+    here = engine(ranks=1).register()
+    heard = []
+    here.half._cost.observe_prefill = lambda tokens, seconds, before: heard.append((tokens, before))
+    here.half._cost.observe_step = lambda seconds: heard.append("decode")
+    first = request(1)
+    here.leader.get_num_new_matched_tokens(first, 0)
+    for computed, scheduled in ((0, 16), (16, 17), (32, 1)):
+        here.step(cached=[data(first, [], scheduled, computed)])
+        here.poll()
+    assert heard == [(16, 0), (17, 16)]  # the engine looks at the results of a step in the one after it
+    here.poll()
+    assert heard == [(16, 0), (17, 16), "decode"]
 
 
 def test_an_offer_that_is_not_taken_up_holds_its_blocks_for_a_while_only(engine, monkeypatch):

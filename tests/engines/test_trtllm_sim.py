@@ -18,7 +18,8 @@ from trtllm_sim.workload import Work
 pytestmark = [pytest.mark.simulated, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
-HOST = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "120"}
+# Blocks of a kilobyte are sooner computed than loaded; what is loaded here is loaded for the test's sake.
+HOST = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "120", "KVBM_LOAD": "always"}
 RANDOM = Work(requests=200, cancel=0.2)
 SHORT = Work(requests=80, cancel=0.2, seed=2)
 
@@ -163,6 +164,12 @@ def test_blocks_that_decoding_fills_are_kept_unless_told_otherwise():
     check(work, kept)
     check(work, less)
     assert counts(kept).offloaded_blocks > counts(less).offloaded_blocks
+
+
+def test_left_to_itself_it_loads_what_it_expects_to_gain_from():
+    result = serve(SHORT, ranks=2, env={"KVBM_LOAD": "auto"})
+    check(SHORT, result)
+    assert sum(counts(result).refused_load_blocks.values()) > 50
 
 
 @pytest.mark.parametrize("name", ["kvbm_llm_api_config.yaml", "kvbm_llm_api_config_older.yaml"])

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbm.engines.vllm.steps import StepTimes, Work, work_of
+from kvbm.engines.vllm.steps import work_of
+from kvbm.runtime.steps import StepTimes, Work
 
 DECODE = Work(0, 0, decodes=True, waits=False)
 PROMPT = Work(512, 1024, decodes=False, waits=False)

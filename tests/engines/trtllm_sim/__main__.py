@@ -55,7 +55,9 @@ def main() -> int:
         control = run(replace(options, env={}, corrupt=(args.ranks - 1, 20)), work, args.timeout)
         results.append(_verdict("control: one bit flipped", seed, expected, control, same=False))
         for name, change in _cases(args):
-            env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(args.host_blocks), **change.pop("env", {})}
+            # Blocks so small are sooner computed than loaded; what is loaded here is loaded to be looked at.
+            env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(args.host_blocks), "KVBM_LOAD": "always"}
+            env.update(change.pop("env", {}))
             found = run(replace(options, connector=connector, env=env, **change), work, args.timeout)
             results.append(_verdict(name, seed, expected, found))
     if args.out is not None:

@@ -79,6 +79,8 @@ class Setup(NamedTuple):
     rank: int
     ranks: int
     partial_reuse: bool
+    step_tokens: int | None  # the most a step computes; None: it does not say
+    overlap: bool  # a step is scheduled before the results of the one before are looked at
     cache_dtype: str
     unsupported: str | None  # why this set-up cannot be served; None when it can
 
@@ -93,6 +95,8 @@ def read_setup(llm_args: Any) -> Setup:
         ranks=int(needed(mapping, "world_size")),
         # On unless it is switched off, as in the engine.
         partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
+        step_tokens=getattr(llm_args, "max_num_tokens", None) or None,
+        overlap=not getattr(llm_args, "disable_overlap_scheduler", False),
         cache_dtype=str(getattr(cache, "dtype", "auto")),
         unsupported=_unsupported(llm_args, mapping, cache),
     )

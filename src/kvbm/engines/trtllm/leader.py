@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 import kvbm
 from kvbm.config import Config
-from kvbm.core.cost import CostModel
+from kvbm.core.cost import RECOMPUTE, CostModel
 from kvbm.core.keys import KeyChain, Namespace
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.pool import Pool
@@ -27,6 +28,7 @@ from kvbm.observe.snapshot import Identity
 from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Counts, Leader
+from kvbm.runtime.steps import StepTimes, Work
 
 logger = logging.getLogger("kvbm")
 
@@ -85,9 +87,13 @@ class LeaderHalf:
         self._setup = setup
         self._faults = faults
         self._size = setup.tokens_per_block
-        self._cost = CostModel()  # is told what loads take; it decides nothing here
+        self._cost = CostModel(setup.step_tokens or 8192, layers_from=inf, mode="async", load=config.load)
+        self._steps = StepTimes(self._cost)
+        self._step_planned = False  # in this iteration
+        self.engine_blocks = 0  # the worker of this rank says
         self.observer = Observer(config, faults.counts)
         self._namespace: Namespace | None = None
+        self._block_bytes = 0  # of the rank that has the most to move
         self._requests: dict[int, _Request] = {}
         self._offers: dict[int, _Request] = {}
         self._owners: dict[int, int] = {}  # stores that some rank has not confirmed -> their requests
@@ -120,6 +126,7 @@ class LeaderHalf:
         )
         pools = {tier: Pool(slots) for tier, slots in agreement.slots.items()}
         pending, sizes = self._config.max_pending_offloads, agreement.block_bytes
+        self._block_bytes = max(sizes)
         leader = Leader(BlockManager(pools), setup.ranks, pending, sizes, self._cost, self.observer.log)
         leader.on_ended_load = self._load_ended
         self.counts = leader.counts
@@ -141,13 +148,22 @@ class LeaderHalf:
             ranks=setup.ranks,
             block_tokens=self._size,
             block_bytes=sum(self._channel.wait(0).block_bytes),
-            engine_blocks=0,  # nobody says
+            engine_blocks=self.engine_blocks,
             settings=settings_given(self._config),
             advice=list(self._config.warnings),
         )
         self.observer.start(identity, lambda: self.leader, self._cost, who=f"engine at {self._config.leader_pub_url}")
 
     # -- every iteration ----------------------------------------------------------------------------------------------
+
+    def end_iteration(self) -> None:
+        """From the worker of this rank, at the end of every iteration."""
+        self.tick()
+        planned, self._step_planned = self._step_planned, False
+        # With overlapping steps the engine has just looked at the results of the last one but one.
+        under_way = 1 if planned and self._setup.overlap else 0
+        while self._steps.under_way > under_way:
+            self._steps.ended(time.monotonic())
 
     def tick(self) -> None:
         """Take in what the ranks have said. May be called at any time, from the engine's thread. Never raises."""
@@ -227,10 +243,26 @@ class LeaderHalf:
         if not found.blocks:
             log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
             return 0, False
+        worth = self._worth_loading(found, computed, len(tokens) - computed)
+        if not worth.blocks:
+            log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
+            return 0, False
+        found = worth
         self.leader.manager.hold(found)
         state.match, state.start, state.offered_at = found, start, time.monotonic()
         self._offers[number] = state
         return found.blocks * self._size, True
+
+    def _worth_loading(self, found: Match, computed: int, left: int) -> Match:
+        """As much of a match as is expected to come back sooner than it is computed."""
+        others = self._steps.under_way > 0
+        decision = self._cost.decide(found, self._block_bytes, self._size, computed, left, others)
+        if decision.blocks < found.blocks:
+            self._cost.observe_refusal(found.beyond(decision.blocks))
+            reason = RECOMPUTE if decision.blocks else decision.reason
+            refused = self.counts.refused_load_blocks
+            refused[reason] = refused.get(reason, 0) + found.blocks - decision.blocks
+        return found.cut(decision.blocks)
 
     def _withdraw(self, number: int) -> Match | None:
         """Let what was offered to a request be evicted again."""
@@ -350,7 +382,16 @@ class LeaderHalf:
                 stores.append(plan)
                 owners[plan.id] = step.request
         self._owners.update(owners)
+        self._time(steps)
         return StepMeta(StepPlan(stores=stores, fences=fences), self._messages, owners)
+
+    def _time(self, steps: Sequence[compat.Step]) -> None:
+        """A request with more tokens than one is computing its prompt, or guesses; few of the latter change little."""
+        prompts = [step for step in steps if step.scheduled > 1]
+        tokens = sum(step.scheduled for step in prompts)
+        before = sum(step.scheduled * step.computed for step in prompts) // tokens if tokens else 0
+        self._steps.scheduled(Work(tokens, before, decodes=bool(steps) and not tokens, waits=False), time.monotonic())
+        self._step_planned = True
 
     def _follow(self, new: Sequence[compat.Step], old: Sequence[compat.Step]) -> list[int]:
         """Bring tokens and block tables up to date. Returns the blocks that this step may be the first to write to."""

@@ -84,6 +84,8 @@ class WorkerHalf:
         device = next(iter(tensors.values())).device
         self._cuda = device.type == "cuda"
         self._rank.register(tensors, num_blocks)
+        if (leader := find_local(self._config.leader_pub_url)) is not None:
+            leader.engine_blocks = num_blocks
         hello = self._rank.hello()
         assert hello is not None
         channel = self._meet(hello)
@@ -200,7 +202,7 @@ class WorkerHalf:
             self._carry_out_orders()
         leader = find_local(self._config.leader_pub_url)
         if leader is not None:
-            leader.tick()
+            leader.end_iteration()
         loaded = sorted(number for number in self._waiting if self._may_go(number))
         self._waiting.difference_update(loaded)
         self._ready.difference_update(loaded)

@@ -16,12 +16,13 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity
-from kvbm.engines.vllm.steps import StepTimes, work_of
+from kvbm.engines.vllm.steps import work_of
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
 from kvbm.runtime.leader import Counts, Leader
+from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import DiskTier, make_manager
 
 logger = logging.getLogger("kvbm")
