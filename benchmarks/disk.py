@@ -63,6 +63,19 @@ class Slab:
         self.address = ctypes.addressof(self._first)
 
 
+def busy_elsewhere(since: tuple[float, float] | None = None) -> tuple[float, float]:
+    """(CPU seconds that others have used, seconds of the clock), since the beginning or since an earlier answer.
+
+    Hashing needs the cores that somebody else may have; the plain loop does not. A ratio measured beside them says
+    less about the disk tier than about them.
+    """
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    used = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
+    now = time.monotonic()
+    return (used, now) if since is None else (used - since[0], now - since[1])
+
+
 def measured(size: int, work: Callable[[], None]) -> Figure:
     before = resource.getrusage(resource.RUSAGE_SELF)
     began = time.monotonic()
@@ -256,6 +269,7 @@ def compare_slab(options: argparse.Namespace, place: Path) -> list[dict[str, obj
     if size < options.gb * 1e9 * 0.99:
         print(f"only {size / 1e9:.1f} GB: there is no more room for it here")
     rows = []
+    start = busy_elsewhere()
     sweep = (1, 2, 4, 8, 16) if options.threads_sweep else (options.threads,)
     for threads in sweep:
         bench = Bench(place / "bench.slab", size, slot, threads)
@@ -267,11 +281,14 @@ def compare_slab(options: argparse.Namespace, place: Path) -> list[dict[str, obj
     print(f"{size / 1e9:.2f} GB in slots of {options.slot_kb} KiB at {place}, best of {options.rounds} rounds")
     heads = ("threads", "GB/s", "plain", "ratio", "limit", "of medians", "scattered", "CPU s/GB", "plain")
     print(" " * 6 + "".join(f"{head:>{max(8, len(head) + 2)}}" for head in heads))
+    cpu, clock = busy_elsewhere(start)
     for row in rows:
+        row["others_busy_cores"] = cpu / clock
         print(
             f"{row['what']:6}{row['threads']:8}{row['gb_s']:8.2f}{row['plain_gb_s']:8.2f}{row['ratio']:8.2f}"
             f"{row['limit']:8.2f}{row['median_ratio']:12.2f}{row['scattered_gb_s']:11.2f}{row['cpu_s_gb']:10.3f}{row['plain_cpu_s_gb']:8.3f}"
         )
+    print(f"other programs kept {cpu / clock:.1f} of {os.cpu_count()} cores busy meanwhile")
     return rows
 
 
