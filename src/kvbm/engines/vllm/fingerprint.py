@@ -7,15 +7,13 @@ what is too much only costs a warm start.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
+from kvbm.engines.weights import digest, weights
 from kvbm.storage.index import Fingerprint
 
 _COLLISION_RESISTANT = ("sha256", "sha256_cbor")
@@ -38,9 +36,9 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint:
     return {
         "engine": "vllm {}.{}".format(*compat.release()),
         "model": str(model.model),
-        "weights": weights(str(model.model), getattr(model, "revision", None), vllm_config),
-        "config": _digest(_json(model.hf_config)),
-        "draft": "" if draft is None else _digest(str(draft)),
+        "weights": weights(str(model.model), getattr(model, "revision", None), _load_format(vllm_config)),
+        "config": digest(_json(model.hf_config)),
+        "draft": "" if draft is None else digest(str(draft)),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}",
         "block_size": cache.block_size,
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -51,38 +49,8 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint:
     }
 
 
-def weights(name: str, revision: str | None, vllm_config: Any) -> str:
-    """Which weights a model has: the commit they were published with, or what can be seen of their files.
-
-    A folder whose files have been replaced is another model, whatever its name.
-    """
-    load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
-    path = Path(name)
-    if not path.exists():
-        path = _in_hub_cache(name, revision) or path
-    if commit := re.search(r"/snapshots/([0-9a-f]{40})(/|$)", str(path.resolve()) if path.exists() else ""):
-        return f"{load_format} commit {commit[1]}"
-    return f"{load_format} {revision or ''} {files(path)}"
-
-
-def files(path: Path) -> str:
-    """Names, sizes and times of a folder's files, or of one file, as a digest; empty when there is none."""
-    try:
-        found = sorted(path.iterdir()) if path.is_dir() else [path]
-        seen = [(file.name, status.st_size, status.st_mtime_ns) for file in found for status in [file.stat()]]
-    except OSError:
-        return ""
-    return _digest(repr(seen))
-
-
-def _in_hub_cache(name: str, revision: str | None) -> Path | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except Exception:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+def _load_format(vllm_config: Any) -> str:
+    return str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
 
 
 def _own_scheme() -> str:
@@ -94,7 +62,3 @@ def _json(config: Any) -> str:
         return json.dumps(config.to_dict(), sort_keys=True, default=str)
     except Exception:
         return str(config)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

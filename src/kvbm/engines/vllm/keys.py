@@ -16,7 +16,7 @@ from typing import Any
 
 from kvbm.core.keys import Key, KeyChain, Namespace, Scope
 from kvbm.engines.vllm import compat
-from kvbm.engines.vllm.fingerprint import files
+from kvbm.engines.weights import files
 
 
 class RequestKeys:
