@@ -15,6 +15,8 @@ from trtllm_sim.executor import Options
 from trtllm_sim.launch import KVBM, SimulationError, differences, run
 from trtllm_sim.workload import Work
 
+from kvbm.plans import Tier
+
 pytestmark = [pytest.mark.simulated, pytest.mark.timeout(180)]
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +115,31 @@ def test_a_store_that_is_late_keeps_what_was_in_a_block_before_the_engine_gave_i
     result = serve(work, faults="slow-store:every=2", store_delay=0.05, partial_reuse=partial_reuse, blocks=24)
     check(work, result)
     assert onboarded(result) > 50
+
+
+@pytest.mark.parametrize(
+    ("host", "faults"),
+    [
+        (40, "disk-read:every=5,load:rank=1:every=9"),
+        (40, "disk-flip:every=7,disk-write:every=6"),
+        (0, "disk-torn:every=5,disk-slow-read:every=9:seconds=0.1"),
+    ],
+    ids=["reads-and-loads", "bits-and-writes", "disk-alone-torn-and-slow"],
+)
+def test_a_disk_beneath_and_whatever_happens_to_it(tmp_path, host, faults):
+    disk = {
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host), "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "600",
+        "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path), "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
+        "KVBM_DISK_BOUNCE_MB": "1",
+    }  # fmt: skip
+    first = serve(SHORT, env=disk, blocks=24)
+    check(SHORT, first)
+    assert counts(first).spilled_blocks > 50
+    # The next engine finds them.
+    second = serve(SHORT, faults=faults, env=disk, blocks=24)
+    check(SHORT, second)
+    assert counts(second).onboarded_blocks[Tier.DISK] > 20
+    assert second["reused_tokens"] + counts(second).matched_tokens > first["reused_tokens"]
 
 
 def test_stores_that_fail_are_not_found():

@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=Options.layers)
     parser.add_argument("--block-size", type=int, default=Options.block_size)
     parser.add_argument("--width", type=int, default=Options.width, help="bytes of K, and of V, a token and layer")
+    parser.add_argument("--disk", type=Path, help="a directory for KVBM's disk tier, under a small host tier")
     parser.add_argument("--faults", default="", help="KVBM_INJECT_FAULTS of a further run")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one run")
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
@@ -57,6 +58,8 @@ def main() -> int:
         for name, change in _cases(args):
             # Blocks so small are sooner computed than loaded; what is loaded here is loaded to be looked at.
             env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(args.host_blocks), "KVBM_LOAD": "always"}
+            if args.disk is not None:
+                env.update(_disk(args.disk, args.host_blocks))
             env.update(change.pop("env", {}))
             found = run(replace(options, connector=connector, env=env, **change), work, args.timeout)
             results.append(_verdict(name, seed, expected, found))
@@ -65,6 +68,15 @@ def main() -> int:
     failed = [result for result in results if not result["ok"]]
     print(f"{len(results) - len(failed)} of {len(results)} runs as expected")
     return 1 if failed else 0
+
+
+def _disk(directory: Path, host_blocks: int) -> dict[str, str]:
+    return {
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(max(1, host_blocks // 3)),
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": str(8 * host_blocks),
+        "DYN_KVBM_DISK_CACHE_DIR": str(directory),
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
+    }
 
 
 def _cases(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:

@@ -13,6 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvbm.core.keys import Namespace
+from kvbm.engines.weights import digest, weights
+from kvbm.storage.index import Fingerprint
+
 logger = logging.getLogger("kvbm")
 
 _PATHS = (
@@ -81,7 +85,7 @@ class Setup(NamedTuple):
     partial_reuse: bool
     step_tokens: int | None  # the most a step computes; None: it does not say
     overlap: bool  # a step is scheduled before the results of the one before are looked at
-    cache_dtype: str
+    cache: Fingerprint  # what makes its KV what it is, but for the layout of a block
     unsupported: str | None  # why this set-up cannot be served; None when it can
 
 
@@ -97,9 +101,25 @@ def read_setup(llm_args: Any) -> Setup:
         partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
         step_tokens=getattr(llm_args, "max_num_tokens", None) or None,
         overlap=not getattr(llm_args, "disable_overlap_scheduler", False),
-        cache_dtype=str(getattr(cache, "dtype", "auto")),
+        cache=_describe(llm_args, cache, mapping),
         unsupported=_unsupported(llm_args, mapping, cache),
     )
+
+
+def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:
+    """What is missing here would serve another engine's KV as if it were ours; what is too much costs a warm start."""
+    model = str(llm_args.model)
+    load_format = str(getattr(llm_args, "load_format", "auto"))
+    return {
+        "engine": "tensorrt_llm " + ".".join(release().split(".")[:2]),
+        "model": model,
+        "weights": weights(model, getattr(llm_args, "revision", None), load_format),
+        "config": digest(repr([str(getattr(llm_args, name, None)) for name in ("quant_config", "speculative_config")])),
+        "dtype": f"{getattr(llm_args, 'dtype', 'auto')}/{getattr(cache, 'dtype', 'auto')}",
+        "block_size": int(cache.tokens_per_block),
+        "tensor_parallel": int(mapping.world_size),
+        "keys": Namespace("", "", "", 1).scheme,
+    }
 
 
 def _unsupported(llm_args: Any, mapping: Any, cache: Any) -> str | None:

@@ -16,8 +16,7 @@ import kvbm
 from kvbm.config import Config
 from kvbm.core.cost import RECOMPUTE, CostModel
 from kvbm.core.keys import KeyChain, Namespace
-from kvbm.core.manager import BlockManager, Match
-from kvbm.core.pool import Pool
+from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
@@ -29,6 +28,7 @@ from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.steps import StepTimes, Work
+from kvbm.runtime.tiers import DiskTier, make_manager
 
 logger = logging.getLogger("kvbm")
 
@@ -52,7 +52,8 @@ class _Request:
     """What we know of a request that the engine is working on."""
 
     __slots__ = (
-        "blocks", "chain", "keep", "limit", "load", "match", "offered_at", "prompt", "start", "stored", "tokens",
+        "blocks", "chain", "found", "keep", "limit", "load", "match", "offered_at", "prompt", "start", "stored",
+        "tokens", "within",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain | None, tokens: list[int]) -> None:
@@ -67,6 +68,8 @@ class _Request:
         self.start = 0  # its first block
         self.offered_at: float | None = None  # None: nothing is, or the engine has made room
         self.load: LoadPlan | None = None  # what is filling its blocks
+        self.within = 0.0  # seconds that a load from disk may take
+        self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
 
 
 class _SetBack:
@@ -93,6 +96,7 @@ class LeaderHalf:
         self.engine_blocks = 0  # the worker of this rank says
         self.observer = Observer(config, faults.counts)
         self._namespace: Namespace | None = None
+        self._disk: DiskTier | None = None
         self._block_bytes = 0  # of the rank that has the most to move
         self._requests: dict[int, _Request] = {}
         self._offers: dict[int, _Request] = {}
@@ -119,21 +123,27 @@ class LeaderHalf:
         agreement, setup = self._channel.wait(0), self._setup
         self._namespace = Namespace(
             model=setup.model,
-            dtype=f"trtllm/{setup.cache_dtype}",
+            dtype=f"trtllm/{setup.cache['dtype']}",
             layout=agreement.layout,
             block_size=self._size,
             tensor_parallel=setup.ranks,
         )
-        pools = {tier: Pool(slots) for tier, slots in agreement.slots.items()}
+        hellos = self._channel.hellos
+        if self._config.has_disk_tier:
+            self._disk = DiskTier.open(self._config, hellos, setup.cache)
         pending, sizes = self._config.max_pending_offloads, agreement.block_bytes
         self._block_bytes = max(sizes)
-        leader = Leader(BlockManager(pools), setup.ranks, pending, sizes, self._cost, self.observer.log)
+        manager = make_manager(hellos, self._disk)
+        leader = Leader(manager, setup.ranks, pending, sizes, self._cost, self.observer.log)
+        if self._disk is not None:
+            self._disk.serve(self._config, leader, sum(sizes))
         leader.on_ended_load = self._load_ended
         self.counts = leader.counts
-        slots = agreement.slots[Tier.HOST]
+        host, disk = manager.pools[Tier.HOST].size, 0 if self._disk is None else self._disk.pool.size
         logger.info(
-            "KVBM is ready: %d host blocks of %d tokens (%.2f GB over %d rank%s)", slots, self._size,
-            slots * sum(agreement.block_bytes) / 1e9, setup.ranks, "" if setup.ranks == 1 else "s",
+            "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s)", host,
+            f" and {disk} disk blocks" if disk else "", self._size, (host + disk) * sum(sizes) / 1e9, setup.ranks,
+            "" if setup.ranks == 1 else "s",
         )  # fmt: skip
         return leader
 
@@ -191,6 +201,9 @@ class LeaderHalf:
                 self._lose(self.leader, rank)
         if self._offers:
             self._drop_old_offers()
+        # Not part of any step, and so over the channel: they go on while the engine has no batch.
+        if (spill := self.leader.spill()) is not None:
+            self._send(StepPlan(spills=[spill]))
 
     def _apply(self, leader: Leader, reports: list[Report]) -> None:
         for report in reports:
@@ -239,11 +252,12 @@ class LeaderHalf:
             outcome = SKIPPED if limit > start else ON_DEVICE if start else TOO_SHORT
             log.admitted(passed_over(name, len(tokens), computed, self._size, outcome))
             return 0, False
-        found = self.leader.manager.lookup(state.chain.extend(tokens), start, limit)
+        # The engine asks once, so there is no waiting for what is just being written.
+        found = self.leader.manager.lookup(state.chain.extend(tokens), start, limit, patient=False)
         if not found.blocks:
             log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
             return 0, False
-        worth = self._worth_loading(found, computed, len(tokens) - computed)
+        worth, state.within = self._worth_loading(found, computed, len(tokens) - computed)
         if not worth.blocks:
             log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
             return 0, False
@@ -253,8 +267,8 @@ class LeaderHalf:
         self._offers[number] = state
         return found.blocks * self._size, True
 
-    def _worth_loading(self, found: Match, computed: int, left: int) -> Match:
-        """As much of a match as is expected to come back sooner than it is computed."""
+    def _worth_loading(self, found: Match, computed: int, left: int) -> tuple[Match, float]:
+        """(as much of a match as is expected to come back sooner than it is computed, seconds a disk may take)."""
         others = self._steps.under_way > 0
         decision = self._cost.decide(found, self._block_bytes, self._size, computed, left, others)
         if decision.blocks < found.blocks:
@@ -262,7 +276,9 @@ class LeaderHalf:
             reason = RECOMPUTE if decision.blocks else decision.reason
             refused = self.counts.refused_load_blocks
             refused[reason] = refused.get(reason, 0) + found.blocks - decision.blocks
-        return found.cut(decision.blocks)
+        # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
+        seconds = max(decision.recompute_seconds, self._config.disk_load_timeout_secs)
+        return found.cut(decision.blocks), seconds if self._config.load == "auto" else 0.0
 
     def _withdraw(self, number: int) -> Match | None:
         """Let what was offered to a request be evicted again."""
@@ -302,7 +318,8 @@ class LeaderHalf:
         if not match.blocks:
             raise RuntimeError("the engine has made no room for what was offered")
         end = match.start + match.blocks
-        plan = self.leader.onboard(match, str(number), list(blocks[match.start : end]), in_step=False)
+        targets = list(blocks[match.start : end])
+        plan = self.leader.onboard(match, str(number), targets, in_step=False, within=state.within)
         state.load, state.stored = plan, end
         self._loads[plan.id] = set()
         self._send(StepPlan(loads=[plan]))
@@ -402,6 +419,8 @@ class LeaderHalf:
             if state is not None:
                 # All of it, the prompt's tokens too, whatever was known before.
                 state.tokens, state.blocks, state.limit = list(step.tokens), [], None
+                if state.found is None:
+                    state.found = step.computed // self._size
                 self._extend_table(state, step)
         for step in old:
             fresh += step.blocks
@@ -469,7 +488,9 @@ class LeaderHalf:
             return False
         if state.chain is not None and state.stored and self.leader is not None:
             # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
-            self.leader.manager.touch(state.chain.keys[: state.stored])
+            self.leader.touch(state.chain.keys[: state.stored])
+            if state.found:
+                self.leader.used(state.chain.keys[: state.found])
         keys = state.chain.keys if state.chain is not None else []
         self.observer.log.finished(str(number), len(state.tokens) - state.prompt, keys)
         return state.load is not None or (self._setup.partial_reuse and number in self._owners.values())
@@ -478,6 +499,8 @@ class LeaderHalf:
         _local.pop(self._config.leader_pub_url, None)
         self.observer.close()
         self._channel.close()
+        if self._disk is not None:
+            self._disk.index.close()
 
 
 def _agreed(order: Recompute) -> Recompute:

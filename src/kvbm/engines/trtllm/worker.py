@@ -19,7 +19,7 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.leader import find_local
 from kvbm.engines.trtllm.step import StepMeta, decode
-from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult
+from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult, Tier
 from kvbm.runtime.channel import TIMING, ZmqWorker
 from kvbm.runtime.rank import Rank
 
@@ -37,7 +37,7 @@ class WorkerHalf:
     def __init__(self, config: Config, setup: compat.Setup, faults: Faults) -> None:
         self._config = config
         self._faults = faults
-        self._rank = Rank(config, setup.rank, setup.ranks)
+        self._rank = Rank(config, setup.rank, setup.ranks, cache=setup.cache)
         self._channel: ZmqWorker | None = None
         self._cuda = False
         self._forward_ended: Any = None  # an event on the stream that the engine computes on
@@ -94,8 +94,8 @@ class WorkerHalf:
         if self._cuda:
             self._forward_ended = torch.cuda.Event()
         channel.confirm()
-        slots = next(iter(agreement.slots.values()))
-        if self._rank.rank == 0 and slots < num_blocks:
+        slots = agreement.slots[Tier.HOST]
+        if self._rank.rank == 0 and self._config.has_host_tier and slots < num_blocks:
             gigabytes = num_blocks * sum(agreement.block_bytes) / 1e9
             logger.warning(
                 "The host tier (%d blocks) is smaller than the engine's own cache (%d blocks): everything is offloaded "
@@ -253,6 +253,8 @@ class WorkerHalf:
         for plan in self._channel.receive(timeout):
             self._received += 1
             self._late += plan.loads
+            if plan.spills and self._rank.worker is not None:
+                self._rank.worker.start_stores(StepPlan(spills=plan.spills))
             for order in plan.recompute:
                 if order.agreed:
                     self._orders.pop(order.id, None)

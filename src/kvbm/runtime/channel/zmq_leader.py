@@ -108,6 +108,12 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
         return self._confirmed
 
     @property
+    def hellos(self) -> list[Hello]:
+        """What the workers have said of themselves, by rank; of all of them once they have agreed."""
+        with self._lock:
+            return [self._by_rank[rank].hello for rank in sorted(self._by_rank)]
+
+    @property
     def error(self) -> ChannelError | None:
         """Why the handshake has failed, for callers that do not :meth:`wait`."""
         return self._error
