@@ -37,6 +37,7 @@ from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
+from kvbm.transfer.turns import short_turns
 
 _BUFFER_BYTES = (
     384 << 20
@@ -91,7 +92,7 @@ class BulkLoads:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
         segments, row = self._all if whole else self._front
         fetch = Fetch(slots, segments, row, self._size // row)
-        with annotate("copier.fetch"):
+        with annotate("copier.fetch"), short_turns():
             for _ in self._buffers:
                 self._fetch(fetch)
         return fetch
@@ -101,6 +102,10 @@ class BulkLoads:
 
         Counts layers, unless all of them come at once.
         """
+        with short_turns():
+            self._place(fetch, blocks)
+
+    def _place(self, fetch: Fetch, blocks: Sequence[int]) -> None:
         kernel, stream, first = self._kernel, self._stream, self._turn - fetch.begun
         signal = fetch.segments < self._all[0]
         targets = np.asarray(blocks, np.int64)[fetch.order]

@@ -1,0 +1,77 @@
+"""Turns of the interpreter: short while something urgent is submitted, as usual afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+
+import pytest
+
+from kvbm.transfer.turns import short_turns
+
+
+def test_turns_are_as_usual_afterwards_even_after_an_error() -> None:
+    usual = sys.getswitchinterval()
+    with contextlib.suppress(ValueError), short_turns(), short_turns():
+        assert sys.getswitchinterval() < usual
+        raise ValueError("broken")
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_two_threads_may_be_inside() -> None:
+    usual = sys.getswitchinterval()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with short_turns():
+            inside.set()
+            leave.wait(30)
+
+    with short_turns():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(30)
+    assert sys.getswitchinterval() < usual  # the other one is still inside
+    leave.set()
+    thread.join()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_turns_that_are_shorter_anyway_stay_as_they_are() -> None:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(1e-5)
+        assert sys.getswitchinterval() == pytest.approx(1e-5)
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_calls_that_let_go_of_the_interpreter_wait_less_for_it_beside_a_busy_thread() -> None:
+    sleep = ctypes.CDLL(None).usleep
+    over = False
+
+    def busy() -> None:
+        while not over:
+            sum(range(100))
+
+    def calls() -> float:
+        began = time.perf_counter()
+        for _ in range(20):
+            sleep(1)
+        return time.perf_counter() - began
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        usual = min(calls() for _ in range(3))
+        with short_turns():
+            short = min(calls() for _ in range(3))
+    finally:
+        over = True
+        thread.join()
+    assert short < usual / 3
