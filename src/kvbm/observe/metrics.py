@@ -136,24 +136,29 @@ _CUSTOMARY = (
 METRICS: tuple[Metric, ...] = tuple(metric._replace(customary=False) for metric in _UPSTREAM) + _CUSTOMARY
 
 
-def render(snapshot: Snapshot, metrics: Iterable[Metric] = METRICS) -> bytes:
+def render(snapshot: Snapshot) -> bytes:
     """All metrics as Prometheus text."""
     lines: list[str] = []
-    for metric in metrics:
-        lines.append(_header(metric))
+    for metric in METRICS:
+        lines.append(_headers[metric.name])
         for values, value in metric.read(snapshot):
-            labels = ",".join(f'{n}="{_escape(v)}"' for n, v in zip(metric.labels, values, strict=True))
-            lines.append(f"{metric.name}{{{labels}}} {value}\n" if labels else f"{metric.name} {value}\n")
+            start = _starts.get((metric.name, values))
+            if start is None:
+                start = _starts[metric.name, values] = _start(metric, values)
+            lines.append(f"{start}{value}\n")
     return "".join(lines).encode()
 
 
-_headers: dict[str, str] = {}
+_headers = {
+    metric.name: f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n" for metric in METRICS
+}
+# What stands before the figure in a line. There are as many as there are series, and they never change.
+_starts: dict[tuple[str, Labels], str] = {}
 
 
-def _header(metric: Metric) -> str:
-    if metric.name not in _headers:
-        _headers[metric.name] = f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n"
-    return _headers[metric.name]
+def _start(metric: Metric, values: Labels) -> str:
+    labels = ",".join(f'{name}="{_escape(value)}"' for name, value in zip(metric.labels, values, strict=True))
+    return f"{metric.name}{{{labels}}} " if labels else f"{metric.name} "
 
 
 def _escape(value: str) -> str:
