@@ -78,11 +78,13 @@ class Watched(Server):
 
 
 @pytest.fixture(scope="session")
-def watched(start, model: str) -> Watched:
-    """vLLM with two ranks, a cache of 40 blocks of its own, and 512 in host memory."""
+def watched(start, model: str, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """vLLM with two ranks, a cache of 40 blocks of its own, 512 in host memory and 1,024 on disk."""
     port = free_port()
     environment = {
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "512",
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "1024",
+        "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path_factory.mktemp("disk")),
         "DYN_KVBM_METRICS": "1",
         "DYN_KVBM_METRICS_PORT": str(port),
         "DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS": "1",

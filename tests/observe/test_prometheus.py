@@ -90,6 +90,7 @@ def story(prometheus, watched) -> dict[str, float]:
     watched.post("/reset_prefix_cache")
     assert watched.stream(FIRST, 1) == first
     prometheus.wait_for(f"kvbm_onboard_blocks_h2d{KVBM}", 12)
+    prometheus.wait_for(f"kvbm_offload_blocks_h2d{KVBM}", 12)  # used twice, so the filter lets them pass to disk
     watched.stream(SECOND, 1)
     prometheus.wait_for(f"kvbm_offload_blocks_d2h{KVBM}", 18)
     watched.stream([7] * 20, 1)  # too short to be looked up
@@ -104,12 +105,16 @@ def story(prometheus, watched) -> dict[str, float]:
         'kvbm_transfer_blocks_total{source="host",target="device"}': 12,
         'kvbm_transfer_bytes_total{source="device",target="host"}': 18 * BLOCK_BYTES,
         'kvbm_transfer_bytes_total{source="host",target="device"}': 12 * BLOCK_BYTES,
+        'kvbm_transfer_bytes_total{source="host",target="disk"}': 12 * BLOCK_BYTES,
         'kvbm_transfer_failed_blocks_total{source="host",target="device"}': 0,
         'kvbm_transfer_queued_blocks{source="device",target="host"}': 0,
         'kvbm_slots{tier="host",state="idle"}': 18,
         'kvbm_slots{tier="host",state="free"}': 512 - 18,
         'kvbm_slots{tier="host",state="pinned"}': 0,
         'kvbm_capacity_bytes{tier="host"}': 512 * BLOCK_BYTES,
+        'kvbm_slots{tier="disk",state="idle"}': 12,
+        'kvbm_slots{tier="disk",state="free"}': 1024 - 12,
+        'kvbm_capacity_bytes{tier="disk"}': 1024 * BLOCK_BYTES,
         'kvbm_evictions_total{tier="host"}': 0,
         "kvbm_lookups_total": 3,
         "kvbm_lookup_blocks_total": 30,
@@ -121,9 +126,10 @@ def story(prometheus, watched) -> dict[str, float]:
         'kvbm_missed_lookups_total{why="new"}': 2,
         'kvbm_missed_lookups_total{why="evicted"}': 0,
         'kvbm_refused_blocks_total{reason="queue full"}': 0,
+        'kvbm_refused_blocks_total{reason="disk filter"}': 18,
+        "kvbm_offload_blocks_h2d": 12,
         **dict.fromkeys(
             (
-                "kvbm_offload_blocks_h2d",
                 "kvbm_offload_blocks_d2d",
                 "kvbm_offload_blocks_d2o",
                 "kvbm_onboard_blocks_d2d",

@@ -13,7 +13,7 @@ from typing import Any
 from kvbm.config import Config, ConfigError, require_tier
 from kvbm.doctor.base import Examination, bad, good, note
 from kvbm.doctor.gpu import gpus
-from kvbm.engines.supported import TESTED
+from kvbm.engines.supported import RELEASES
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import size
 
@@ -60,25 +60,25 @@ class Engine:
 
     def run(self, case: Examination) -> Iterator[Finding]:
         found = False
-        for package, tested in TESTED.items():
+        for package, releases in RELEASES.items():
             try:
                 version = metadata.version(package)
             except metadata.PackageNotFoundError:
                 continue
             found = True
             release = re.match(r"\d+\.\d+", version)
-            if release and release[0] in tested:
-                yield good("engine", f"{package} {version} is installed, a release KVBM is tested with.")
+            if release and release[0] in releases:
+                yield good("engine", f"{package} {version} is installed, a release KVBM is made for.")
             else:
                 yield note(
                     "engine-untested",
-                    f"{package} {version} is installed; KVBM is tested with {tested[0]} to {tested[-1]}.",
-                    "It will run and may miss what is new. Prefer a release that was tested.",
+                    f"{package} {version} is installed; KVBM is made for {releases[0]} to {releases[-1]}.",
+                    "It will run and may miss what is new. Prefer one of those.",
                 )
         if not found and case.snapshot is None:
             yield bad(
                 "no-engine",
-                f"None of {', '.join(TESTED)} is installed in {sys.prefix}.",
+                f"None of {', '.join(RELEASES)} is installed in {sys.prefix}.",
                 "Install kvbm into the engine's own environment, and run `kvbm doctor` with its Python.",
             )
 

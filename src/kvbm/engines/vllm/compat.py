@@ -19,7 +19,7 @@ from kvbm.engines import supported
 
 logger = logging.getLogger(__name__)
 
-TESTED = supported.TESTED["vllm"]
+TESTED = supported.RELEASES["vllm"]
 
 # Every method and property of the base class that we have read and either implement or leave alone on purpose. A test
 # compares it with the installed release: a name that is not here is a change of the contract that somebody must read.
