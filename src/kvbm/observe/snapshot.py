@@ -30,7 +30,6 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int  # of one block on all ranks together
     engine_blocks: int  # of the engine's own cache
     settings: dict[str, str] = {}  # those that were set, by variable, as text; no secrets
-    advice: list[str] = []  # what was warned about at the start
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):

@@ -160,7 +160,6 @@ class LeaderHalf:
             block_bytes=sum(self._channel.wait(0).block_bytes),
             engine_blocks=self.engine_blocks,
             settings=settings_given(self._config),
-            advice=list(self._config.warnings),
         )
         self.observer.start(identity, lambda: self.leader, self._cost, who=f"engine at {self._config.leader_pub_url}")
 

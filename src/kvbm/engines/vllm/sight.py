@@ -55,5 +55,4 @@ def identity(vllm_config: Any, config: Config, ranks: int, block_bytes: int, eng
         block_bytes=block_bytes,
         engine_blocks=engine_blocks,
         settings=settings_given(config),
-        advice=list(config.warnings),
     )
