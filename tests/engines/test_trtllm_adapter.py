@@ -323,8 +323,9 @@ def test_what_happens_can_be_seen(engine):
     outcomes = {name: count for name, count in state.outcomes.items() if count}
     assert outcomes == {"loaded": 1, "not found": 1, "too short": 1}
     assert [request.loaded_tokens for request in state.requests] == [0, 32, 0]
-    # Nobody has measured how fast this engine computes, so nothing is claimed.
-    assert state.saved.saved_seconds == state.saved.lost_seconds == 0.0
+    assert state.saved.loads == 1
+    assert not state.saved.measured  # how fast this engine computes
+    assert state.requests[1].why == "outside of the step, as always here"
 
 
 def test_a_prefix_that_ends_within_a_block_gets_nothing(engine):

@@ -22,7 +22,7 @@ from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.step import StepMeta
 from kvbm.observe.observer import Observer, settings_given
-from kvbm.observe.requests import ON_DEVICE, SKIPPED, TOO_SHORT, looked_up, passed_over
+from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
 from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.channel import Timing, ZmqLeader
@@ -40,6 +40,8 @@ OFFER_SECONDS = 30.0
 # dies takes the engine with it. Giving a rank up early gains nothing here.
 TIMING = Timing(silence=300.0)
 
+OUTSIDE = "outside of the step, as always here"
+
 # Leaders of this process by address, for the worker of rank 0.
 _local: dict[str, LeaderHalf] = {}
 
@@ -52,7 +54,7 @@ class _Request:
     """What we know of a request that the engine is working on."""
 
     __slots__ = (
-        "blocks", "chain", "found", "keep", "limit", "load", "match", "offered_at", "prompt", "start", "stored",
+        "blocks", "chain", "found", "keep", "limit", "load", "match", "offered_at", "prompt", "seen", "start", "stored",
         "tokens", "within",
     )  # fmt: skip
 
@@ -70,6 +72,7 @@ class _Request:
         self.load: LoadPlan | None = None  # what is filling its blocks
         self.within = 0.0  # seconds that a load from disk may take
         self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
+        self.seen: Admission | None = None  # what was looked up for it
 
 
 class _SetBack:
@@ -253,14 +256,13 @@ class LeaderHalf:
             return 0, False
         # The engine asks once, so there is no waiting for what is just being written.
         found = self.leader.manager.lookup(state.chain.extend(tokens), start, limit, patient=False)
+        state.seen = looked_up(name, len(tokens), computed, limit, found, 0, self._size)
+        if found.blocks:
+            found, state.within = self._worth_loading(found, computed, len(tokens) - computed)
+            state.seen = state.seen._replace(why=OUTSIDE if found.blocks else RECOMPUTE)
         if not found.blocks:
-            log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
+            log.admitted(state.seen)
             return 0, False
-        worth, state.within = self._worth_loading(found, computed, len(tokens) - computed)
-        if not worth.blocks:
-            log.admitted(looked_up(name, len(tokens), computed, limit, found, 0, self._size))
-            return 0, False
-        found = worth
         self.leader.manager.hold(found)
         state.match, state.start, state.offered_at = found, start, time.monotonic()
         self._offers[number] = state
@@ -322,9 +324,10 @@ class LeaderHalf:
         state.load, state.stored = plan, end
         self._loads[plan.id] = set()
         self._send(StepPlan(loads=[plan]))
-        limit = (state.prompt - 1) // self._size
-        seen = looked_up(str(number), state.prompt, match.start * self._size, limit, match, match.blocks, self._size)
-        self.observer.log.admitted(seen._replace(why="outside of the step, as always here"), plan.id)
+        if state.seen is not None:
+            spared = self._cost.prefill_seconds(match.start * self._size, match.blocks * self._size)
+            seen = state.seen._replace(loaded=match.blocks, outcome=LOADED, compute_seconds=spared)
+            self.observer.log.admitted(seen, plan.id)
         counts = self.leader.counts
         counts.matched_tokens += match.blocks * self._size
         for copy in plan.copies:
