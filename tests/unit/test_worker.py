@@ -109,6 +109,18 @@ def test_a_load_outside_the_step_is_reported_when_it_is_over(worker, copier):
     assert not worker.poll().report
 
 
+def test_a_load_outside_the_step_begins_when_the_step_has_been_submitted(worker, copier):
+    plan = StepPlan([load(id=1), load(id=2, in_step=True)], [store()])
+    worker.begin(plan)
+    worker.start_loads(plan)
+    worker.start_stores(plan)
+    assert [call[0] for call in copier.calls].count("load") == 1  # what the step itself waits for
+    worker.poll()
+    assert [call[0] for call in copier.calls].count("load") == 2
+    worker.poll()
+    assert [call[0] for call in copier.calls].count("load") == 2
+
+
 def test_blocks_that_did_not_arrive_are_named_to_engine_and_leader(worker, copier):
     copier.ticket = FakeTicket(bad=[1], reason="disk on fire")
     outcome = step(worker, load())

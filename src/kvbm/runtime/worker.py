@@ -11,6 +11,8 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvbm.observe.nvtx import annotate
@@ -151,6 +153,7 @@ class Worker:
         self._spoiled_stores: set[int] = set()  # the engine may have written over their source
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
+        self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
         self._plan = StepPlan()  # of the current step
 
     @property
@@ -192,28 +195,40 @@ class Worker:
         self._early.add(load.id)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start all loads of a step. Whatever cannot be started has failed, and will be reported so."""
-        try:
+        """Start the loads that a step waits for. Whatever cannot be started has failed, and will be reported so."""
+        with self._spoiling(plan.loads):
             self._start_loads(plan)
-        except Exception as error:
-            self._fault("load", error)
-            for load in plan.loads:
-                self._loads.setdefault(load.id, _Load(load)).spoil()
 
     def _start_loads(self, plan: StepPlan) -> None:
-        """Those the step needs go first, and as one: layer 1 of every request comes before layer 2 of any."""
+        """As one: layer 1 of every request comes before layer 2 of any."""
         groups: dict[When, list[LoadPlan]] = {}
         for load in plan.loads:
             if load.id in self._early:
                 self._early.remove(load.id)
-                continue
-            when = When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
-            groups.setdefault(when, []).append(load)
+            elif load.in_step:
+                groups.setdefault(When.BY_LAYER if load.layered else When.NOW, []).append(load)
+            else:
+                self._put_off.append(load)
         for when in (When.NOW, When.BY_LAYER):
             if when in groups:
                 self._start(groups[when], when)
-        for load in groups.get(When.LATER, ()):
-            self._start([load], When.LATER)
+
+    def _start_put_off(self) -> None:
+        """Start the loads that no step waits for: milliseconds of work, which the requests that decode would notice
+        before their step's forward pass has been submitted, but not after."""
+        loads, self._put_off = self._put_off, []
+        with self._spoiling(loads):
+            for load in loads:
+                self._start([load], When.LATER)
+
+    @contextmanager
+    def _spoiling(self, loads: list[LoadPlan]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._fault("load", error)
+            for load in loads:
+                self._loads.setdefault(load.id, _Load(load)).spoil()
 
     def wait_layer(self, layer: str) -> None:
         if not self._by_layer:
@@ -255,7 +270,8 @@ class Worker:
         return self._disk.write(spill.targets, spill.slots, spill.tags)
 
     def poll(self) -> Outcome:
-        """Everything that has ended. Never waits, but for in-step loads that have failed."""
+        """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
+        self._start_put_off()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
         self._advance()
         loads = self._collect_late()
