@@ -4,6 +4,7 @@
 SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
+DYNAMO_VENV ?= .venvs/dynamo
 VLLM_VERSION ?= 0.31.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The vLLM releases of `make test-matrix`.
@@ -23,8 +24,8 @@ python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-disk bench-observe dashboard docs clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
+  bench-core bench-events bench-disk bench-observe dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,18 +48,22 @@ lint: env ## check style and types
 	$(VENV)/bin/mypy
 
 unit: env ## run the tests that need no engine: seconds
-	$(python) -m pytest -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe" $(PYTEST)
+	$(python) -m pytest -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
 	$(python) -m pytest -m "engine and not long and not matrix and not gpu" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(python) -m pytest -m "not sglang and not long and not matrix and not gpu and not observe" $(PYTEST)
+	$(python) -m pytest -m "not sglang and not long and not matrix and not gpu and not observe and not dynamo" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
 	$(python) scripts/observe_tools.py > /dev/null
 	$(python) -m pytest -m observe tests/observe $(PYTEST)
+
+test-dynamo: models ## run the tests with a real Dynamo, etcd and NATS, on the CPU: ten minutes
+	@$(PYTHON) scripts/setup_dynamo.py --venv $(DYNAMO_VENV) --base $(VENV)
+	PYTHONPATH=src $(DYNAMO_VENV)/bin/python -m pytest -m dynamo tests/dynamo $(PYTEST)
 
 test-matrix: models ## run the matrix tests with every supported vLLM release
 	@summary=; status=0; \
@@ -105,6 +110,9 @@ bench-observe: env ## measure what being looked at costs: scraping and recording
 
 dashboard: env ## write the Grafana dashboard from its list of panels
 	@$(python) scripts/dashboard.py
+
+bench-events: env ## measure what block events cost the engine
+	$(python) benchmarks/events.py --check
 
 docs: env ## write docs/configuration.md from the table of settings
 	$(VENV)/bin/kvbm config --docs > docs/configuration.md.new

@@ -75,13 +75,23 @@ device() {
   echo "${devices[$1]}"
 }
 
-# Waits until one of them ends, which none does unless something is wrong or somebody has asked for it.
+# Waits until the process that was started first has ended, which is the frontend if there is one, or all others have.
 wait_for_all() {
   [ "$KVBM_DRY_RUN" = 1 ] && return
-  local status=0
-  wait -n || status=$?
-  echo "one of the processes has ended with status $status: ending the others" >&2
-  exit "$status"
+  local status pid left
+  while true; do
+    status=0
+    wait -n || status=$?
+    left=0
+    for pid in "${started[@]:1}"; do
+      if kill -0 "$pid" 2>/dev/null; then left=$((left + 1)); fi
+    done
+    if ! kill -0 "${started[0]}" 2>/dev/null || [ "$left" = 0 ]; then
+      echo "a process has ended with status $status: ending the others" >&2
+      exit "$status"
+    fi
+    echo "a worker has ended with status $status; $left left" >&2
+  done
 }
 
 trap clean_up EXIT

@@ -432,8 +432,23 @@ SETTINGS: tuple[Setting, ...] = (
             "or every event with its tier (passthrough).", used=True),
     Setting("trtllm_zmq_port", "DYN_KVBM_TRTLLM_ZMQ_PORT", _port(20081), None, EVENTS,
             "Port on which TensorRT-LLM publishes its block events."),
+    Setting("control", "KVBM_CONTROL", _SWITCH, True, EVENTS,
+            "Take orders from `kvbm control` (look at the tiers, empty them), of the same user on the same machine.",
+            used=True),
     Setting("runtime_enabled", "DYN_RUNTIME_ENABLED_KVBM", _SWITCH, False, EVENTS,
-            "Join a Dynamo runtime; without it neither etcd nor NATS is needed."),
+            "Register leader and workers where Dynamo's parts find each other, and take orders through Dynamo; without "
+            "it neither etcd nor NATS is needed.", used=True),
+    # Dynamo's own variables, which it checks itself: whatever is in them, no engine ends for it.
+    Setting("discovery_backend", "DYN_DISCOVERY_BACKEND", _TEXT, "etcd", EVENTS,
+            "Where that is, as Dynamo reads it: etcd, or file for files on this machine. With anything else KVBM is "
+            "not registered.", used=True),
+    Setting("etcd_endpoints", "ETCD_ENDPOINTS", _TEXT, "http://localhost:2379", EVENTS,
+            "Addresses of etcd, separated by commas, as Dynamo reads them.", used=True),
+    Setting("discovery_dir", "DYN_FILE_KV", _TEXT, "", EVENTS,
+            "Directory of the files, as Dynamo reads it; by default dynamo_store_kv among the temporary files.",
+            used=True),
+    Setting("dynamo_namespace", "DYN_NAMESPACE", _TEXT, "dynamo", EVENTS,
+            "Namespace of the deployment, as Dynamo reads it.", used=True),
     Setting("dyn_connector", "DYN_CONNECTOR", _TEXT, "", EVENTS,
             "Connector that Dynamo's own launcher is asked for."),
 
@@ -517,7 +532,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_enable_consolidator: Literal["auto", "on", "off"]
     kv_events_consolidator_mode: Literal["dedup", "passthrough"]
     trtllm_zmq_port: int | None
+    control: bool
     runtime_enabled: bool
+    discovery_backend: str
+    etcd_endpoints: str
+    discovery_dir: str
+    dynamo_namespace: str
     dyn_connector: str
 
     nixl_backends: dict[str, bool]

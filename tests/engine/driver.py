@@ -361,6 +361,12 @@ class Scenario:
 
         return _external(list(self.half.leader.manager.pools[Tier.HOST].findable))
 
+    def order(self, order: dict) -> dict:
+        """Give the leader an order from outside, as `kvbm control` does."""
+        from kvbm.runtime.control import ask
+
+        return ask(self.half._presence.control.address, order)
+
     def fed(self) -> bool:
         return self.half._feed is not None
 

@@ -93,6 +93,44 @@ def follow(algorithm, run_scenario, tmp_path):
 
 
 @pytest.mark.engine
+def test_orders_reach_a_running_engine_and_its_subscribers(run_scenario, baseline, tmp_path):
+    """Told again, a strict subscriber that has missed nothing still agrees; emptied, the engine computes again."""
+    steps = [
+        generate(PROMPT, name="cold"),
+        do("drain"),
+        do("order", "status", order={"do": "status"}),
+        do("order", "announced", order={"do": "announce"}),
+        do("drain"),
+        do("events", "told again"),
+        do("order", "emptied", order={"do": "reset", "tier": "host"}),
+        do("drain"),
+        do("events", "told of the end"),
+        do("reset"),
+        generate(PROMPT, name="computed again"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, {"cpu_cache_override_num_blocks": 24}, published(tmp_path))
+    blocks = 400 // BLOCK
+    assert story["status"]["pools"]["host"] == {
+        "active_blocks": 0,
+        "inactive_blocks": blocks,
+        "empty_blocks": 24 - blocks,
+    }
+    assert story["status"]["pools"]["device"]["empty_blocks"] > 0
+    assert story["announced"] == {"announced": True}
+    again = replay(story["told again"])
+    assert len(again["CPU"]) == blocks
+    stored = [event for batch in story["told again"] for event in batch if event["type"] == "BlockStored"]
+    assert sum(len(event["block_hashes"]) for event in stored if event["medium"] == "CPU") == 2 * blocks
+    assert story["emptied"] == {"reset_blocks": blocks}
+    assert replay(story["told of the end"])["CPU"] == {}
+    assert story.tokens("cold") == story.tokens("computed again") == baseline([PROMPT])
+    assert story["end"]["onboarded"] == 0
+    assert story["end"]["faults"] == {}
+
+
+@pytest.mark.engine
 def test_no_events_no_account_of_them(run_scenario):
     """Where vLLM publishes nothing, nothing is kept for subscribers, and take_events still times the steps."""
     story = run_scenario(

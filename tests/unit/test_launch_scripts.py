@@ -142,7 +142,7 @@ def stand_in(tmp_path):
     script = tmp_path / "python"
     script.write_text(
         f'#!/usr/bin/env bash\necho "$$ $2" >> {tmp_path}/started\nsleep 300 &\necho "$! child" >> {tmp_path}/started\n'
-        f'if [ "$2" = dynamo.vllm ] && [ -n "${{END_WITH:-}}" ]; then exit "$END_WITH"; fi\nwait\n'
+        f'if [ "$2" = "${{END:-}}" ]; then sleep 1; kill "$!"; exit 3; fi\nwait\n'
     )
     script.chmod(0o755)
     return script
@@ -165,19 +165,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", ["INT", "TERM", "worker"])
+@pytest.mark.parametrize("how", ["INT", "TERM", "dynamo.frontend", "dynamo.vllm"])
 def test_nothing_is_left_behind(how, stand_in, tmp_path):
-    """Interrupted, ended, or one of the workers gone: every process and the folder of sockets are gone too."""
+    """Interrupted, ended, or without its frontend or all workers: every process and the folder of sockets are gone."""
     (tmp_path / "tmp").mkdir()
     env = {"PYTHON": str(stand_in), "TMPDIR": str(tmp_path / "tmp"), "KVBM_DEVICE": "cpu"}
-    if how == "worker":
-        env["END_WITH"] = "3"
+    env["END"] = how
     script = EXAMPLES / "vllm/launch/disagg_kvbm.sh"
     process = subprocess.Popen(
         [script], env={**os.environ, **env}, start_new_session=True, stderr=subprocess.PIPE, text=True
     )
     try:
-        if how != "worker":
+        if how in ("INT", "TERM"):
             started(tmp_path, 6)
             os.kill(process.pid, getattr(signal, f"SIG{how}"))
         _, said = process.communicate(timeout=60)
@@ -185,8 +184,8 @@ def test_nothing_is_left_behind(how, stand_in, tmp_path):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == {"INT": 130, "TERM": 143, "worker": 3}[how]
+    assert process.returncode == {"INT": 130, "TERM": 143}.get(how, 3)
     assert not [pid for pid in pids if is_running(pid)]
     assert list((tmp_path / "tmp").iterdir()) == []
-    if how == "worker":
-        assert "has ended with status 3" in said
+    if how == "dynamo.vllm":
+        assert "a worker has ended with status 3; 1 left" in said

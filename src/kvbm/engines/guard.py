@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ class Faults:
     """Counts what went wrong and says each thing once."""
 
     def __init__(self) -> None:
+        # Held while the engine is in one of our calls: who carries out an order from outside waits for it.
+        self.turn = threading.RLock()
         self.counts: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
 
@@ -63,10 +66,11 @@ def guarded(neutral: Any) -> Callable[[F], F]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self._half is not None:
-                try:
-                    return ranged(self, *args, **kwargs)
-                except Exception as error:
-                    self._faults.record(method.__name__, error)
+                with self._faults.turn:
+                    try:
+                        return ranged(self, *args, **kwargs)
+                    except Exception as error:
+                        self._faults.record(method.__name__, error)
             return neutral() if callable(neutral) else neutral
 
         return call  # type: ignore[return-value]

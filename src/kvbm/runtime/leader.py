@@ -324,6 +324,14 @@ class Leader:
             self.spills.reset()
         self.manager.clear()
 
+    def forget(self, tier: Tier, keys: Iterable[Key] | None = None) -> int:
+        """Drop these blocks of one tier, or all of them, and return how many there were.
+
+        Unlike a reset it says nothing of the weights: other tiers keep theirs, and what is under way comes in as usual.
+        """
+        pool = self.manager.pools[tier]
+        return sum(map(pool.drop, list(pool.findable) if keys is None else keys))
+
     def used(self, keys: Sequence[Key]) -> None:
         """A request has found these blocks, on whatever tier or on the device, and did not have to compute them."""
         if self.spills is not None:

@@ -163,6 +163,11 @@ def forget_on_device(block_pool: Any, blocks: set[int]) -> None:
         block_pool.evict_blocks(blocks)
 
 
+def engine_blocks(block_pool: Any) -> tuple[int, int]:
+    """(all, free) blocks of vLLM's own cache; free ones may still hold what its prefix cache knows."""
+    return (block_pool.num_gpu_blocks, block_pool.get_num_free_blocks()) if block_pool is not None else (0, 0)
+
+
 def event_group(kv_cache_group: Any) -> dict[str, Any]:
     """What vLLM's events say of the group that blocks belong to."""
     kind = kv_cache_interface.get_kv_cache_spec_kind(kv_cache_group.kv_cache_spec)

@@ -154,7 +154,8 @@ class DynamoConnector(KVConnectorBase_V1):
         if self._half is None:
             return True
         try:
-            return self._scheduler.reset()
+            with self._faults.turn:
+                return self._scheduler.reset()
         except Exception as error:
             self._faults.record("reset_cache", error)
             return False

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+import kvbm
 from kvbm.config import Config
 from kvbm.core.cost import RECOMPUTE, CostModel, Decision
 from kvbm.core.keys import Key, Namespace
@@ -21,7 +22,9 @@ from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
+from kvbm.runtime.control import Controller
 from kvbm.runtime.leader import Counts, Leader
+from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import DiskTier, make_manager
 
@@ -108,6 +111,7 @@ class SchedulerHalf:
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
         self._consolidator: launch.ConsolidatorProcess | None = None  # for who wants it
+        self._presence: Presence | None = None
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -156,6 +160,24 @@ class SchedulerHalf:
             who=f"engine {self._vllm_config.kv_transfer_config.engine_id}",
             replica=parallel_rank,
         )
+        self._presence = self._appear(parallel_rank)
+
+    def _appear(self, replica: int) -> Presence:
+        """Be reachable from outside from now on."""
+        engine, model = self._vllm_config.kv_transfer_config.engine_id, self._vllm_config.model_config
+        name = str(getattr(model, "served_model_name", None) or model.model)
+        about = {"engine": engine, "rank": replica, "model": name, "kvbm": kvbm.__version__}
+        controller = Controller(
+            self._faults.turn, lambda: self.leader, about, self._announce, lambda: compat.engine_blocks(self.block_pool)
+        )
+        metrics = self.observer.server.url if self.observer.server is not None else ""
+        return Presence(self._config, controller, f"{engine}-{replica}", name, self._ranks, metrics)
+
+    def _announce(self) -> bool:
+        """Have all blocks told once more; False when nobody listens."""
+        if self._feed is not None:
+            self._feed.tell_again()
+        return self._feed is not None
 
     def _say_ready(self, leader: Leader, block_bytes: int, shared: bool) -> None:
         host, disk = leader.manager.pools[Tier.HOST].size, leader.manager.pools.get(Tier.DISK)
@@ -183,6 +205,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self.observer.close()
+        if self._presence is not None:
+            self._presence.close()
         if self._consolidator is not None:
             self._consolidator.close()
         if self._disk is not None:

@@ -1,0 +1,51 @@
+"""Fixtures of the tests that run Dynamo; `make test-dynamo`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stack import PROJECT, Servers, Stack, no_servers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.dynamo)
+            item.add_marker(pytest.mark.timeout(1500))
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    made = subprocess.run(
+        [sys.executable, str(PROJECT / "scripts" / "models.py"), "tiny"], capture_output=True, text=True, timeout=600
+    )
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    made = Servers(tmp_path_factory.mktemp("servers"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def without_servers(tmp_path: Path) -> dict[str, str]:
+    return no_servers(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def aggregated(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """`agg_kvbm.sh`: one worker that does everything, whose answers are the measure for all others."""
+    folder = tmp_path_factory.mktemp("aggregated")
+    stack = Stack("agg_kvbm.sh", 1, model, folder, no_servers(folder))
+    try:
+        stack.ready(1)
+        yield stack
+    finally:
+        stack.close()

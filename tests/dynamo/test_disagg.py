@@ -1,0 +1,55 @@
+"""Prefill here, decode there: KV goes by NIXL, and a prefill worker reuses what KVBM has kept."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from stack import Stack, prompt, wait_until
+
+BLOCK = 32
+DECODE, PREFILL = 0, 1  # in the order of the script
+
+
+@pytest.mark.parametrize("decode_kvbm", ["0", "1"])
+def test_a_prefill_worker_brings_back_what_it_has_computed_before(
+    decode_kvbm, aggregated, model, tmp_path, without_servers
+):
+    expected = aggregated.chat(prompt(1), 12)[0]
+    env = {**without_servers, "KVBM_DECODE": decode_kvbm}
+    stack = Stack("disagg_kvbm.sh", 2, model, tmp_path, env)
+    try:
+        stack.ready(2)
+        answer, usage = stack.chat(prompt(1), 12)
+        assert answer == expected
+        blocks = (usage["prompt_tokens"] - 1) // BLOCK
+        wait_until(
+            "the prefill worker has kept it", lambda: stack.figures(PREFILL)["kvbm_offload_blocks_d2h"] >= blocks
+        )
+        assert stack.figures(PREFILL)["kvbm_onboard_blocks_h2d"] == 0
+        for filler in range(8):  # push it out of both GPU caches
+            stack.chat(prompt(100 + filler), 1)
+        before = stack.figures(PREFILL)["kvbm_onboard_blocks_h2d"]
+        answer, _ = stack.chat(prompt(1), 12)
+        assert answer == expected
+        assert stack.figures(PREFILL)["kvbm_onboard_blocks_h2d"] - before == blocks
+        if decode_kvbm == "1":
+            assert stack.figures(DECODE)["kvbm_offload_blocks_d2h"] >= blocks
+        log = stack.process.log.read_text(errors="replace")
+        assert not re.findall(r"NIXL transfer failure|handshake_failed|Failing \d+ request", log)
+        assert "Backend UCX was instantiated" in log
+    finally:
+        stack.close()
+
+
+@pytest.mark.parametrize("script", ["disagg_kvbm_2p2d.sh", "disagg_kvbm_router.sh"])
+def test_two_of_each_answer_as_one_does(script, aggregated, model, tmp_path, without_servers):
+    stack = Stack(script, 4, model, tmp_path, without_servers)
+    try:
+        stack.ready(4)
+        for seed in range(1, 5):
+            assert stack.chat(prompt(seed))[0] == aggregated.chat(prompt(seed))[0]
+        kept = [stack.figures(worker)["kvbm_offload_blocks_d2h"] for worker in (2, 3)]
+        assert sum(kept) >= 4 * 9
+    finally:
+        stack.close()

@@ -1,0 +1,69 @@
+"""Registration in a real etcd: with a lease, and through its loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from stack import Servers, wait_until
+
+from kvbm.runtime.discovery import Card, EtcdRegistry, Registration
+
+CARDS = [Card(role="leader", engine="e", host="h", pid=1), Card(role="worker", engine="e", rank=1, host="h", pid=1)]
+
+
+@pytest.fixture
+def etcd(tmp_path):
+    made = Servers(tmp_path)
+    yield made
+    made.close()
+
+
+def entries(etcd: Servers) -> list[str]:
+    return sorted(EtcdRegistry(etcd.etcd).entries("kvbm/dynamo/"))
+
+
+EVERYBODY = ["kvbm/dynamo/leaders/e", "kvbm/dynamo/workers/e/1"]
+
+
+def test_entries_live_as_long_as_they_are_renewed(etcd):
+    kept = Registration(EtcdRegistry(etcd.etcd, lease_seconds=2), CARDS, "dynamo", every=0.5)
+    wait_until("they are there", lambda: entries(etcd) == EVERYBODY)
+    kept._over.set()  # as if its process had died
+    kept._thread.join()
+    wait_until("their lease has run out", lambda: entries(etcd) == [], 20)
+
+
+def test_entries_are_taken_back_at_the_end(etcd):
+    kept = Registration(EtcdRegistry(etcd.etcd), CARDS, "dynamo")
+    wait_until("they are there", lambda: entries(etcd) == EVERYBODY)
+    kept.close()
+    assert entries(etcd) == []
+
+
+def test_entries_come_back_with_etcd(etcd, caplog):
+    """etcd is gone for longer than the lease, and comes back; it is stopped for a while, and goes on."""
+    caplog.set_level("INFO")
+    kept = Registration(EtcdRegistry(etcd.etcd, lease_seconds=2), CARDS, "dynamo", every=0.3)
+    try:
+        wait_until("they are there", lambda: entries(etcd) == EVERYBODY)
+        etcd.processes["etcd"].end()
+        wait_until("it is noticed", lambda: "KVBM is not registered for now" in caplog.text)
+        etcd.start_etcd()
+        wait_until("they are there again", lambda: "KVBM is registered again" in caplog.text)
+        assert entries(etcd) == EVERYBODY
+        pid = etcd.processes["etcd"].popen.pid
+        os.kill(pid, signal.SIGSTOP)
+        wait_until("that is noticed too", lambda: caplog.text.count("KVBM is not registered for now") == 2, 20)
+        os.kill(pid, signal.SIGCONT)
+        wait_until("they are there once more", lambda: entries(etcd) == EVERYBODY, 20)
+    finally:
+        kept.close()
+
+
+def test_the_first_address_that_answers_is_taken(etcd):
+    place = EtcdRegistry(f"http://127.0.0.1:1,{etcd.etcd}")
+    place.enter({"kvbm/dynamo/leaders/e": b"{}"})
+    assert place.entries("kvbm/dynamo/") == {"kvbm/dynamo/leaders/e": b"{}"}
+    place.withdraw()

@@ -1,0 +1,111 @@
+"""Two workers behind Dynamo's router: a prompt goes where its beginning lies, in host memory too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from stack import PROJECT, Stack, prompt, wait_until
+
+from kvbm import config as settings
+from kvbm.runtime import discovery
+
+BLOCK = 32
+HOST_WEIGHT = 0.75  # what the router counts for a block in host memory beside one on the GPU
+FILLERS = 6  # prompts that push everything else out of a GPU cache of 48 blocks
+
+
+@pytest.fixture(params=["etcd and NATS", "neither"])
+def stack(request, model, tmp_path):
+    if request.param == "neither":
+        env = request.getfixturevalue("without_servers")
+    else:
+        env = request.getfixturevalue("servers").env
+    env = {**env, "FRONTEND_ARGS": "--migration-limit 3", "DYN_RUNTIME_ENABLED_KVBM": "1"}
+    made = Stack("agg_kvbm_router.sh", 2, model, tmp_path, env)
+    try:
+        made.ready(2)
+        yield made
+    finally:
+        made.close()
+
+
+def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
+    instances = stack.instances()
+    assert len(instances) == 2
+    places: dict[int, int] = {}  # instance -> worker
+    answers: dict[int, str] = {}
+    for i, instance in enumerate(instances):
+        before = [stack.figures(worker)["kvbm_offload_blocks_d2h"] for worker in (0, 1)]
+        answers[instance], usage = stack.chat(prompt(i), nvext={"backend_instance_id": instance})
+        blocks = usage["prompt_tokens"] // BLOCK
+        grown = wait_until("its blocks are offloaded", lambda before=before: growth(stack, before))
+        (places[instance],) = [worker for worker, more in enumerate(grown) if more >= blocks]
+        for filler in range(FILLERS):
+            stack.chat(prompt(100 + 10 * i + filler), 1, nvext={"backend_instance_id": instance})
+    assert sorted(places.values()) == [0, 1]
+    time.sleep(2)  # events on their way to the router
+
+    for i, instance in enumerate(instances):
+        router, ours = stack.frontend_figures(), [stack.figures(worker) for worker in (0, 1)]
+        answer, usage = stack.chat(prompt(i))
+        assert answer == answers[instance]
+        loaded = (usage["prompt_tokens"] - 1) // BLOCK
+        now = [stack.figures(worker) for worker in (0, 1)]
+        onboarded = [now[w]["kvbm_onboard_blocks_h2d"] - ours[w]["kvbm_onboard_blocks_h2d"] for w in (0, 1)]
+        assert onboarded[places[instance]] == loaded
+        assert onboarded[1 - places[instance]] == 0
+        assert usage["prompt_tokens_details"]["cached_tokens"] == loaded * BLOCK
+        # The router chose it for exactly these blocks, and knew that they lie in host memory.
+        credit = stack.frontend_figures()
+        expected = HOST_WEIGHT * loaded / -(-usage["prompt_tokens"] // BLOCK)
+        name = "dynamo_component_router_kv_hit_rate_sum"
+        assert credit[name] - router[name] == pytest.approx(expected, rel=0.1)
+
+    figures = stack.frontend_figures()
+    assert figures["events stored ok"] > 0
+    assert figures["events removed ok"] > 0
+    assert [name for name, count in figures.items() if name.endswith("refused") and count] == []
+
+    check_orders(stack.env)
+
+    lost, other = instances
+    stack.kill_worker(places[lost])
+    answer, _ = stack.chat(prompt(0))
+    assert answer == answers[lost]
+    assert stack.figures(places[other])["kvbm_requests_total"] > 0
+    wait_until("the lost one is not registered any more", lambda: cards(stack.env) == ["leader", "worker"], 60)
+
+
+def check_orders(env: dict[str, str]) -> None:
+    """Both leaders are found where Dynamo's parts find each other, and take orders through it."""
+    assert cards(env) == ["leader", "leader", "worker", "worker"]
+    path = f"{PROJECT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    asked = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ask.py")), "2"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **env, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert asked.returncode == 0, asked.stderr
+    for leader in json.loads(asked.stdout.splitlines()[-1]):
+        before, after = leader["before"], leader["after"]
+        assert leader["dropped"] == before["inactive_blocks"] > 0
+        assert leader["missing"] == [1]
+        assert "expected one of host" in leader["refused"]
+        assert (after["inactive_blocks"], after["empty_blocks"]) == (0, sum(before.values()))
+        assert leader["all"] == 0
+
+
+def cards(env: dict[str, str]) -> list[str]:
+    """Who is registered, by role."""
+    config = settings.load(environ=env, files=())
+    return sorted(card.role for card in discovery.find(config))
+
+
+def growth(stack: Stack, before: list[float]) -> list[float] | None:
+    grown = [stack.figures(worker)["kvbm_offload_blocks_d2h"] - before[worker] for worker in (0, 1)]
+    return grown if any(grown) else None
