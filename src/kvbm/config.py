@@ -431,7 +431,8 @@ SETTINGS: tuple[Setting, ...] = (
             "What the consolidator publishes: a block once while any tier holds it, as if it were on the GPU (dedup), "
             "or every event with its tier (passthrough).", used=True),
     Setting("trtllm_zmq_port", "DYN_KVBM_TRTLLM_ZMQ_PORT", _port(20081), None, EVENTS,
-            "Port on which TensorRT-LLM publishes its block events."),
+            "Port on which TensorRT-LLM's own block events are published; a consolidator then merges ours with them.",
+            used=True),
     Setting("control", "KVBM_CONTROL", _SWITCH, True, EVENTS,
             "Take orders from `kvbm control` (look at the tiers, empty them), of the same user on the same machine.",
             used=True),

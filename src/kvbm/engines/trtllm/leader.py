@@ -15,11 +15,12 @@ from typing import Any
 import kvbm
 from kvbm.config import Config
 from kvbm.core.cost import RECOMPUTE, CostModel
-from kvbm.core.keys import KeyChain, Namespace
+from kvbm.core.keys import KeyChain, Namespace, Scope
 from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
+from kvbm.engines.trtllm.outside import Outside
 from kvbm.engines.trtllm.step import StepMeta
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
@@ -54,12 +55,13 @@ class _Request:
     """What we know of a request that the engine is working on."""
 
     __slots__ = (
-        "blocks", "chain", "found", "keep", "limit", "load", "match", "offered_at", "prompt", "seen", "start", "stored",
-        "tokens", "within",
+        "blocks", "chain", "found", "keep", "limit", "load", "match", "offered_at", "prompt", "scope", "seen", "start",
+        "stored", "tokens", "within",
     )  # fmt: skip
 
-    def __init__(self, chain: KeyChain | None, tokens: list[int]) -> None:
+    def __init__(self, chain: KeyChain | None, tokens: list[int], scope: Scope | None) -> None:
         self.chain = chain  # None: its blocks have no keys
+        self.scope = scope
         self.tokens = tokens
         self.prompt = len(tokens)
         self.blocks: list[int] = []
@@ -110,6 +112,7 @@ class LeaderHalf:
         self._off = False
         self._messages = 0
         self._orders = 0
+        self._outside = Outside(faults)
         timeout = config.leader_worker_init_timeout_secs
         self._channel = ZmqLeader(setup.ranks, config.leader_pub_url, config.leader_ack_url, timeout, TIMING)
         _local[config.leader_pub_url] = self
@@ -142,6 +145,7 @@ class LeaderHalf:
             self._disk.serve(self._config, leader, sum(sizes))
         leader.on_ended_load = self._load_ended
         self.counts = leader.counts
+        self._outside.appear(self._config, setup, manager.pools, lambda: self.leader)
         host, disk = manager.pools[Tier.HOST].size, 0 if self._disk is None else self._disk.pool.size
         logger.info(
             "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s)", host,
@@ -182,7 +186,8 @@ class LeaderHalf:
         if self._off:
             return
         try:
-            self._tick()
+            with self._faults.turn:
+                self._tick()
         except Exception as error:
             # Books that are half written cannot be trusted, and must not wait for what was lost with the other half.
             self._faults.record("taking in reports", error)
@@ -206,6 +211,7 @@ class LeaderHalf:
         # Not part of any step, and so over the channel: they go on while the engine has no batch.
         if (spill := self.leader.spill()) is not None:
             self._send(StepPlan(spills=[spill]))
+        self._outside.tell()
 
     def _apply(self, leader: Leader, reports: list[Report]) -> None:
         for report in reports:
@@ -244,7 +250,7 @@ class LeaderHalf:
         if self.leader is None or self._namespace is None:
             return 0, False
         number, tokens, scope = compat.needed(request, "request_id"), compat.tokens_of(request), scope_of(request)
-        state = _Request(None if scope is None else KeyChain(self._namespace, scope), tokens)
+        state = _Request(None if scope is None else KeyChain(self._namespace, scope), tokens, scope)
         self._requests[number] = state
         start = computed // self._size
         # One token at least is left to compute: the engine needs its logits.
@@ -467,6 +473,7 @@ class LeaderHalf:
             # Something must go for these blocks, and not the blocks in front of them.
             pool.touch(keys[: state.stored])
         plan = leader.offload(keys[state.stored : full], blocks)
+        self._outside.follow(keys, state.tokens, state.stored, full, state.scope)
         state.stored = full
         return plan
 
@@ -500,6 +507,7 @@ class LeaderHalf:
     def close(self) -> None:
         _local.pop(self._config.leader_pub_url, None)
         self.observer.close()
+        self._outside.close()
         self._channel.close()
         if self._disk is not None:
             self._disk.index.close()

@@ -19,10 +19,8 @@ from kvbm.core.pool import Pool
 from kvbm.engines.vllm import compat
 from kvbm.events import launch
 from kvbm.events.ledger import Ledger, Name, Run, Stored
+from kvbm.events.outlet import MEDIA
 from kvbm.plans import Tier
-
-# As vLLM's own offloading says them. Dynamo's router takes them for host memory, disk and what is further away.
-MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.OBJECT: "EXTERNAL"}
 
 
 def is_wanted(vllm_config: Any) -> bool:
