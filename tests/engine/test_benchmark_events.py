@@ -1,0 +1,35 @@
+"""The benchmark of block events still runs: small sizes, so that it says nothing about speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.engine
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "events.py"
+SMALL = ["--blocks", "600", "--step", "40", "--steps", "5", "--rounds", "1"]
+
+
+@pytest.fixture
+def benchmark():
+    spec = importlib.util.spec_from_file_location("benchmark_events", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures_are_written_down_and_a_missed_limit_fails_the_check(benchmark, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(benchmark, "MOST_PERCENT", 1e9)
+    assert benchmark.main([*SMALL, "--check", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())["figures"]
+    assert figures["bytes_a_block"] > 8
+    assert "of a core" in capsys.readouterr().out
+    monkeypatch.setattr(benchmark, "MOST_PERCENT", -1e9)
+    assert benchmark.main([*SMALL, "--check"]) == 1
+    assert benchmark.main(SMALL) == 0
