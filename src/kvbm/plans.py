@@ -99,9 +99,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     fences: list[int] = []
     recompute: list[Recompute] = []
     spills: list[SpillPlan] = []
+    # Stores that must be over before anything of this step begins: somebody else writes to their blocks, and not in the
+    # engine's order.
+    settle: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.fences or self.recompute or self.spills)
+        return bool(self.loads or self.stores or self.fences or self.recompute or self.spills or self.settle)
 
 
 class LoadResult(msgspec.Struct, frozen=True, array_like=True):

@@ -60,6 +60,36 @@ def test_what_a_prefill_worker_has_computed_is_taken_from_there():
     assert cache.asked is None
 
 
+def test_the_cache_is_told_of_blocks_that_the_transport_is_going_to_write():
+    """Its copies may still be reading them, and the transport heeds no stream."""
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    class Cache(DynamoConnector):
+        def __init__(self):
+            self.told = []
+
+        def others_write(self, blocks):
+            self.told.append(blocks)
+
+        def update_state_after_alloc(self, request, blocks, tokens):
+            self.told.append(tokens)
+
+    class Transport(Child):
+        def update_state_after_alloc(self, request, blocks, tokens):
+            self.asked = tokens
+
+    blocks = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
+    cache, transport = Cache(), Transport(400)
+    pd = connector(cache, transport)
+    pd.get_num_new_matched_tokens(request(do_remote_prefill=True), 0)
+    pd.update_state_after_alloc(request(), blocks, 400)
+    assert (cache.told, transport.asked) == ([[4, 5, 6], 0], 400)
+    pd._requests_to_connector = {"r": 0}  # the cache's own load
+    cache.told = []
+    pd.update_state_after_alloc(request(), blocks, 96)
+    assert (cache.told, transport.asked) == ([96], 0)
+
+
 def test_a_miss_leaves_nothing_behind():
     pd = connector(Child(0), Child(0))
     pd._requests_to_connector["r"] = 0  # from before a preemption

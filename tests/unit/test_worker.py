@@ -196,6 +196,17 @@ def test_stores_are_reported_with_what_became_of_them(worker, copier):
     assert result.ok
 
 
+def test_a_store_whose_blocks_somebody_else_will_write_is_waited_for(worker, copier):
+    """A fence holds back the engine's stream only; a transport of another connector heeds none."""
+    copier.ticket = reading = FakeTicket(over=False)
+    step(worker, stores=[store()])
+    copier.ticket = FakeTicket()
+    worker.begin(StepPlan(settle=[78]))
+    assert not reading.waited
+    worker.begin(StepPlan(settle=[9, 78]))
+    assert reading.waited
+
+
 def test_fences_and_orders_reach_the_copier_as_tickets(worker, copier):
     copier.ticket = reading = FakeTicket(over=False)
     step(worker, stores=[store()])

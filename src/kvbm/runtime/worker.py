@@ -176,6 +176,9 @@ class Worker:
             self._fault("fence", error)
             self._spoiled_stores.update(reading)
             self._step_begun = False
+        for store in plan.settle:
+            if store in self._stores:
+                self._stores[store].wait()
 
     def prefetch(self, slots: list[int], tokens: int) -> bool:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,11 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    @guarded(None)
+    def others_write(self, blocks: Sequence[int]) -> None:
+        """Another connector fills these blocks of the engine, beginning with the next step."""
+        self._scheduler.others_write(blocks)
 
     @guarded(lambda: DynamoConnectorMetadata(b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -286,6 +291,7 @@ def _joined(plans: list[StepPlan]) -> StepPlan:
         [fence for plan in plans for fence in plan.fences],
         [order for plan in plans for order in plan.recompute],
         [spill for plan in plans for spill in plan.spills],
+        [store for plan in plans for store in plan.settle],
     )
 
 

@@ -60,6 +60,14 @@ class PdConnector(MultiConnector):
         self._requests_to_connector.pop(request.request_id, None)
         return 0, False
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The transport writes to its blocks when it likes; the cache may still be copying out what was in them."""
+        cache = self._connectors[_CACHE]
+        chosen = self._requests_to_connector.get(request.request_id)
+        if num_external_tokens and chosen == _TRANSPORT and isinstance(cache, DynamoConnector):
+            cache.others_write(blocks.get_block_ids()[0])
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         for index, name in ((_CACHE, "cache"), (_TRANSPORT, "transport")):
             parts = {rank: getattr(part, name) for rank, part in metadata.items()}

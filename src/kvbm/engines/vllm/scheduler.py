@@ -90,6 +90,7 @@ class SchedulerHalf:
         self._spill_progress = 0.0  # when there was something new for the disk, or from it
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadPlan] = []
+        self._settle: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
@@ -349,6 +350,14 @@ class SchedulerHalf:
         self._end_prefetch()
         self._let_in(request, state, plan)
 
+    def others_write(self, blocks: Sequence[int]) -> None:
+        """Somebody else fills these blocks, outside of the engine's order: what still reads them must be over by then.
+
+        On a GPU that is more than a fence, which holds back the engine's stream and nobody else.
+        """
+        if self.leader is not None:
+            self._settle += self.leader.fences(blocks)
+
     def _let_in(self, request: Any, state: _Request | None, plan: LoadPlan | None) -> None:
         """Once for every time a request is let in; vLLM comes here again when a load outside of the step is over."""
         if state is not None and state.lookup is not None:
@@ -375,6 +384,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepPlan:
         loads, self._loads = self._loads, []
+        settle, self._settle = self._settle, []
         stores: list[StorePlan] = []
         fences: list[int] = []
         try:
@@ -400,7 +410,7 @@ class SchedulerHalf:
             self._steps.scheduled(work_of(output, self._decode_tokens, waits), time.monotonic())
         except Exception as error:
             self._faults.record("timing a step", error)
-        return StepPlan(loads, stores, fences, spills=self._plan_spills())
+        return StepPlan(loads, stores, fences, spills=self._plan_spills(), settle=settle)
 
     def _plan_spills(self) -> list[SpillPlan]:
         try:
