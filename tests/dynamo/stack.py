@@ -60,14 +60,17 @@ def wait_until(what: str, is_so: Callable[[], Any], seconds: float = 30, process
         try:
             if found := is_so():
                 return found
-        except (OSError, ValueError, urllib.error.URLError):
+        except (OSError, ValueError, AssertionError):
             pass
         gone = process is not None and process.popen.poll() is not None
         if gone or time.monotonic() > deadline:
-            lines = [] if process is None else process.log.read_text(errors="replace").splitlines()[-80:]
-            log = "".join(f"\n{line}" for line in lines)
-            raise AssertionError(f"{what}: not after {seconds} s{log}")
+            raise AssertionError(f"{what}: not after {seconds} s{'' if process is None else tail(process)}")
         time.sleep(0.5)
+
+
+def tail(process: Process) -> str:
+    """The last lines that a script and its processes have printed."""
+    return "".join(f"\n{line[:300]}" for line in process.log.read_text(errors="replace").splitlines()[-100:])
 
 
 class Servers:
@@ -163,7 +166,10 @@ class Stack:
             "model": "m", "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens,
             "temperature": 0, "ignore_eos": True, **more,
         }  # fmt: skip
-        answer = json.loads(fetch(f"{self.url}/v1/chat/completions", body))
+        try:
+            answer = json.loads(fetch(f"{self.url}/v1/chat/completions", body))
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{error}: {error.read().decode(errors='replace')}{tail(self.process)}") from None
         return answer["choices"][0]["message"]["content"], answer["usage"]
 
     def figures(self, worker: int) -> dict[str, float]:

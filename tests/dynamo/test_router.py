@@ -106,6 +106,34 @@ def cards(env: dict[str, str]) -> list[str]:
     return sorted(card.role for card in discovery.find(config))
 
 
+@pytest.mark.parametrize(("mode", "weight"), [("dedup", 1.0), ("passthrough", HOST_WEIGHT)])
+def test_the_consolidator_tells_the_router_as_much(mode, weight, model, tmp_path, without_servers):
+    """For who expects it: dynamo.vllm subscribes to it, and prompts go where their beginning is kept."""
+    env = {
+        **without_servers, "DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": "1", "DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE": mode,
+    }  # fmt: skip
+    stack = Stack("agg_kvbm_router.sh", 2, model, tmp_path, env)
+    try:
+        stack.ready(2)
+        for instance in stack.instances():
+            answer, usage = stack.chat(prompt(instance), nvext={"backend_instance_id": instance})
+            for filler in range(FILLERS):
+                stack.chat(prompt(instance + 1 + filler), 1, nvext={"backend_instance_id": instance})
+            time.sleep(2)
+            before, name = stack.frontend_figures(), "dynamo_component_router_kv_hit_rate_sum"
+            again, usage = stack.chat(prompt(instance))
+            assert again == answer
+            loaded = (usage["prompt_tokens"] - 1) // BLOCK
+            assert usage["prompt_tokens_details"]["cached_tokens"] == loaded * BLOCK
+            credit = stack.frontend_figures()[name] - before[name]
+            assert credit == pytest.approx(weight * loaded / -(-usage["prompt_tokens"] // BLOCK), rel=0.1)
+        figures = stack.frontend_figures()
+        assert [name for name, count in figures.items() if name.endswith("refused") and count] == []
+        assert "subscribing to consolidator at tcp://127.0.0.1" in stack.process.log.read_text(errors="replace")
+    finally:
+        stack.close()
+
+
 def growth(stack: Stack, before: list[float]) -> list[float] | None:
     grown = [stack.figures(worker)["kvbm_offload_blocks_d2h"] - before[worker] for worker in (0, 1)]
     return grown if any(grown) else None
