@@ -90,7 +90,8 @@ class _Book:
     def note(self, change: _Change, keys: Sequence[Key]) -> None:
         self.pending += len(keys)
         if len(keys) <= MOST_AT_ONCE:
-            self.journal.append((change, keys))
+            if keys:
+                self.journal.append((change, keys))
         else:
             parts = range(0, len(keys), MOST_AT_ONCE)
             self.journal.extend((change, keys[at : at + MOST_AT_ONCE]) for at in parts)
