@@ -138,11 +138,16 @@ def test_what_cannot_be_is_refused():
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """An interpreter that starts a child of its own and waits, as an engine does; it only notes who it is."""
+    """An interpreter that starts a child of its own and waits, as an engine does; it only notes who it is.
+
+    One that is called as END says ends at once, others of that name when there is a file `others`.
+    """
     script = tmp_path / "python"
     script.write_text(
         f'#!/usr/bin/env bash\necho "$$ $2" >> {tmp_path}/started\nsleep 300 &\necho "$! child" >> {tmp_path}/started\n'
-        f'if [ "$2" = "${{END:-}}" ]; then sleep 1; kill "$!"; exit 3; fi\nwait\n'
+        f'if [ "$2" = "${{END:-}}" ]; then\n'
+        f"  mkdir {tmp_path}/one || until [ -e {tmp_path}/others ]; do sleep 0.1; done\n"
+        '  kill "$!"; exit 3\nfi\nwait\n'
     )
     script.chmod(0o755)
     return script
@@ -165,6 +170,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def said_by(process: subprocess.Popen[str]) -> str:
+    """The next thing that a script says of its processes."""
+    return next(line for line in process.stderr if "has ended" in line)
+
+
 @pytest.mark.parametrize("how", ["INT", "TERM", "dynamo.frontend", "dynamo.vllm"])
 def test_nothing_is_left_behind(how, stand_in, tmp_path):
     """Interrupted, ended, or without its frontend or all workers: every process and the folder of sockets are gone."""
@@ -179,7 +189,9 @@ def test_nothing_is_left_behind(how, stand_in, tmp_path):
         if how in ("INT", "TERM"):
             started(tmp_path, 6)
             os.kill(process.pid, getattr(signal, f"SIG{how}"))
-        _, said = process.communicate(timeout=60)
+        first = "" if how in ("INT", "TERM") else said_by(process)
+        (tmp_path / "others").touch()
+        process.communicate(timeout=60)
         pids = started(tmp_path, 1)
     finally:
         if process.poll() is None:
@@ -188,4 +200,4 @@ def test_nothing_is_left_behind(how, stand_in, tmp_path):
     assert not [pid for pid in pids if is_running(pid)]
     assert list((tmp_path / "tmp").iterdir()) == []
     if how == "dynamo.vllm":
-        assert "a worker has ended with status 3; 1 left" in said
+        assert first == "a worker has ended with status 3; 1 left\n"
