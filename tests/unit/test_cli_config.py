@@ -60,12 +60,12 @@ def test_all_has_every_setting_and_marks_what_is_not_used(capsys):
 
 def test_warnings_and_unused_go_to_standard_error(monkeypatch, capsys):
     monkeypatch.setenv("DYN_KVBM_CPU_CACH_GB", "1")
-    monkeypatch.setenv("DYN_KVBM_TRTLLM_ZMQ_PORT", "20081")
+    monkeypatch.setenv("DYN_KVBM_OBJECT_BUCKET", "b")
     monkeypatch.setenv("DYN_KVBM_OBJECT_ENABLED", "1")
     assert main(["config"]) == 0
     printed = capsys.readouterr()
     assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in printed.err
-    assert "known, not used yet: DYN_KVBM_OBJECT_ENABLED, DYN_KVBM_TRTLLM_ZMQ_PORT\n" in printed.err
+    assert "known, not used yet: DYN_KVBM_OBJECT_BUCKET, DYN_KVBM_OBJECT_ENABLED\n" in printed.err
     assert "did you mean" not in printed.out
 
 

@@ -480,8 +480,8 @@ def test_every_unknown_key_of_a_file_is_noticed(tmp_path):
 
 def test_what_is_set_but_not_used_is_collected_as_written(tmp_path):
     path = toml_file(tmp_path, "object_num_blocks = 3\nnixl_backends = {posix = true}\n")
-    got = load({}, {"DYN_KVBM_TRTLLM_ZMQ_PORT": "1", "DYN_KVBM_CPU_CACHE_GB": "1"}, [path])
-    assert got.unused == ("DYN_KVBM_TRTLLM_ZMQ_PORT", "nixl_backends.posix", "object_num_blocks")
+    got = load({}, {"DYN_KVBM_OBJECT_BUCKET": "b", "DYN_KVBM_CPU_CACHE_GB": "1"}, [path])
+    assert got.unused == ("DYN_KVBM_OBJECT_BUCKET", "nixl_backends.posix", "object_num_blocks")
 
 
 # ---- settings that depend on each other ----
