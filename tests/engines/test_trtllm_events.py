@@ -11,6 +11,8 @@ import test_trtllm_adapter as adapter
 import zmq
 from test_trtllm_adapter import BLOCKS, SIZE, free_pair, request
 
+from kvbm.plans import Tier
+
 pytestmark = pytest.mark.simulated
 modules, engine = adapter.modules, adapter.engine
 
@@ -63,10 +65,10 @@ def stored(names, tokens, parent=None):
 def together(engine):
     made = []
 
-    def make(mode):
+    def make(mode, **settings):
         port, _ = free_pair()
         here = engine(
-            ranks=1, DYN_KVBM_TRTLLM_ZMQ_PORT=port, DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE=mode
+            ranks=1, DYN_KVBM_TRTLLM_ZMQ_PORT=port, DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE=mode, **settings
         ).register()  # fmt: skip
         router = Router(port, here.half._config.consolidator_port)
         made.append(router)
@@ -103,6 +105,24 @@ def test_our_blocks_go_out_with_their_tier(together):
     assert len(event["block_hashes"]) == 4
     assert event["token_ids"] == list(range(32))
     assert event["parent_block_hash"] is None
+
+
+def test_what_an_engine_before_has_left_on_disk_is_told_when_somebody_asks_for_it(engine, together, tmp_path):
+    disk = {
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_DISK_CACHE_DIR": tmp_path,
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": 1,
+    }  # fmt: skip
+    before = engine(ranks=1, **disk).register()
+    before.keep(request(1), BLOCKS)
+    pool = before.half.leader.manager.pools[Tier.DISK]
+    before.until(lambda: before.poll() and len(pool.findable) == 4)
+    before.close()
+    here, router = together("passthrough", **disk)
+    assert here.leader.get_num_new_matched_tokens(request(2), 0)[0] == 32
+    here.poll()
+    (event,) = router.hear()
+    assert event["medium"] == "CPU_TIER2"
+    assert event["token_ids"] == list(range(32))
 
 
 def test_orders_are_taken_between_two_iterations(engine):

@@ -261,9 +261,12 @@ class LeaderHalf:
             log.admitted(passed_over(name, len(tokens), computed, self._size, outcome))
             return 0, False
         # The engine asks once, so there is no waiting for what is just being written.
-        found = self.leader.manager.lookup(state.chain.extend(tokens), start, limit, patient=False)
+        keys = state.chain.extend(tokens)
+        found = self.leader.manager.lookup(keys, start, limit, patient=False)
         state.seen = looked_up(name, len(tokens), computed, limit, found, 0, self._size)
         if found.blocks:
+            # Nobody may have heard of what an engine before this one has left.
+            self._outside.follow(keys, tokens, start, start + found.blocks, scope)
             found, state.within = self._worth_loading(found, computed, len(tokens) - computed)
             state.seen = state.seen._replace(why=OUTSIDE if found.blocks else RECOMPUTE)
         if not found.blocks:
