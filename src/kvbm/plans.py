@@ -161,6 +161,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     layout: str
     # How many ranks keep these bytes once among them: more than one where every rank has the same KV.
     shared_by: int = 1
+    # What a measurement at start has found of tiers: bytes a second, and seconds that any load takes.
+    rates: dict[Tier, tuple[float, float]] = {}
 
 
 _T = TypeVar("_T")

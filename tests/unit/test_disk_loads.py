@@ -102,6 +102,16 @@ def test_a_rank_says_how_much_disk_it_has(make):
     assert make().hello.slots == {HOST: SLOTS, DISK: 64}
 
 
+def test_a_rank_says_how_fast_its_disk_is(make):
+    for _ in range(2):  # new, and with blocks from the engine before
+        engine = make()
+        rate, fixed = engine.hello.rates[DISK]
+        assert 1e6 < rate < 1e12
+        assert 0 <= fixed < 1
+        engine.fill([3, 4])
+        engine.rank.close()
+
+
 def test_what_went_to_disk_comes_back_through_host_memory(make):
     engine = make()
     engine.fill([3, 4, 9])
@@ -216,6 +226,7 @@ def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, ma
     assert outcome.bad_blocks == {20, 21}
     (fault,) = outcome.report.faults
     assert fault.startswith("disk load: the disk was given up: ")
+    assert 0.1 <= result.tier_seconds[DISK] < 0.5
     last, outcome = engine.loaded()
     assert time.monotonic() - began >= 0.6
     assert (last.id, last.bad, last.missed, last.late) == (77, [], [], False)

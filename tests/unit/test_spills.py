@@ -241,6 +241,18 @@ def test_a_load_of_two_tiers_says_what_each_took(leader):
     assert leader.counts.loaded_bytes == {HOST: 2000, DISK: 2000}
 
 
+def test_a_load_that_was_given_up_shows_how_slow_the_disk_is(leader):
+    store(leader, "ab")
+    leader.apply(spilled(leader.spill(), 0, 1))
+    leader.manager.pools[HOST].clear()
+    before = leader._cost.rate(DISK)
+    load = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
+    missed = LoadResult(load.id, missed=[1], tier_seconds={DISK: 3.0})
+    leader.apply([Report(0, loads=[missed]), Report(1, loads=[LoadResult(load.id)])])
+    assert leader._cost.rate(DISK) != before
+    assert leader.counts.loaded_seconds == {}
+
+
 def test_the_next_engine_learns_what_was_used(leader):
     store(leader, "abc")
     leader.apply(spilled(leader.spill(), 0, 1))

@@ -51,6 +51,10 @@ Load = Literal["auto", "always", "never"]
 # computation, their tokens would come at most this much later.
 HOLD_UP = 0.2
 
+# Tiers below host memory are expected to take so many times what they took so far: they vary, and a load that turns out
+# slower than computing is worse than one that was not taken.
+CAUTION = 1.15
+
 # Ends of runs at which a load may stop. Looking at one takes 2.5 µs, and a prefix may change tiers at every block.
 _MOST_ENDS = 64
 
@@ -132,6 +136,10 @@ class CostModel:
         self._step = _Average(PRIOR_STEP_SECONDS)
 
     # -- what was measured --------------------------------------------------------------------------------------------
+
+    def start_from(self, tier: Tier, rate: Rate) -> None:
+        """What a measurement at start has found of a tier, in place of the prior. It is as good as one load."""
+        self._tiers[tier] = _TierRate(rate)
 
     def observe_load(self, tier: Tier, size: int, seconds: float) -> None:
         """A load of ``size`` bytes, all of one tier, took this long. Bytes of one rank, as in :meth:`decide`."""
@@ -234,7 +242,7 @@ class CostModel:
         """(in the step, why, expected seconds) of a load that leaves ``rest`` tokens behind ``computed`` ones."""
         host = self._tiers[Tier.HOST].seconds(sizes.get(Tier.HOST, 0))
         slow = sum(self._tiers[tier].seconds(size) for tier, size in sizes.items() if tier is not Tier.HOST)
-        outside = host + slow + self._step.value + self.compute_seconds(computed, rest)
+        outside = host + CAUTION * slow + self._step.value + self.compute_seconds(computed, rest)
         # Only this step's share of the rest is computed while the layers come in.
         now = min(rest, self._step_tokens)
         step = self.compute_seconds(computed, now)

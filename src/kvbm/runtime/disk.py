@@ -12,6 +12,8 @@ host slots stay taken until the late reads have ended.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -22,6 +24,9 @@ from kvbm.transfer.base import Ticket
 
 # Read as one: large enough for full speed, small enough for the copy of one part to run under the reading of the next.
 _CHUNK_BYTES = 32 << 20
+# Read at start to see how fast the disk is: enough to tell, and over in a moment.
+_MEASURED_BYTES = 64 << 20
+_MEASURE_SECONDS = 3.0
 # How long the end of an engine waits for a disk that hangs.
 _CLOSE_SECONDS = 10.0
 
@@ -54,6 +59,44 @@ class Disk:
 
     def _addresses(self, hosts: Sequence[int]) -> list[int]:
         return [self._address + slot * self._file.slot_bytes for slot in hosts]
+
+
+def measure(file: DiskFile) -> tuple[float, float] | None:
+    """(bytes a second, seconds that any read takes) of a disk, before it serves anybody; None when it does not answer.
+
+    Reads what is there from the engine before, or a little that is written for it: a place that was never written is
+    read without asking the disk. The blocks in it are not named by any index, and nobody finds them.
+    """
+    blocks = min(file.slots, max(1, _MEASURED_BYTES // file.slot_bytes))
+    memory = mmap.mmap(-1, blocks * file.slot_bytes)
+    first = (ctypes.c_char * len(memory)).from_buffer(memory)
+    places = [ctypes.addressof(first) + i * file.slot_bytes for i in range(blocks)]
+    slots = file.held(blocks)
+    if len(slots) < blocks and not file.kept:
+        slots = list(range(blocks))
+        if not _over(file.write(slots, places, [b""] * blocks), memory):
+            return None
+    took = []
+    for part in (slots[:1], slots):
+        read = file.read(part, places[: len(part)], [b""] * len(part))
+        if not _over(read, memory):
+            return None
+        took.append(read.seconds)
+    if not slots or min(took) <= 0:
+        return None
+    rate = len(slots) * file.slot_bytes / took[1]
+    return rate, max(0.0, took[0] - file.slot_bytes / rate)
+
+
+# Memory that a disk which hung at start may still write to.
+_unsafe: list[object] = []
+
+
+def _over(operation: Operation, memory: object) -> bool:
+    if operation.wait(_MEASURE_SECONDS):
+        return True
+    _unsafe.append(memory)
+    return False
 
 
 class Stretch(NamedTuple):

@@ -236,14 +236,16 @@ class Leader:
             self.counts.add_onboarded(copy.tier, good)
             blocks[copy.tier] = blocks.get(copy.tier, 0) + len(copy.slots)
             at += len(copy.slots)
-        if flight.absent or not self._block_bytes:
+        if flight.bad or not self._block_bytes:
             return
         took = flight.tier_seconds or (dict.fromkeys(blocks, flight.seconds) if len(blocks) == 1 else {})
         for tier, seconds in took.items():
             if seconds > 0 and tier in blocks:
+                # What was given up would have taken longer still: that much is known of the tier.
                 if self._cost is not None:
                     self._cost.observe_load(tier, blocks[tier] * max(self._block_bytes), seconds)
-                self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
+                if not flight.absent:
+                    self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
     def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
         flight = self._stores.get(plan_id)

@@ -16,7 +16,7 @@ import torch
 
 from kvbm.config import Config, slots_for
 from kvbm.plans import Hello, Tier
-from kvbm.runtime.disk import Disk
+from kvbm.runtime.disk import Disk, measure
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import numa
@@ -61,6 +61,7 @@ class Rank:
         self._wire: Wire | None = None
         self._cache = cache
         self._disk: Future[DiskFile | None] | None = None
+        self._rates: dict[Tier, tuple[float, float]] = {}
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
@@ -167,6 +168,10 @@ class Rank:
             logger.warning("rank %d goes on without a disk tier: %s", self.rank, error)
             return None
 
+    def _speed(self) -> str:
+        rate = self._rates.get(Tier.DISK)
+        return "" if rate is None else f", read at {rate[0] / 1e9:.2f} GB/s"
+
     def _file(self) -> DiskFile | None:
         """Waits until the file is there."""
         return None if self._disk is None else self._disk.result()
@@ -186,7 +191,7 @@ class Rank:
         slots = {Tier.HOST: self._slots}
         if (file := self._file()) is not None:
             slots[Tier.DISK] = file.slots
-        return Hello(self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by)
+        return Hello(self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by, self._rates)
 
     def open(self) -> Hello | None:
         """Finish the start: the engine has warmed up and captured its graphs, so this is the time for CUDA calls of our
@@ -197,7 +202,7 @@ class Rank:
             logger.info(
                 "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies%s", self.rank,
                 len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, self.worker.copies,
-                "" if (file := self._file()) is None else f", {file.slots} slots on disk at {file.path}",
+                "" if (file := self._file()) is None else f", {file.slots} slots on disk at {file.path}{self._speed()}",
             )  # fmt: skip
         return self.hello()
 
@@ -233,6 +238,9 @@ class Rank:
         )
         file = self._file()
         disk = None if file is None else Disk(file, slab.address, config.disk_load_timeout_secs)
+        # A disk with faults on purpose counts its calls, and shall strike those of a test.
+        if file is not None and not config.inject_faults and (rate := measure(file)) is not None:
+            self._rates[Tier.DISK] = rate
         return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from kvbm.config import Config
+from kvbm.core.cost import Rate
 from kvbm.core.manager import BlockManager
 from kvbm.core.policy.admission import FrequencyFilter
 from kvbm.core.pool import Pool
@@ -80,3 +81,12 @@ def make_manager(hellos: Sequence[Hello], disk: DiskTier | None) -> BlockManager
     if disk is not None:
         pools[Tier.DISK] = disk.pool
     return BlockManager(pools)
+
+
+def measured(hellos: Sequence[Hello], tier: Tier) -> Rate | None:
+    """What the slowest rank has found of a tier; None unless all have."""
+    rates = [hello.rates.get(tier) for hello in hellos]
+    found = [rate for rate in rates if rate is not None]
+    if not found or len(found) < len(rates):
+        return None
+    return Rate(min(rate for rate, _ in found), max(fixed for _, fixed in found))

@@ -66,6 +66,7 @@ class _Load:
         self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
         self.missed: set[int] = set()
         self.began = 0.0
+        self.waited = 0.0  # seconds until the disk was given up
 
     def spoil(self) -> None:
         """Nothing of it counts. What lies on disk is no worse for that."""
@@ -105,6 +106,7 @@ class _Load:
             return LoadResult(self.plan.id, bad, near, missed)
         read = [ascent for ascent in self.ascents if ascent.ended]
         far = max(a.ended for a in read) - min(a.began for a in read) if read else 0.0  # they are read side by side
+        far = max(far, self.waited)
         took = {tier: seconds for tier, seconds in ((Tier.HOST, near), (Tier.DISK, far)) if seconds}
         return LoadResult(self.plan.id, bad, sum(took.values()), missed, self.owes, took)
 
@@ -330,6 +332,8 @@ class Worker:
                 reason = f"nothing came for {disk.patience:g} s"
             else:
                 continue
+            if not all(ascent.given_up for ascent in load.ascents):
+                load.waited = now - load.began
             for ascent in load.ascents:
                 ascent.give_up(f"the disk was given up: {reason}")
 

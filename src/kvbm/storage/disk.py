@@ -203,6 +203,10 @@ class DiskFile:
             self._give_up()
         return operation
 
+    def held(self, most: int) -> list[int]:
+        """Slots that hold something, the first so many of them."""
+        return [int(slot) for slot in np.flatnonzero(self._sums)[:most]]
+
     def sync(self) -> None:
         """What was written is on the medium when this returns. Not needed to survive the death of the process."""
         os.fdatasync(self._fd)

@@ -26,13 +26,17 @@ from kvbm.runtime.control import Controller
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
-from kvbm.runtime.tiers import DiskTier, make_manager
+from kvbm.runtime.tiers import DiskTier, make_manager, measured
 
 logger = logging.getLogger("kvbm")
 
 # A request whose next block is just being written is asked to come again in the next step, for at most this long: a
 # copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
 PATIENCE_SECONDS = 0.25
+
+# A load from disk that takes longer than computing would have is given up, but none before so many seconds: what is
+# expected of steps of milliseconds is not that exact.
+SHORTEST_LOAD = 1.0
 
 # Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
 SPILL_PATIENCE_SECONDS = 2.0
@@ -144,6 +148,8 @@ class SchedulerHalf:
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         if self._disk is not None:
             self._disk.serve(self._config, self.leader, block_bytes)
+            if (rate := measured(hellos, Tier.DISK)) is not None:
+                self._cost.start_from(Tier.DISK, rate)
         self.counts = self.leader.counts
         hashed = getattr(self._kv_cache_config, "hash_block_size", None) or self._block_size
         if feed.is_wanted(self._vllm_config) and hashed == self._block_size:
@@ -279,7 +285,7 @@ class SchedulerHalf:
         keys = self._keys.of(request)
         found = self.leader.manager.lookup(keys, start, limit)
         if found.pending:
-            if self._may_wait(state, found):
+            if self._may_wait(state, found, request.num_tokens):
                 return None, False
             found = self.leader.manager.lookup(keys, start, limit, patient=False)
         decision = self._decide(request, found)
@@ -296,8 +302,7 @@ class SchedulerHalf:
         state.match = found.cut(decision.blocks)
         state.in_step = decision.in_step
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
-        seconds = max(decision.recompute_seconds, self._config.disk_load_timeout_secs)
-        state.within = seconds if self._config.load == "auto" else 0.0
+        state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
 
     def _decide(self, request: Any, found: Match) -> Decision:
@@ -307,15 +312,17 @@ class SchedulerHalf:
         rest = request.num_tokens - computed
         return self._cost.decide(found, self._block_bytes, self._block_size, computed, rest, others)
 
-    def _may_wait(self, state: _Request, found: Match) -> bool:
-        """Whether to ask again soon. What another request is bringing up from disk takes longer than a store does."""
+    def _may_wait(self, state: _Request, found: Match, tokens: int) -> bool:
+        """Whether to ask again soon. What another request is bringing up from disk takes longer than a store does: it
+        is worth as long a wait as computing would take."""
         assert self.leader is not None
         disk = self.leader.manager.pools.get(Tier.DISK)
         patience = PATIENCE_SECONDS
         if disk is not None and found.keys[found.start + found.blocks] in disk:
             if Tier.DISK in self.leader.manager.resting:
                 return False
-            patience += self._config.disk_load_timeout_secs
+            computed = (found.start + found.blocks) * self._block_size
+            patience = max(patience, self._cost.compute_seconds(computed, tokens - computed))
         now = time.monotonic()
         if state.waits_since is None:
             state.waits_since = now

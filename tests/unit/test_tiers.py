@@ -1,0 +1,86 @@
+"""The leader's start: which disk all ranks can use together, and what it holds from the engine before."""
+
+import pytest
+
+from kvbm import config as settings
+from kvbm.core.cost import Rate
+from kvbm.plans import Hello, Tier
+from kvbm.runtime.leader import Leader
+from kvbm.runtime.tiers import DiskTier, make_manager, measured
+
+HOST, DISK = Tier.HOST, Tier.DISK
+CACHE = {"model": "m", "pipeline_parallel": 1}
+
+
+def config(folder, **values):
+    return settings.load(
+        extra={"cpu_cache_gb": 1, "disk_cache_gb": 1, "disk_cache_dir": str(folder), **values}, environ={}, files=[]
+    )
+
+
+def hello(rank=0, disk=20, layout="2*x", rate=None):
+    rates = {} if rate is None else {DISK: rate}
+    return Hello(rank, 100, {HOST: 10, **({DISK: disk} if disk else {})}, layout, rates=rates)
+
+
+def test_the_disk_is_as_large_as_that_of_the_poorest_rank(tmp_path):
+    disk = DiskTier.open(config(tmp_path), [hello(0, 20), hello(1, 15)], CACHE)
+    manager = make_manager([hello(0, 20), hello(1, 15)], disk)
+    assert {tier: pool.size for tier, pool in manager.pools.items()} == {HOST: 10, DISK: 15}
+    disk.index.close()
+
+
+def test_a_rank_without_a_disk_is_an_engine_without_one(tmp_path):
+    assert DiskTier.open(config(tmp_path), [hello(0, 20), hello(1, 0)], CACHE) is None
+    assert list(make_manager([hello()], None).pools) == [HOST]
+
+
+def test_what_the_engine_before_has_written_is_found(tmp_path):
+    first = DiskTier.open(config(tmp_path), [hello()], CACHE)
+    first.index.put([(b"a", 3), (b"b", 7)])
+    first.index.close()
+    second = DiskTier.open(config(tmp_path), [hello()], CACHE)
+    assert [second.pool.find(key) for key in (b"a", b"b")] == [3, 7]
+    second.index.close()
+    assert DiskTier.open(config(tmp_path), [hello()], {**CACHE, "model": "other"}).pool.published == 0
+
+
+def test_a_cache_in_use_is_left_alone_with_a_sentence(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("kvbm.runtime.tiers.PATIENCE_SECONDS", 0.1)
+    first = DiskTier.open(config(tmp_path), [hello()], CACHE)
+    assert DiskTier.open(config(tmp_path), [hello()], CACHE) is None
+    assert "there is no disk tier" in caplog.text
+    assert "in use by another engine" in caplog.text
+    first.index.close()
+
+
+def test_ranks_of_different_layouts_share_a_cache_only_as_stages_of_a_pipeline(tmp_path, caplog):
+    hellos = [hello(0, layout="3*x"), hello(1, layout="2*x")]
+    assert DiskTier.open(config(tmp_path), hellos, CACHE) is None
+    assert "different kinds" in caplog.text
+    disk = DiskTier.open(config(tmp_path), hellos, {**CACHE, "pipeline_parallel": 2})
+    assert disk is not None
+    disk.index.close()
+    hellos = [hello(0, layout="3*x"), hello(1, layout="2*y")]
+    assert DiskTier.open(config(tmp_path), hellos, {**CACHE, "pipeline_parallel": 2}) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "filtered"),
+    [({}, True), ({"disable_disk_offload_filter": True}, False), ({"cpu_cache_gb": 0}, False)],
+    ids=["usual", "switched off", "disk only"],
+)
+def test_the_filter_is_between_host_memory_and_disk_and_nowhere_else(values, filtered, tmp_path):
+    settings = config(tmp_path, **values)
+    disk = DiskTier.open(settings, [hello()], CACHE)
+    leader = Leader(make_manager([hello()], disk), 1)
+    disk.serve(settings, leader, 100)
+    assert (leader.spills._filter is not None) is filtered
+    assert leader.spills.bypass is (not settings.has_host_tier)
+    disk.index.close()
+
+
+def test_the_slowest_rank_says_how_fast_a_tier_is():
+    assert measured([hello(0, rate=(5e9, 0.001)), hello(1, rate=(4e9, 0.003))], DISK) == Rate(4e9, 0.003)
+    assert measured([hello(0, rate=(5e9, 0.001)), hello(1)], DISK) is None
+    assert measured([], DISK) is None
