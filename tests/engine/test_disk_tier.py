@@ -135,6 +135,31 @@ def test_many_requests_with_one_prefix_read_it_once(make_engine):
     engine.check_idle()
 
 
+def test_whoever_has_waited_long_enough_for_another_reads_for_itself(make_engine):
+    first = make_engine()
+    first.add("first", PROMPT)
+    first.run()
+    first.close()
+    engine = make_engine({"inject_faults": "disk-slow-read:seconds=0.6"})
+    for name in ("one", "two"):
+        engine.add(name, PROMPT)
+    engine.run(100_000)
+    engine.check()
+    assert from_disk(engine) == 20
+    engine.check_idle()
+
+
+def test_requests_with_an_adapter_have_keys_of_our_own_where_blocks_outlive_the_engine(make_engine, tmp_path):
+    from clockwork import make_request
+    from vllm.lora.request import LoRARequest
+
+    keys = make_engine().half._keys
+    plain, adapted = make_request("p", PROMPT), make_request("a", PROMPT, lora_request=LoRARequest("a", 1, "/a"))
+    assert keys.of(plain) is plain.block_hashes
+    assert set(keys.of(adapted)).isdisjoint(adapted.block_hashes)
+    keys.forget("a")
+
+
 def test_a_cleared_cache_is_not_found_by_the_next_engine(make_engine):
     first = make_engine()
     first.add("first", PROMPT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from types import SimpleNamespace
 
@@ -251,6 +253,21 @@ def test_a_step_never_waits_for_a_disk_that_hangs(make):
         took.append(time.monotonic() - began)
         time.sleep(0.02)
     assert max(took) < 0.1
+
+
+def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypatch):
+    engine = make()
+    engine.fill([3])
+    engine.rank.close()
+    monkeypatch.setattr("kvbm.runtime.disk._CLOSE_SECONDS", 0.1)
+    engine = make(inject_faults="disk-slow-read:seconds=0.5")
+    engine.step(loads=[load([3], [20], [7])])
+    time.sleep(0.1)  # it has begun
+    address = engine.rank._slab.address + 7 * 12288
+    engine.rank.close()
+    gc.collect()
+    time.sleep(0.6)  # it ends, well after the engine
+    assert ctypes.string_at(address, 4) == (3 * 100_000).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize(

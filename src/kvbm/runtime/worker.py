@@ -32,6 +32,9 @@ from kvbm.runtime.disk import Ascent, Disk, Send, joined
 from kvbm.storage.disk import Operation
 from kvbm.transfer.base import Copier, Ticket, When
 
+# Copiers, and with them slabs, that a disk which hung at the end of an engine may still write to.
+_left_behind: list[Copier] = []
+
 
 class Outcome(NamedTuple):
     """What has ended since the last poll, as the leader and as the engine need to hear it."""
@@ -363,7 +366,9 @@ class Worker:
 
     def close(self) -> None:
         if self._disk is None or self._disk.close():
-            self._copier.close()  # and with it the slab, which a disk that hangs may still write to
+            self._copier.close()
+        else:
+            _left_behind.append(self._copier)
 
     def _fault(self, what: str, error: Exception) -> None:
         self._faults[f"{what}: {type(error).__name__}: {error}"] += 1
