@@ -67,7 +67,7 @@ def measure(file: DiskFile) -> tuple[float, float] | None:
     Reads what is there from the engine before, or a little that is written for it: a place that was never written is
     read without asking the disk. The blocks in it are not named by any index, and nobody finds them.
     """
-    blocks = min(file.slots, max(1, _MEASURED_BYTES // file.slot_bytes))
+    blocks = max(1, min(file.slots // 8, _MEASURED_BYTES // file.slot_bytes))
     memory = mmap.mmap(-1, blocks * file.slot_bytes)
     first = (ctypes.c_char * len(memory)).from_buffer(memory)
     places = [ctypes.addressof(first) + i * file.slot_bytes for i in range(blocks)]
