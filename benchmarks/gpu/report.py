@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/report.py results/*.json
 
-Reads what copies.py, ttft.py, qps.py, interference.py and throughput.py have written. Writes ``DATE.md`` and, where
-matplotlib is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are shown one after the other,
-none is left out and none is averaged away.
+Reads what copies.py, ttft.py, disk.py, qps.py, interference.py and throughput.py have written. Writes ``DATE.md`` and,
+where matplotlib is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are shown one after the
+other, none is left out and none is averaged away.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import disk
 import interference
 import qps
 import throughput
@@ -97,6 +98,22 @@ def ttft_table(record: dict[str, Any]) -> str:
     return "\n\n".join(
         [_summary(columns, ttft.summarise(record["rows"])), "Medians, ms. Every returned prompt:", "\n".join(singles)]
     )
+
+
+def disk_table(record: dict[str, Any]) -> str:
+    columns = {
+        "engine": "kind", "pass": "pass", "ms": "ms", "best": "best_ms", "worst": "worst_ms", "of cold": "of_cold",
+        "blocks from disk": "from_disk", "given up": "given_up", "GB/s expected": "disk_gbps", "right answers": "same",
+        "of": "compared",
+    }  # fmt: skip
+    lines = [{**line, "of_cold": f"{line['ratio']:.3f}"} for line in disk.summarise(record["rows"])]
+    cells = [[line[name] for name in columns.values()] for line in lines]
+    what = (
+        f"Milliseconds to the first token of prompts of {record['settings']['length']} tokens that only the disk has "
+        f'kept, medians; "of cold" is beside the engine without KVBM, and for `auto` at most {disk.LIMIT}.'
+    )
+    failures = [f"Failed: {row['why'].splitlines()[0]}" for row in record["rows"] if row["what"] == "failed"]
+    return "\n\n".join([table(columns, cells), what, *failures])
 
 
 def qps_table(record: dict[str, Any]) -> str:
@@ -192,6 +209,19 @@ def ttft_plot(axes: Any, record: dict[str, Any]) -> None:
     axes.set_ylabel("ms to the first token of a returned prompt; dashed: the floor")
 
 
+def disk_plot(axes: Any, record: dict[str, Any]) -> None:
+    groups: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        if "ms" in row:
+            groups.setdefault(f"{row['kind']}\n{row['what']}", []).append(row["ms"])
+    for at, values in enumerate(groups.values()):
+        axes.plot([at] * len(values), values, "o", color="tab:blue", alpha=0.5)
+        axes.plot([at - 0.3, at + 0.3], [median(values)] * 2, color="tab:blue")
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("ms to the first token")
+
+
 def qps_plot(axes: Any, record: dict[str, Any]) -> None:
     lines = qps.summarise(record["rows"])
     for kind in dict.fromkeys(line["kind"] for line in lines):
@@ -236,6 +266,7 @@ def throughput_plot(axes: Any, record: dict[str, Any]) -> None:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ttft": ttft_table,
+    "disk": disk_table,
     "qps": qps_table,
     "interference": interference_table,
     "throughput": throughput_table,
@@ -243,6 +274,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 PLOTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "ttft": ttft_plot,
+    "disk": disk_plot,
     "qps": qps_plot,
     "interference": interference_plot,
     "throughput": throughput_plot,
@@ -250,6 +282,7 @@ PLOTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 }
 TITLES = {
     "ttft": "Time to first token of prompts that return",
+    "disk": "Time to first token of prompts that only the disk has kept",
     "qps": "Time to first token over the rate of requests",
     "interference": "Time between tokens while a long prompt returns",
     "throughput": "Throughput with nothing to reuse",

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "qps", "report")
-SCRIPTS = ("copies", "ttft", "qps", "interference", "throughput")
+NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "disk", "qps", "report")
+SCRIPTS = ("copies", "ttft", "disk", "qps", "interference", "throughput")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,8 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("ttft", ["--count", "3"]),
         ("ttft", ["--lengths", "10"]),
         ("ttft", ["--kinds", "lmcache"]),
+        ("disk", ["--count", "2"]),
+        ("disk", ["--kinds", "native"]),
         ("interference", ["--rounds", "0"]),
         ("qps", ["--rates", "0"]),
         ("qps", ["--users", "0"]),
@@ -391,6 +393,60 @@ def test_a_dry_run_goes_through(tmp_path):
     assert sum(row["what"] == "returned" for row in rows) == 4
 
 
+# -- disk -------------------------------------------------------------------------------------------------------------
+
+
+def disk_rows(**ms):
+    """Three prompts a pass; a pass takes what is said here, in milliseconds."""
+    rows = [{"kind": "base", "what": "cold", "prompt": i % 3, "ms": 1000.0 + i, "cached": 0} for i in range(6)]
+    rows += [{"kind": "kvbm", "what": "cold", "prompt": i, "ms": 1010.0, "cached": 0} for i in range(3)]
+    took = {"auto": 1005.0, "never": 1006.0, "always": 1500.0, "auto again": 1007.0} | ms
+    for what, each in took.items():
+        loaded = {"from_disk": 100 if what == "always" else 0, "given_up": 0, "disk_gbps": 3.0}
+        rows += [{"kind": "kvbm", "what": what, "prompt": i, "ms": each, "same": True, **loaded} for i in range(3)]
+    return rows
+
+
+def test_a_prompt_from_disk_is_set_beside_the_engine_without_kvbm(gpu):
+    lines = gpu.disk.summarise(disk_rows())
+    assert [(line["kind"], line["pass"]) for line in lines] == [
+        ("base", "cold"), ("kvbm", "cold"), *(("kvbm", what) for what in gpu.disk.PASSES)
+    ]  # fmt: skip
+    always = next(line for line in lines if line["pass"] == "always")
+    assert always["ratio"] == pytest.approx(1500 / 1003)
+    assert (always["from_disk"], always["same"], always["compared"]) == (300, 3, 3)
+    assert gpu.disk.verdict(lines) == []
+    assert all(gpu.disk.show(line) for line in lines)
+
+
+def test_a_slow_choice_and_a_wrong_token_are_told(gpu):
+    rows = disk_rows(**{"auto again": 1030.0})
+    rows[-4]["same"] = False  # of "always"
+    rows[-5]["same"] = None  # given up half way: not to be compared
+    wrong = gpu.disk.verdict(gpu.disk.summarise(rows))
+    assert len(wrong) == 2
+    assert "kvbm, always: only 1 of 2 answers" in wrong[0]
+    assert wrong[1].startswith("auto again: 1.027 of the time")
+
+
+def test_a_disk_that_gave_nothing_is_told(gpu):
+    rows = [row for row in disk_rows() if row["what"] != "always"]
+    assert gpu.disk.verdict(gpu.disk.summarise(rows)) == ["nothing has come from disk"]
+
+
+@pytest.mark.engine
+def test_a_dry_run_from_disk_goes_through(tmp_path):
+    command = [sys.executable, str(FOLDER / "disk.py"), "--dry", "--models", str(tmp_path), "--kinds", "kvbm"]
+    command += ["--length", "256", "--limit", "240", "--json", str(tmp_path / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["cached"] for row in rows if row["what"] == "never"] == [0] * 3
+    always = [row for row in rows if row["what"] == "always"]
+    assert [(row["cached"], row["from_disk"], row["same"]) for row in always] == [(224, 7, True)] * 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["qwen3-tiny-random-bench", "x.json"]
+
+
 # -- interference -----------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +610,7 @@ def copies_rows():
 QPS_SETTINGS = dict.fromkeys(("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds"), 1)
 RESULTS = {
     "ttft": ({"dry": False}, lambda: [BUS, *ttft_rows("base", factor=10), *ttft_rows()]),
+    "disk": ({"length": 32768, "dry": False}, disk_rows),
     "interference": ({"others": 16, "length": 32768, "dry": False}, interference_rows),
     "throughput": ({"requests": 64, "inputs": 2048, "outputs": 128, "dry": False}, throughput_rows),
     "copies": ({}, copies_rows),
@@ -592,6 +649,7 @@ def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_pat
     assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
     assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page
     assert "| 1 | kvbm | 0.200 | 0.200 | 0.900 | 1.00 | 80 | 0 | 0 | 1 | 3.0 |" in page
+    assert "| kvbm | always | 1500.0 | 1500.0 | 1500.0 | 1.496 | 300 | 0 | 3.0 | 3 | 3 |" in page
     assert "[ttft.json](ttft.json)" in page
     assert "![" not in page
 
@@ -603,8 +661,8 @@ def test_each_result_has_a_plot(gpu, results, tmp_path):
     assert report(gpu, *results, second, "--out", tmp_path / "out") == 0
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert pictures == [
-        "2026-03-04-copies.png", "2026-03-04-interference.png", "2026-03-04-qps.png", "2026-03-04-throughput.png",
-        "2026-03-04-ttft-2.png", "2026-03-04-ttft.png",
+        "2026-03-04-copies.png", "2026-03-04-disk.png", "2026-03-04-interference.png", "2026-03-04-qps.png",
+        "2026-03-04-throughput.png", "2026-03-04-ttft-2.png", "2026-03-04-ttft.png",
     ]  # fmt: skip
     page = (tmp_path / "out" / "2026-03-04.md").read_text()
     assert all(f"({name})" in page for name in pictures)
