@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Options:
     overlap: bool = True
     chunked: bool = True
     partial_reuse: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool = False  # decode steps are replayed, and no layer's hooks run in them
+    lag: int = 0  # cycles that a pass takes longer on a GPU, so that the CPU is ahead of it as in a real engine
     connector: dict[str, str] | None = None  # kv_connector_config
     layout: bool = False  # describe the pool by regions, as the engine's second cache manager does
     env: dict[str, str] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Options:
     store_delay: float | None = None
     silence: float | None = None  # seconds after which KVBM gives up a rank that says nothing
     corrupt: tuple[int, int] | None = None  # (rank, iteration): flip one bit of one byte that is read from then on
+    fences: bool = True  # False: blocks are written to whether KVBM still reads them or not
 
 
 class Executor:
@@ -58,7 +61,7 @@ class Executor:
         self.comm = comm
         self.model = Model(
             options.blocks, options.layers, options.block_size, options.width, comm.rank, options.device,
-            options.max_batch,
+            options.max_batch, options.lag,
         )  # fmt: skip
         self.blocks = Blocks(options.blocks, options.block_size, options.partial_reuse, self._copy_block)
         self.manager: KvCacheConnectorManager | None = None
@@ -86,14 +89,18 @@ class Executor:
     # -- start --------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Capture the decode step of a full batch."""
+        """Capture the decode step of a full batch. On a CPU a graph is a call."""
         if not self.options.cuda_graphs:
             return
         rows = self.options.max_batch
         batch = self._graph_batch = Batch(rows, rows, self._max_blocks, self.options.device)
         batch.fill(previous=[-1] * rows, rows=list(range(rows)), last=list(range(rows)))
         batch.tables.fill_(self.model.scratch)
+        if self.stream is None:
+            self._graph = SimpleNamespace(replay=lambda: self.model.forward(batch))
+            return
         side = torch.cuda.Stream()
+        side.wait_stream(self.stream)
         with torch.cuda.stream(side):
             self.model.forward(batch)
         side.synchronize()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import random
 import socket
@@ -60,6 +62,12 @@ def run(options: Options, work: Work, timeout: float = 60.0) -> dict[str, Any]:
             process.join()
 
 
+def end_fork_server() -> None:
+    """The ranks are forked from a server that has torch loaded. It ends when told to, and its folder goes with it."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    multiprocessing.util._run_finalizers(-100)  # type: ignore[attr-defined]
+
+
 def _collect(results: Connection, ranks: list[Any], timeout: float) -> dict[str, Any]:
     ready = wait([results], timeout + 10)
     if not ready:
@@ -99,8 +107,15 @@ def _serve(rank: int, options: Options, work: Work, comm: Comm) -> dict[str, Any
     import torch
 
     torch.set_num_threads(1)
-    if options.device.startswith("cuda"):
-        torch.cuda.set_device(options.device)
+    if not options.device.startswith("cuda"):
+        return _loop(rank, options, work, comm)
+    torch.cuda.set_device(options.device)
+    # Not the default stream, with which others may be in order by accident.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return _loop(rank, options, work, comm)
+
+
+def _loop(rank: int, options: Options, work: Work, comm: Comm) -> dict[str, Any]:
     began = time.monotonic()
     executor = Executor(options, comm)
     worker, scheduler = _build_connector(executor, rank)
@@ -155,8 +170,9 @@ def _build_connector(executor: Executor, rank: int) -> tuple[Any, Any]:
 
 
 def _adjust(options: Options) -> None:
-    """Times that no setting sets, so that a test need not wait for them."""
+    """Times that no setting sets, so that a test need not wait for them; and what a test takes away."""
     from kvbm.engines.trtllm import leader
+    from kvbm.engines.trtllm.worker import WorkerHalf
     from kvbm.runtime.channel import Timing
     from kvbm.transfer import faults
 
@@ -166,6 +182,9 @@ def _adjust(options: Options) -> None:
         faults.LOAD_DELAY_SECONDS = options.load_delay
     if options.store_delay is not None:
         faults.STORE_DELAY_SECONDS = options.store_delay
+    if not options.fences:
+        begin = WorkerHalf._begin
+        WorkerHalf._begin = lambda half, fences, stream: begin(half, [], stream)  # type: ignore[method-assign]
 
 
 def llm_args(options: Options, rank: int) -> Any:

@@ -59,8 +59,9 @@ class Batch:
 
 class Model:
     def __init__(
-        self, blocks: int, layers: int, block_size: int, width: int, rank: int, device: str, max_rows: int
+        self, blocks: int, layers: int, block_size: int, width: int, rank: int, device: str, max_rows: int, lag: int = 0
     ) -> None:
+        self._lag = lag if device.startswith("cuda") else 0
         self.layers, self.block_size, self.width = layers, block_size, width
         self.device = device
         # The last block belongs to nobody: tokens that only fill up a batch write there.
@@ -81,6 +82,8 @@ class Model:
         after: Callable[[int], None] = lambda layer: None,
     ) -> None:
         """Writes KV, then ``values`` and ``sampled``. The callables stand for a layer's hooks."""
+        if self._lag:
+            torch.cuda._sleep(self._lag)
         from_last = batch.previous >= 0
         tokens = torch.where(from_last, self.sampled[batch.previous.clamp(min=0)], batch.tokens)
         where = batch.tables[batch.rows, batch.positions // self.block_size]
