@@ -1,36 +1,44 @@
 """Time to first token over the rate of requests: the benchmark that guides to KVBM name, with a real server.
 
     python benchmarks/gpu/qps.py --json results/qps.json
+    python benchmarks/gpu/qps.py --mode eager --at-once 2 --budget 450 --json results/qps.json
     python benchmarks/gpu/qps.py --kinds kvbm --rates 0.25 0.5 1 2 --seconds 100
 
-A `vllm serve` of each kind, one after the other: vLLM with its own prefix cache only (base), with its own offloading
-(native), with KVBM (kvbm). The workload is `kvbm bench`'s, that of LMBenchmark's long_input_short_output_run.sh: 15
-users who share 1,000 tokens and have 20,000 of their own, up to 20 questions each, answers of 100 tokens. The engine's
-own cache holds about 13 such users, as on a card with 80 GB; the host tier holds all.
+A `vllm serve` of each kind: vLLM with its own prefix cache only (base), with its own offloading (native), with KVBM
+(kvbm). The workload is `kvbm bench`'s, that of LMBenchmark's long_input_short_output_run.sh: 15 users who share 1,000
+tokens and have 20,000 of their own, up to 20 questions each, answers of 100 tokens. That is 320,000 tokens at any time;
+the engine's own cache holds 250,000, the host tier all of them and those of users who join.
 
-Before the first rate every user's history is computed once, so that short runs measure what comes back and not what is
-new; users come back from one rate to the next. For the published form of the benchmark, in which every rate has users
-of its own for 100 seconds, use `kvbm bench` itself.
+Users ask in turn, so that each finds in the engine's own cache what came after its last question, and not its own. For
+that to be so from the first request on, every user's history is computed once beforehand, in the order in which they
+will ask, and a rate lasts for whole rounds of all users. So short runs measure what comes back and not what is new;
+users come back from one rate to the next. For the published form of the benchmark, in which every rate has users of its
+own for 100 seconds, use `kvbm bench` itself.
+
+Rates are taken in the order given. Once a kind has let a mean of --enough seconds pass it is not asked any faster. A
+result is written as soon as it is there. With --budget, what no longer fits is left out, and said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import runpy
+import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm_kinds
 from child import Child, ChildError, Emit, run_child, wait_for_memory
 from records import SOURCE, Record, Row, arguments
 
 sys.path.insert(0, str(SOURCE))
-from kvbm.bench.client import Endpoint, EndpointError, Prompt
+from kvbm.bench.client import Answer, Endpoint, EndpointError, Prompt
 from kvbm.bench.runner import Target, run
 from kvbm.bench.workload import MultiRound, Shape, opening
 
@@ -40,6 +48,8 @@ WORDS = (
     "Here is what everybody told User has said before Question please tell me one more long story and let it end well "
     "Just to warm up user says are"
 )
+# Seconds that are kept for the start of servers that come later, and for the end.
+LATER_START, END = 45.0, 6.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -98,6 +108,10 @@ def serve(task: Row, shape: vllm_kinds.Dense, model: Path, tokenizer: Path) -> N
         command.append("--enforce-eager")
     if task["dry"]:
         command += ["--block-size", str(shape.block_size)]
+    else:
+        # Said outright: a server that looks at what is free would count what another takes meanwhile as its own.
+        command += ["--kv-cache-memory-bytes", str(task["cache_tokens"] * shape.token_bytes)]
+        command += ["--gpu-memory-utilization", "0.3"]
     transfer = vllm_kinds.connector(task["kind"], task["gigabytes"])
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -106,10 +120,12 @@ def serve(task: Row, shape: vllm_kinds.Dense, model: Path, tokenizer: Path) -> N
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as probes:
+        found = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in found:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in found]
 
 
 def wait_until_healthy(endpoint: Endpoint, server: Child, seconds: float) -> None:
@@ -124,7 +140,33 @@ def wait_until_healthy(endpoint: Endpoint, server: Child, seconds: float) -> Non
     raise ChildError(f"the server was not ready within {seconds:.0f} s; it printed last:\n{server.tail()}")
 
 
-def fill(endpoint: Endpoint, shape: Shape) -> float:
+def whole_rounds(shape: Shape, qps: float) -> Shape:
+    """As long as the shape says or a little longer: until every user has asked equally often."""
+    turn = shape.num_users / qps
+    return shape._replace(time=math.ceil(shape.time / turn - 1e-9) * turn)
+
+
+def askers(shape: Shape, qps: float) -> list[int]:
+    """Users in the order of their first questions."""
+    workload = MultiRound(shape, qps)
+    nothing = Answer(user=0, round=0, started=0.0, finished=0.0)
+    order: dict[int, None] = {}
+    step = 1 / qps / 4
+    for tick in range(int(shape.time / step) + 1):
+        for ask in workload.due(tick * step):
+            order.setdefault(ask.user)
+            ask.done(nothing)
+    return list(order)
+
+
+def filling_order(shape: Shape, rates: list[float]) -> list[int]:
+    """All users of all rates. Those of the first rate come last, in the order in which they will ask."""
+    first = askers(whole_rounds(shape, rates[0]), rates[0])
+    every = {user for qps in rates for user in askers(whole_rounds(shape, qps), qps)}
+    return [*sorted(every - set(first)), *first]
+
+
+def fill(endpoint: Endpoint, shape: Shape, users: list[int]) -> float:
     """Compute every user's history once; seconds it took."""
     began = time.monotonic()
 
@@ -133,39 +175,120 @@ def fill(endpoint: Endpoint, shape: Shape) -> float:
         return endpoint.ask(prompt, 1, user, 0, began).error
 
     with ThreadPoolExecutor(2) as pool:
-        errors = [error for error in pool.map(one, range(1, shape.num_users + 1)) if error]
+        errors = [error for error in pool.map(one, users) if error]
     if errors:
-        raise ChildError(f"{len(errors)} of {shape.num_users} first requests failed: {errors[0]}")
+        raise ChildError(f"{len(errors)} of {len(users)} first requests failed: {errors[0]}")
     return time.monotonic() - began
 
 
-def measure(options: Any, task: Row, shape: Shape, record: Record) -> None:
-    """One kind: start, fill, and every rate."""
-    kind = task["kind"]
-    began = time.monotonic()
-    with Child(__file__, task, kind) as server:
+class Server(NamedTuple):
+    """One of the kinds, started and perhaps not ready yet."""
+
+    kind: str
+    process: Child
+    endpoint: Endpoint
+    began: float
+
+
+class Sweep:
+    """All kinds, in groups that are started at once; within a group one is asked after the other."""
+
+    def __init__(self, options: Any, common: Row, shape: Shape, record: Record, deadline: float) -> None:
+        self._options = options
+        self._common = common
+        self._shape = shape
+        self._record = record
+        self._deadline = deadline
+        self._users = filling_order(shape, options.rates)
+        self.failures = 0
+
+    def run(self) -> None:
+        kinds, size = list(self._options.kinds), self._options.at_once
+        groups = [kinds[i : i + size] for i in range(0, len(kinds), size)]
+        while groups:
+            group = groups.pop(0)
+            wait_for_memory()
+            with contextlib.ExitStack() as running:
+                servers = [
+                    self._start(kind, port, running) for kind, port in zip(group, free_ports(len(group)), strict=True)
+                ]
+                for server in list(servers):
+                    if not self._is_ready(server, last_chance=len(group) == 1):
+                        servers.remove(server)
+                        if len(group) > 1:
+                            groups.append([server.kind])  # it may have been the company
+                for i, server in enumerate(servers):
+                    later = len(servers) - i - 1 + sum(map(len, groups))
+                    left = self._deadline - time.monotonic() - LATER_START * len(groups)
+                    self._measure(server, time.monotonic() + left / (1 + later))
+                    server.process.kill()
+
+    def _start(self, kind: str, port: int, running: contextlib.ExitStack) -> Server:
+        task = {**self._common, "kind": kind, "port": port}
+        process = running.enter_context(Child(__file__, task, kind))
+        running.callback(process.kill)
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", "model", extra={"ignore_eos": True})
+        return Server(kind, process, endpoint, time.monotonic())
+
+    def _is_ready(self, server: Server, last_chance: bool) -> bool:
+        left = min(self._options.limit, self._deadline - time.monotonic())
         try:
-            endpoint = Endpoint(f"http://127.0.0.1:{task['port']}", "model", extra={"ignore_eos": True})
-            wait_until_healthy(endpoint, server, options.limit)
-            record.add({"kind": kind, "what": "start", "s": round(time.monotonic() - began, 1)})
-            endpoint.ask(Prompt(messages=[{"role": "user", "content": "hi " * 200}]), 16, 0, 0, began)
-            record.add({"kind": kind, "what": "fill", "s": round(fill(endpoint, shape), 1)})
-            for qps in options.rates:
-                outcome = run(Target(kind, endpoint), MultiRound(shape, qps), qps, options.patience)
-                times = [s.ttft for s in outcome.samples if s.ttft is not None and not s.error]
-                record.add(
-                    {
-                        "kind": kind,
-                        "what": "rate",
-                        "qps": qps,
-                        **{name: getattr(outcome.summary, name) for name in outcome.summary.__struct_fields__},
-                        "ttfts": [round(value, 4) for value in times],
-                        "cached": [s.cached_tokens for s in outcome.samples if not s.error],
-                        "server": outcome.server,
-                    }
-                )
-        finally:
-            server.kill()
+            wait_until_healthy(server.endpoint, server.process, left)
+        except (ChildError, EndpointError) as error:
+            self._failed(server, "failed" if last_chance else "tried again alone", error)
+            server.process.kill()
+            self.failures += last_chance
+            return False
+        self._record.add({"kind": server.kind, "what": "start", "s": round(time.monotonic() - server.began, 1)})
+        return True
+
+    def _measure(self, server: Server, end: float) -> None:
+        """Fill, and every rate that ends in time."""
+        kind, enough = server.kind, math.inf
+        try:
+            server.endpoint.ask(Prompt(messages=[{"role": "user", "content": "hi " * 200}]), 16, 0, 0, 0.0)
+            took = fill(server.endpoint, self._shape, self._users)
+            self._record.add({"kind": kind, "what": "fill", "s": round(took, 1), "users": len(self._users)})
+            for qps in self._options.rates:
+                shape = whole_rounds(self._shape, qps)
+                if qps > enough:
+                    self._left_out(kind, qps, f"slower than --enough at {enough:g} requests/s already")
+                    continue
+                patience = min(self._options.patience, end - time.monotonic() - shape.time)
+                if patience < min(5.0, self._options.patience):
+                    self._left_out(kind, qps, "no time left")
+                    continue
+                mean = self._rate(server, shape, qps, patience)
+                if mean is None or mean > self._options.enough:
+                    enough = min(enough, qps)
+        except (ChildError, EndpointError) as error:
+            self.failures += 1
+            self._failed(server, "failed", error)
+
+    def _rate(self, server: Server, shape: Shape, qps: float, patience: float) -> float | None:
+        """One rate; the mean time to first token."""
+        outcome = run(Target(server.kind, server.endpoint), MultiRound(shape, qps), qps, patience)
+        times = [s.ttft for s in outcome.samples if s.ttft is not None and not s.error]
+        row = {
+            "kind": server.kind,
+            "what": "rate",
+            "qps": qps,
+            **{name: getattr(outcome.summary, name) for name in outcome.summary.__struct_fields__},
+            "ttfts": [round(value, 4) for value in times],
+            "cached": [s.cached_tokens for s in outcome.samples if not s.error],
+            "server": outcome.server,
+        }
+        self._record.add(row)
+        print(show(summarise(self._record.rows)[-1]), flush=True)
+        return outcome.summary.ttft_mean
+
+    def _left_out(self, kind: str, qps: float, why: str) -> None:
+        self._record.add({"kind": kind, "what": "left out", "qps": qps, "why": why})
+        print(f"{qps:>6g} {kind:<8} left out: {why}", flush=True)
+
+    def _failed(self, server: Server, what: str, error: Exception) -> None:
+        self._record.add({"kind": server.kind, "what": what, "why": str(error)})
+        print(f"{server.kind}: {what}: {error}", file=sys.stderr, flush=True)
 
 
 def summarise(rows: list[Row]) -> list[Row]:
@@ -205,25 +328,36 @@ def main() -> int:
         return 0
     parser = arguments(__doc__)
     vllm_kinds.add_arguments(parser)
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1, 1.5, 2, 3], metavar="QPS", help="(0.5 to 3)")
-    parser.add_argument("--seconds", type=float, default=20, metavar="S", help="of a rate (20)")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[1, 1.5, 2, 3, 0.5, 4], metavar="QPS", help="(0.5 to 4)"
+    )
+    parser.add_argument("--seconds", type=float, default=15, metavar="S", help="of a rate, at least (15)")
     parser.add_argument("--users", type=int, default=15, metavar="N", help="at a time (15)")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="questions of a user (20)")
     parser.add_argument("--history", type=int, default=20000, metavar="N", help="tokens of a user's own (20000)")
     parser.add_argument("--shared", type=int, default=1000, metavar="N", help="tokens that all share (1000)")
     parser.add_argument("--answer", type=int, default=100, metavar="N", help="tokens of an answer (100)")
-    parser.add_argument("--cache-tokens", type=int, default=300_000, metavar="N", help="of the engine's own (300000)")
+    parser.add_argument("--cache-tokens", type=int, default=250_000, metavar="N", help="of the engine's own (250000)")
     parser.add_argument("--gb", type=float, default=60, metavar="GB", help="size of the host tier (60)")
     parser.add_argument(
-        "--patience", type=float, default=15, metavar="S", help="to wait for a rate's last answers (15)"
+        "--patience", type=float, default=20, metavar="S", help="to wait for a rate's last answers (20)"
     )
+    parser.add_argument(
+        "--enough", type=float, default=3, metavar="S", help="a kind whose mean is above this is asked no faster (3)"
+    )
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers to start at the same time (1)")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds for everything (no limit)")
     parser.add_argument("--mode", choices=("eager", "graphs"), default="graphs", help="with CUDA graphs, or eager")
+    began = time.monotonic()
     options = parser.parse_args()
-    if min(options.users, options.rounds, options.answer) < 1 or min(options.rates) <= 0 or options.seconds <= 0:
-        parser.error("--users, --rounds and --answer take at least 1, --rates and --seconds more than 0")
+    # Whoever ends this ends the servers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    least = min(options.users, options.rounds, options.answer, options.at_once)
+    if least < 1 or min(*options.rates, options.seconds, 1 if options.budget is None else options.budget) <= 0:
+        parser.error("--users, --rounds, --answer and --at-once take at least 1, the others more than 0")
     vllm_kinds.check(options)
     if options.dry:
-        dry = {"rates": [1.0, 2.0], "seconds": 6, "users": 4, "rounds": 5, "history": 400, "shared": 20, "answer": 8}
+        dry = {"rates": [1.0, 2.0], "seconds": 4, "users": 4, "rounds": 4, "history": 400, "shared": 20, "answer": 8}
         vars(options).update(dry, cache_tokens=1600, gb=0.05, mode="eager")
     shape = Shape(options.users, options.rounds, options.shared, options.history, options.answer, options.seconds)
     length = options.shared + options.history + options.rounds * (options.answer + 40) + 256
@@ -235,19 +369,14 @@ def main() -> int:
     with Child(__file__, {"kind": "prepare", **common}, "prepare") as running:
         for row in running.rows(options.limit):
             record.add(row)
-    failures = 0
-    for kind in options.kinds:
-        wait_for_memory()
-        try:
-            measure(options, {**common, "kind": kind, "port": free_port()}, shape, record)
-        except (ChildError, EndpointError) as error:
-            failures += 1
-            record.add({"kind": kind, "what": "failed", "why": str(error)})
-            print(error, file=sys.stderr)
-    print(HEADER)
+    print(HEADER, flush=True)
+    deadline = began + options.budget - END if options.budget is not None else math.inf
+    sweep = Sweep(options, common, shape, record, deadline)
+    sweep.run()
+    print("\n" + HEADER)
     for line in sorted(summarise(record.rows), key=lambda line: line["qps"]):
         print(show(line))
-    return 1 if failures else 0
+    return 1 if sweep.failures else 0
 
 
 if __name__ == "__main__":

@@ -123,14 +123,19 @@ def qps_table(record: dict[str, Any]) -> str:
         + [None if line[key] is None else f"{line[key]:.{digits}f}" for key, digits in qps.COLUMNS.values()]
         for line in lines
     ]
-    names = ("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds")
+    names = ("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds", "mode")
     settings = ", ".join(f"{name.replace('_', ' ')} {record['settings'][name]}" for name in names)
     failures = [
         f"Failed: {row['kind']}: {row['why'].splitlines()[0]}" for row in record["rows"] if row["what"] == "failed"
     ]
+    left_out = [
+        f"Left out: {row['kind']} at {row['qps']:g} requests/s: {row['why']}."
+        for row in record["rows"]
+        if row["what"] == "left out"
+    ]
     header = ("requests/s", "engine", *qps.COLUMNS)
     what = f"Seconds to the first token of `kvbm bench`'s multi-round workload: {settings}."
-    return "\n\n".join([table(header, cells), what, *failures])
+    return "\n\n".join([table(header, cells), what, *failures, *left_out])
 
 
 def interference_table(record: dict[str, Any]) -> str:

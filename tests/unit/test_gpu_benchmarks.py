@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+
+from kvbm.bench import results as results_of
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "disk", "qps", "report")
@@ -93,6 +96,8 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("interference", ["--rounds", "0"]),
         ("qps", ["--rates", "0"]),
         ("qps", ["--users", "0"]),
+        ("qps", ["--at-once", "0"]),
+        ("qps", ["--budget", "0"]),
         ("throughput", ["--repeats", "0"]),
         ("report", []),
     ],
@@ -573,6 +578,143 @@ def test_kinds_are_compared_rate_by_rate(gpu):
     assert gpu.qps.summarise([]) == []
 
 
+RATES = [1.0, 1.5, 2.0, 3.0, 0.5, 4.0]
+
+
+@pytest.mark.parametrize(("room", "found"), [(11, 0), (14, 0), (16, 100)])
+def test_no_user_is_still_in_a_cache_that_is_smaller_than_all_of_them(gpu, room, found):
+    """From the first question of every rate on: who is asked for was always used longest ago."""
+    shape = gpu.qps.Shape(time=15)
+    recent: list[int] = []
+    hits = 0
+
+    def use(user):
+        nonlocal hits
+        hits += user in recent
+        recent[:] = [*[other for other in recent if other != user][-room + 1 :], user]
+
+    for user in gpu.qps.filling_order(shape, RATES):
+        use(user)
+    assert hits == 0
+    for qps in RATES:
+        whole = gpu.qps.whole_rounds(shape, qps)
+        workload = gpu.qps.MultiRound(whole, qps)
+        for tick in range(int(whole.time * 50)):
+            for ask in workload.due(tick / 50):
+                use(ask.user)
+                ask.done(gpu.qps.Answer(user=0, round=0, started=0.0, finished=0.0))
+    assert hits >= found
+    assert found or not hits
+
+
+def test_everybody_who_asks_was_filled_in(gpu):
+    shape = gpu.qps.Shape(time=15)
+    users = gpu.qps.filling_order(shape, RATES)
+    assert len(users) == len(set(users))
+    assert {user for qps in RATES for user in gpu.qps.askers(gpu.qps.whole_rounds(shape, qps), qps)} == set(users)
+
+
+def test_a_rate_lasts_for_whole_rounds_of_all_users(gpu):
+    shape = gpu.qps.Shape(num_users=15, time=15)
+    assert [gpu.qps.whole_rounds(shape, qps).time for qps in RATES] == [15, 20, 15, 15, 30, 15]
+
+
+class FakeServers:
+    """Servers that start in 30 s and take what is said for each rate; time passes only when they say so."""
+
+    def __init__(self, gpu, monkeypatch, means, sick=()):
+        self.now, self.running, self.most, self.tried = 0.0, set(), 0, []
+        fake = self
+
+        class Child:
+            def __init__(self, script, task, name):
+                self.kind = task["kind"]
+                fake.running.add(self.kind)
+                fake.tried.append(self.kind)
+                fake.most = max(fake.most, len(fake.running))
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exception):
+                self.kill()
+
+            def kill(self):
+                fake.running.discard(self.kind)
+
+        def ready(endpoint, server, seconds):
+            fake.now += 30
+            if server.kind in sick and (len(fake.running) > 1 or "always" in sick):
+                raise gpu.qps.ChildError("no memory")
+
+        def run(target, workload, qps, patience):
+            assert target.name in fake.running
+            fake.now += workload.seconds
+            summary = msgspec.structs.replace(results_of.summarise([]), ttft_mean=means[target.name](qps))
+            return results_of.Run(target=target.name, url="", qps=qps, summary=summary, samples=[])
+
+        monkeypatch.setattr(gpu.qps, "Child", Child)
+        monkeypatch.setattr(gpu.qps, "wait_until_healthy", ready)
+        monkeypatch.setattr(gpu.qps, "wait_for_memory", lambda: None)
+        monkeypatch.setattr(gpu.qps, "fill", lambda *a: 10.0)
+        monkeypatch.setattr(gpu.qps.Endpoint, "ask", lambda *a: None)
+        monkeypatch.setattr(gpu.qps, "run", run)
+        monkeypatch.setattr(gpu.qps, "time", SimpleNamespace(monotonic=lambda: fake.now))
+
+
+def sweep(gpu, deadline, **more):
+    options = SimpleNamespace(
+        **{"kinds": ["base", "native", "kvbm"], "rates": [1.0, 1.5, 2.0, 3.0], "at_once": 2, "enough": 3.0, **more},
+        limit=600.0, patience=20.0,
+    )  # fmt: skip
+    record = gpu.records.Record("qps", {}, None)
+    sweep = gpu.qps.Sweep(options, {}, gpu.qps.Shape(time=15), record, deadline)
+    sweep.run()
+    done = {
+        kind: [row["qps"] for row in record.rows if row["what"] == "rate" and row["kind"] == kind] for kind in KINDS
+    }
+    return sweep.failures, done, record.rows
+
+
+KINDS = ("base", "native", "kvbm")
+FAST = dict.fromkeys(KINDS, lambda qps: 0.1)
+
+
+def test_a_kind_that_cannot_keep_up_is_asked_no_faster(gpu, monkeypatch, capsys):
+    FakeServers(gpu, monkeypatch, {**FAST, "base": lambda qps: 5.0 if qps > 1 else 1.0})
+    failures, done, rows = sweep(gpu, 1e9, rates=[1.0, 1.5, 2.0, 3.0, 0.5])
+    assert (failures, done["base"], done["kvbm"]) == (0, [1.0, 1.5, 0.5], [1.0, 1.5, 2.0, 3.0, 0.5])
+    assert [row["qps"] for row in rows if row["what"] == "left out"] == [2.0, 3.0]
+    assert "left out: slower than --enough at 1.5 requests/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("budget", [150, 250, 400])
+def test_no_more_time_is_spent_than_there_is(gpu, monkeypatch, budget):
+    servers = FakeServers(gpu, monkeypatch, FAST)
+    failures, done, rows = sweep(gpu, budget)
+    assert servers.now <= budget
+    assert not failures
+    assert {row["why"] for row in rows if row["what"] == "left out"} <= {"no time left"}
+    assert bool(done["base"] and done["native"] and done["kvbm"]) == (budget > 150)
+
+
+def test_servers_are_started_side_by_side_and_nobody_stays(gpu, monkeypatch):
+    servers = FakeServers(gpu, monkeypatch, FAST)
+    sweep(gpu, 1e9)
+    assert (servers.most, servers.running) == (2, set())
+
+
+def test_who_cannot_start_in_company_is_tried_alone(gpu, monkeypatch):
+    servers = FakeServers(gpu, monkeypatch, FAST, sick={"native"})
+    failures, done, _ = sweep(gpu, 1e9)
+    assert (failures, servers.tried) == (0, ["base", "native", "kvbm", "native"])
+    assert done["native"] == done["base"]
+    servers = FakeServers(gpu, monkeypatch, FAST, sick={"native", "always"})
+    failures, done, rows = sweep(gpu, 1e9)
+    assert (failures, done["native"]) == (1, [])
+    assert [row["what"] for row in rows if row["kind"] == "native"] == ["tried again alone", "failed"]
+
+
 def test_every_token_is_a_word_that_comes_back_as_itself(gpu):
     words = [gpu.qps.word(number) for number in range(30, 152_000)]
     assert len(set(words)) == len(words)
@@ -608,6 +750,7 @@ def copies_rows():
 
 
 QPS_SETTINGS = dict.fromkeys(("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds"), 1)
+QPS_SETTINGS["mode"] = "eager"
 RESULTS = {
     "ttft": ({"dry": False}, lambda: [BUS, *ttft_rows("base", factor=10), *ttft_rows()]),
     "disk": ({"length": 32768, "dry": False}, disk_rows),
@@ -675,13 +818,15 @@ def test_what_failed_is_on_the_page(gpu, tmp_path, monkeypatch):
         "ttft": [BUS, {**what, "length": 1000}],
         "interference": [what],
         "throughput": [what],
+        "qps": [what, {"kind": "kvbm", "what": "left out", "qps": 4.0, "why": "no time left"}],
         "copies": [{"layout": "layers", "piece_kib": 64, "way": "round trip", "blocks": 9, "equal": False}],
     }.items():
         record = {"benchmark": name, "taken": "2026-03-01T", "machine": {}, "settings": RESULTS[name][0], "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
     assert report(gpu, *tmp_path.glob("*.json"), "--out", tmp_path) == 0
     page = (tmp_path / "2026-03-01.md").read_text()
-    assert page.count("ended with status 1") == 3
+    assert page.count("ended with status 1") == 4
+    assert "Left out: kvbm at 4 requests/s: no time left." in page
     assert "**NOT every byte came back**" in page
 
 
