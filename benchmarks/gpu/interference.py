@@ -8,6 +8,10 @@ after its first token) and in the steps just before it came (`without`, as many 
 the engine, where vLLM says them; so what the front end does with 32k tokens does not count.
 
 With vLLM alone the prompt is computed anew beside the others: that is what all are compared with.
+
+Right after it has been brought back the same prompt comes once more, its blocks still on the GPU. Then nothing is
+copied, and what the others notice (`on the GPU`) is vLLM's own work for a prompt of that length: taking in its tokens,
+giving it its blocks.
 """
 
 from __future__ import annotations
@@ -87,7 +91,7 @@ def forget(llm: Any, source: random.Random) -> None:
 def child(task: Row, emit: Emit) -> None:
     shape = vllm_kinds.shape_of(task["dry"])
     length, others, rounds, quiet = task["length"], task["others"], task["rounds"], task["quiet"]
-    decoded = (rounds + 2) * (quiet + 40)  # more than the whole run takes
+    decoded = 2 * (rounds + 2) * (quiet + 40)  # more than the whole run takes
     short = min(SHORT_PROMPT, length)
     decoding_tokens = others * (short + decoded)
     llm = vllm_kinds.open_engine(
@@ -116,37 +120,38 @@ def child(task: Row, emit: Emit) -> None:
         return len(stepper.times[name])
 
     stepper.step_until(lambda: all(length_of(name) >= 8 for name in decoding), task["limit"])
-    # The first return in an engine's life is not measured: it compiles what is left to compile.
-    for number in range(rounds + 1):
+
+    def come(guest: str, prompt: vllm_kinds.Tokens) -> Row:
+        """Let a prompt come after some quiet steps, and see what the others notice."""
         target = length_of(decoding[0]) + quiet
-        stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])  # noqa: B023
+        stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])
         came = max(stepper.times[name][-1] for name in decoding)
-        guest = f"guest-{number}"
         added = time.perf_counter()
-        stepper.add(guest, prompts[number % GUESTS], 1)
-        stepper.step_until(lambda: length_of(guest) > 0, task["limit"])  # noqa: B023
+        stepper.add(guest, prompt, 1)
+        stepper.step_until(lambda: length_of(guest) > 0, task["limit"])
         ttft = (time.perf_counter() - added) * 1e3
         first = stepper.times.pop(guest)[0]
-        target = length_of(decoding[0]) + 1
-        stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])  # noqa: B023
+        after = length_of(decoding[0]) + 1
+        stepper.step_until(lambda: length_of(decoding[0]) >= after, task["limit"])
         left = max(stepper.times[name][-1] for name in decoding)
         ours = {name: stepper.times[name] for name in decoding}
         during = gaps(ours, came, left)
         steps = max(1, round(len(during) / others))
-        before = stepper.times[decoding[0]]
-        start = [at for at in before if at <= came][-(steps + 1) :][0]
-        if number:
-            emit(
-                {
-                    "what": "onboarding",
-                    "round": number,
-                    "cached": stepper.cached[guest],
-                    "ttft_ms": round(ttft, 3),
-                    "engine_ms": round((first - came) * 1e3, 3),
-                    "with_ms": [round(gap, 3) for gap in during],
-                    "without_ms": [round(gap, 3) for gap in gaps(ours, start, came)],
-                }
-            )
+        start = [at for at in stepper.times[decoding[0]] if at <= came][-(steps + 1) :][0]
+        return {
+            "cached": stepper.cached[guest],
+            "ttft_ms": round(ttft, 3),
+            "engine_ms": round((first - came) * 1e3, 3),
+            "with_ms": [round(gap, 3) for gap in during],
+            "without_ms": [round(gap, 3) for gap in gaps(ours, start, came)],
+        }
+
+    # The first return in an engine's life is not measured: it compiles what is left to compile.
+    for number in range(rounds + 1):
+        for what in ("onboarding", "on the GPU"):
+            row = come(f"{what} {number}", prompts[number % GUESTS])
+            if number:
+                emit({"what": what, "round": number, **row})
     llm.llm_engine.abort_request(decoding)
 
 
@@ -167,15 +172,18 @@ def summarise(rows: list[Row]) -> list[Row]:
             line[f"{when}_gaps"] = len(values)
             for name, percent in (("p50", 50), ("p99", 99), ("max", 100)):
                 line[f"{when}_{name}_ms"] = percentile(values, percent) if values else None
+        own = [row for row in group if row["what"] == "on the GPU"]
+        values = [gap for row in own for gap in row["with_ms"]]
+        line["on_gpu_p99_ms"] = percentile(values, 99) if values else None
+        line["on_gpu_cached"] = percentile([row["cached"] for row in own], 50) if own else None
         both = (line["with_p99_ms"], line["without_p99_ms"])
         line["p99_raised_percent"] = (both[0] / both[1] - 1) * 100 if all(both) else None
         summary.append(line)
     return summary
 
 
-HEADER = f"{'mode':<8}{'engine':<8}" + "".join(
-    f"{name:>12}" for name in ("p50 without", "p50 with", "p99 without", "p99 with", "max with", "p99 raised", "TTFT")
-)
+_COLUMNS = ("p50 without", "p50 with", "p99 without", "p99 on GPU", "p99 with", "max with", "p99 raised", "TTFT")
+HEADER = f"{'mode':<8}{'engine':<8}" + "".join(f"{name:>12}" for name in _COLUMNS)
 
 
 def show(line: Row) -> str:
@@ -185,6 +193,7 @@ def show(line: Row) -> str:
         "without_p50_ms",
         "with_p50_ms",
         "without_p99_ms",
+        "on_gpu_p99_ms",
         "with_p99_ms",
         "with_max_ms",
         "p99_raised_percent",

@@ -141,14 +141,15 @@ def qps_table(record: dict[str, Any]) -> str:
 def interference_table(record: dict[str, Any]) -> str:
     columns = {
         "mode": "mode", "engine": "kind", "p50 without": "without_p50_ms", "p50 with": "with_p50_ms",
-        "p99 without": "without_p99_ms", "p99 with": "with_p99_ms", "worst with": "with_max_ms",
+        "p99 without": "without_p99_ms", "p99 on the GPU": "on_gpu_p99_ms", "p99 with": "with_p99_ms",
+        "worst with": "with_max_ms",
         "p99 raised by %": "p99_raised_percent", "TTFT of the prompt": "ttft_ms", "its cached tokens": "cached",
         "rounds": "rounds",
     }  # fmt: skip
     settings = record["settings"]
     what = (
         f"Milliseconds between tokens of {settings['others']} requests that decode, with and without a prompt of "
-        f"{settings['length']} tokens that returns beside them."
+        f"{settings['length']} tokens that returns beside them; on the GPU: with a prompt whose blocks vLLM still has."
     )
     return "\n\n".join([_summary(columns, interference.summarise(record["rows"])), what])
 

@@ -196,6 +196,8 @@ def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched, batc
         for when in (When.LATER, When.NOW):
             for block in range(14, 24):
                 cache.wipe(block)
+            if prefetched == "this":
+                assert cache.copier.prefetch(neighbours)
             cache.load(neighbours, list(range(14, 24)), when)
             assert all(same(cache.read(14 + i), before[9 - i]) for i in range(10))
         assert cache.copier.prefetch(slots)

@@ -236,3 +236,12 @@ def test_a_load_started_early_is_not_started_again_and_ends_with_its_step(worker
     assert len([call for call in copier.calls if call[0] == "load"]) == 1
     assert len([call for call in copier.calls if call[0] == "end_load"]) == 1
     assert [result.bad for result in outcome.report.loads] == [[]]
+
+
+def test_a_load_outside_the_step_may_be_started_early_too(worker, copier):
+    early = load(in_step=False)
+    worker.start_early(early)
+    assert copier.calls[-1] == ("load", [5, 6], [7, 8], [], When.LATER)
+    outcome = step(worker, early)
+    assert [call[0] for call in copier.calls].count("load") == 1
+    assert outcome.arrived == {"request-1"}

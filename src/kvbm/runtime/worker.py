@@ -194,12 +194,12 @@ class Worker:
         self._copier.end_prefetch()
 
     def start_early(self, load: LoadPlan) -> None:
-        """Start a load by layer before its step has been planned; the step plan that names it changes nothing then.
+        """Start a load before its step has been planned; the step plan that names it changes nothing then.
 
         For a leader in the same process and thread. Everything else about the load is as usual.
         """
         self._copier.begin_load()
-        self._start([load], When.BY_LAYER)
+        self._start([load], self._when(load))
         self._early.add(load.id)
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -214,12 +214,15 @@ class Worker:
             if load.id in self._early:
                 self._early.remove(load.id)
             elif load.in_step:
-                groups.setdefault(When.BY_LAYER if load.layered else When.NOW, []).append(load)
+                groups.setdefault(self._when(load), []).append(load)
             else:
                 self._put_off.append(load)
         for when in (When.NOW, When.BY_LAYER):
             if when in groups:
                 self._start(groups[when], when)
+
+    def _when(self, load: LoadPlan) -> When:
+        return When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
 
     def _start_put_off(self) -> None:
         """Start the loads that no step waits for: milliseconds of work, which the requests that decode would notice

@@ -37,7 +37,6 @@ from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
-from kvbm.transfer.turns import short_turns
 
 _BUFFER_BYTES = (
     384 << 20
@@ -92,22 +91,17 @@ class BulkLoads:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
         segments, row = self._all if whole else self._front
         fetch = Fetch(slots, segments, row, self._size // row)
-        with annotate("copier.fetch"), short_turns():
+        with annotate("copier.fetch"):
             for _ in self._buffers:
                 self._fetch(fetch)
         return fetch
 
-    def place(self, fetch: Fetch, blocks: Sequence[int]) -> None:
+    def place(self, fetch: Fetch, blocks: Sequence[int], signal: bool) -> None:
         """Put what is fetched, and all the rest, into the engine's blocks. On the stream of loads.
 
-        Counts layers, unless all of them come at once.
+        ``signal``: count the layers that have arrived.
         """
-        with short_turns():
-            self._place(fetch, blocks)
-
-    def _place(self, fetch: Fetch, blocks: Sequence[int]) -> None:
         kernel, stream, first = self._kernel, self._stream, self._turn - fetch.begun
-        signal = fetch.segments < self._all[0]
         targets = np.asarray(blocks, np.int64)[fetch.order]
         indices = kernel.upload(targets)
         for i, start in enumerate(range(0, len(targets), fetch.rows)):
@@ -118,8 +112,8 @@ class BulkLoads:
             self._emptied[buffer].record(stream)
             self._fetch(fetch)
         kernel.release(indices)
-        if signal:
-            kernel.to_device(fetch.sorted, targets, first=fetch.segments, signal=True)
+        if fetch.segments < self._all[0]:
+            kernel.to_device(fetch.sorted, targets, first=fetch.segments, signal=signal)
 
     def drop(self, fetch: Fetch) -> None:
         """What was fetched is not wanted after all."""

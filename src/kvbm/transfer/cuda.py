@@ -117,7 +117,6 @@ class CudaCopier(Copier):
         self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
     ) -> Ticket:
         if when is not When.BY_LAYER:
-            self.end_prefetch()
             return self._load_whole(slots, blocks, after, when)
         for segment in self._layout.segments:
             self._expected[segment.layer] += len(blocks)
@@ -135,13 +134,9 @@ class CudaCopier(Copier):
     def _load_layers(
         self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], tokens: int
     ) -> EventTicket:
-        fetched, self._prefetched = self._prefetched, None
-        if self._bulk is not None:
-            if fetched is not None and fetched.slots != slots:
-                self._bulk.drop(fetched)
-                fetched = None
-            if fetched is None and self._suits_bulk(slots, tokens):
-                fetched = self._bulk.begin(slots)
+        fetched = self._take_prefetched(slots)
+        if fetched is None and self._bulk is not None and self._suits_bulk(slots, tokens):
+            fetched = self._bulk.begin(slots)
         stream = self._load_stream
         # Steps the engine submitted earlier may still be using the blocks; the one that begins now does not.
         stream.wait_event(self._step_began)
@@ -151,19 +146,22 @@ class CudaCopier(Copier):
             if fetched is None or self._bulk is None:
                 self._kernel.to_device(slots, blocks, signal=True)
             else:
-                self._bulk.place(fetched, blocks)
+                self._bulk.place(fetched, blocks, signal=True)
             return EventTicket(began, mark(stream))
 
     def _load_whole(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
+        fetched = self._take_prefetched(slots)
+        if fetched is None and self._bulk is not None and len(slots) >= self._bulk_blocks:
+            fetched = self._bulk.begin(slots, whole=True)
         stream = self._load_stream
         stream.wait_event(self._step_began)
         _hold(stream, after)
         with torch.cuda.stream(stream):
             began = mark(stream)
-            if self._bulk is not None and len(slots) >= self._bulk_blocks:
-                self._bulk.place(self._bulk.begin(slots, whole=True), blocks)
-            else:
+            if fetched is None or self._bulk is None:
                 self._kernel.to_device(slots, blocks)
+            else:
+                self._bulk.place(fetched, blocks, signal=False)
             ticket = EventTicket(began, mark(stream))
         if when is When.NOW:
             ticket.hold(self._engine_stream)
@@ -174,6 +172,13 @@ class CudaCopier(Copier):
             return False
         self._prefetched = self._bulk.begin(slots)
         return True
+
+    def _take_prefetched(self, slots: Sequence[int]) -> Fetch | None:
+        """What was fetched of these slots already. What was fetched of others is not wanted now."""
+        if self._prefetched is not None and self._prefetched.slots != slots:
+            self.end_prefetch()
+        fetched, self._prefetched = self._prefetched, None
+        return fetched
 
     def _suits_bulk(self, slots: Sequence[int], tokens: int) -> bool:
         return len(slots) >= self._bulk_blocks and tokens <= _BULK_TOKENS

@@ -27,6 +27,7 @@ from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import DiskTier, make_manager, measured
+from kvbm.transfer.turns import short_turns
 
 logger = logging.getLogger("kvbm")
 
@@ -97,6 +98,7 @@ class SchedulerHalf:
         self._settle: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
+        self._step_loads = False  # whether the last step that was planned waits for loads
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         self._cost = CostModel(
             step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -223,13 +225,15 @@ class SchedulerHalf:
 
     def new_request(self, request: Any) -> None:
         self._requests[request.request_id] = _Request(request)
-        if not self._active:
+        if not self._active or self._step_loads:
             self._prefetch(request)
 
+    @short_turns()
     def _prefetch(self, request: Any) -> None:
         """Begin to bring a prompt's blocks near while vLLM is still making room for them, which takes it milliseconds.
 
-        Only for a load that is expected in a step of its own: then the bus has nothing better to do.
+        Not beside requests that decode: they would notice, and the bus is free often enough. But where all wait for
+        loads already, this one fills the gap until the next step.
         """
         if self._local is None or self.leader is None or self._keys is None or self._prefetched is not None:
             return
@@ -242,8 +246,7 @@ class SchedulerHalf:
         found = self.leader.manager.lookup(keys, 0, limit)
         if len(found.runs) != 1 or found.blocks < PREFETCH_BLOCKS or found.pending:
             return
-        decision = self._decide(request, found)
-        if decision.blocks < found.blocks or not decision.in_step:
+        if self._decide(request, found).blocks < found.blocks:
             return
         if self._local.prefetch(found.runs[0].slots, request.num_tokens - found.blocks * self._block_size):
             self.leader.manager.hold(found)
@@ -328,6 +331,7 @@ class SchedulerHalf:
             state.waits_since = now
         return now < state.waits_since + patience
 
+    @short_turns()
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
         state = self._requests.get(request.request_id)
@@ -349,7 +353,8 @@ class SchedulerHalf:
             self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
             return
         plan = self._loads[-1]
-        if plan.layered and plan.in_step and self._local is not None:
+        fetched = self._prefetched is not None and self._prefetched_for == request.request_id
+        if self._local is not None and (fetched or (plan.layered and plan.in_step)):
             try:
                 self._local.start_early(plan)
             except Exception as error:
@@ -407,7 +412,8 @@ class SchedulerHalf:
             self._plan_stores(output, stores)
         except Exception as error:
             self._faults.record("planning stores", error)
-        if any(load.layered for load in loads):
+        self._step_loads = any(load.layered and load.in_step for load in loads)
+        if self._step_loads:
             try:
                 self._prefetch_next()
             except Exception as error:
