@@ -396,6 +396,20 @@ def test_a_stalled_write_does_not_hold_up_a_read(path):
     file.close()
 
 
+def test_what_nobody_waits_for_any_more_is_not_read(path):
+    file = DiskFile(path, 64, SLOT, threads=1, io=disk_io("disk-slow-read:seconds=0.3", rank=0))
+    fill(file, list(range(64)), list(range(64)))
+    memory = Memory(64)
+    reads = [file.read([i], [memory.address(i)], [tag(i)]) for i in range(64)]
+    for read in reads:
+        read.cancel()
+    assert reads[-1].wait(10)  # those that had begun take their time, not all 64
+    assert reads[-1].bad == [0]
+    assert "nobody waits" in reads[-1].reason
+    assert check(file, [63], [63]) == []
+    file.close()
+
+
 def test_after_it_was_closed_everything_fails_and_nothing_hangs(path):
     file = DiskFile(path, 64, SLOT, threads=1, io=disk_io("disk-slow-write:seconds=0.2", rank=0))
     memory = Memory(64)

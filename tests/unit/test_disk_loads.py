@@ -12,7 +12,7 @@ import torch
 
 from kvbm import config as settings
 from kvbm.plans import Copy, LoadPlan, SpillPlan, StepPlan, StorePlan, Tier
-from kvbm.runtime.disk import Ascent, Disk, Stretch, joined
+from kvbm.runtime.disk import Ascent, Disk, Stretch, behind, joined
 from kvbm.runtime.rank import Rank
 from kvbm.transfer.base import Ticket
 
@@ -335,13 +335,17 @@ def test_without_a_host_tier_blocks_pass_through_a_little_memory(make):
 
 
 class FakeOperation:
+    began, ended = 1.0, 2.0
+
     def __init__(self, slots, hosts):
         self.slots, self.hosts = list(slots), list(hosts)
         self.bad, self.reason, self.over = [], "", False
-        self.began, self.ended = 1.0, 2.0
 
     def done(self):
         return self.over
+
+    def cancel(self):
+        self.cancelled = True
 
 
 class FakeTicket(Ticket):
@@ -405,6 +409,56 @@ def test_a_host_slot_is_read_into_again_only_when_the_copy_from_it_is_over(disk)
     ascent.advance(send)
     assert [operation.hosts for operation in disk.made] == [[8], [9], [8]]
     assert disk.made[2].slots == [12]
+
+
+def reading(disk, count, read, seconds):
+    """A stretch of which the first so many blocks have come, so many seconds after the disk began on it."""
+    disk.clock = lambda: 100.0
+    ascent = Ascent(disk, stretch(count, list(range(count))))
+    ascent.advance(None)  # begins everything
+    ascent.advance(None)  # and sees that it has
+    for operation in disk.made[: read // 2]:
+        operation.over = True
+    ascent.advance(lambda slots, blocks: FakeTicket())
+    return behind([ascent], 10.0, 100.0 + seconds)
+
+
+@pytest.mark.parametrize(
+    ("read", "seconds", "expected"),
+    [
+        (0, 0.2, None),  # a chunk of two blocks may take 0.2 s
+        (0, 0.34, None),  # and the disk some time to begin
+        (0, 0.36, 10.0),
+        (50, 5.3, None),
+        (50, 5.4, 10.8),
+        (50, 50.0, 100.0),
+        (98, 10.1, None),
+        (100, 99.0, None),  # nothing is left to give up
+    ],
+)
+def test_a_load_that_falls_behind_computing_is_seen_early(read, seconds, expected, disk):
+    """A hundred blocks that would be computed in 10 s."""
+    assert reading(disk, 100, read, seconds) == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_load_that_waits_for_its_turn_is_not_behind(disk, monkeypatch):
+    monkeypatch.setattr(FakeOperation, "began", 0.0)
+    ascent = Ascent(disk, stretch(100, list(range(100))))
+    ascent.advance(None)
+    assert behind([ascent], 1.0, 1000.0) is None
+
+
+def test_what_was_given_up_is_not_read_any_more_and_not_taken_for_bad(disk):
+    ascent = Ascent(disk, stretch(6, list(range(6))))
+    ascent.advance(None)
+    ascent.give_up("late")
+    assert all(operation.cancelled for operation in disk.made)
+    for operation, bad in zip(disk.made, ([], [1], [0, 1]), strict=True):
+        operation.over, operation.bad = True, bad
+    ascent.collect()
+    assert not ascent.owes
+    assert ascent.bad == set()
+    assert ascent.missed == {3, 4, 5}
 
 
 def test_a_read_that_ends_just_after_it_was_given_up_has_not_arrived(disk):

@@ -6,8 +6,9 @@ pass through fewer slots than there are blocks, the next ones are read as slots 
 for is read at once: the disk sees the whole match ahead.
 
 A disk that hangs costs its blocks and nothing else. A load is *given up* when nothing at all has come from the disk for
-``patience`` seconds, or when the load takes longer than its plan allows. The request goes on without the rest, and the
-host slots stay taken until the late reads have ended.
+``patience`` seconds, when the load takes longer than its plan allows, or as soon as it falls behind what it takes to be
+in time: the blocks that have come count, so little is lost by stopping early. The request goes on without the rest, and
+the host slots stay taken until the late reads have ended.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from kvbm.transfer.base import Ticket
 
 # Read as one: large enough for full speed, small enough for the copy of one part to run under the reading of the next.
 _CHUNK_BYTES = 32 << 20
+# A load is given up when it is so much of its time behind. What has come counts, so this is also how much longer such a
+# request takes than one that is computed; 20 ms of a prompt of 32k tokens, where less is the noise of a disk.
+_BEHIND = 0.015
 # Read at start to see how fast the disk is: enough to tell, and over in a moment.
 _MEASURED_BYTES = 64 << 20
 _MEASURE_SECONDS = 3.0
@@ -99,6 +103,24 @@ def _over(operation: Operation, memory: object) -> bool:
     return False
 
 
+def behind(ascents: Sequence[Ascent], within: float, now: float) -> float | None:
+    """Seconds that all blocks would take at the present rate, where they fall behind what it takes to be in time; None
+    while they keep up.
+
+    Time counts from when the disk has begun on them: before that it was reading for others. Blocks are seen a chunk at
+    a time.
+    """
+    begun = [ascent.begun_at for ascent in ascents if ascent.begun_at is not None]
+    read, blocks = sum(ascent.read for ascent in ascents), sum(ascent.blocks for ascent in ascents)
+    if not begun or read >= blocks:
+        return None
+    took = now - min(begun)
+    chunk = max(ascent.chunk_blocks for ascent in ascents)
+    if took <= within * ((read + chunk) / blocks + _BEHIND):
+        return None
+    return max(within, took * blocks / read if read else 0.0)
+
+
 class Stretch(NamedTuple):
     """Blocks that come from disk, and the host slots they pass through: one each, or fewer that are used in turn."""
 
@@ -150,6 +172,10 @@ class Ascent:
         self.reasons: set[str] = set()
         self.given_up = False
         self.began = self.ended = 0.0  # first byte that was read, and last
+        self.begun_at: float | None = None  # by the clock of the disk, when it was seen to have begun
+        self.read = 0  # blocks that the disk is done with
+        self.blocks = len(stretch.slots)
+        self.chunk_blocks = 0
         self._left: list[_Chunk] = []
         self._owed: list[_Chunk] = []  # reads that were given up and go on
         blocks, hosts = len(stretch.slots), stretch.via
@@ -159,6 +185,7 @@ class Ascent:
             return
         turns = len(hosts) < blocks  # in two halves, so that one is read while the other is copied
         size = min(disk.chunk_blocks, max(1, len(hosts) // 2) if turns else blocks)
+        self.chunk_blocks = size
         groups = len(hosts) // size
         for start in range(0, blocks, size):
             part, turn = range(start, min(start + size, blocks)), len(self._left)
@@ -174,6 +201,8 @@ class Ascent:
                 part = slice(chunk.part.start, chunk.part.stop)
                 chunk.operation = self._disk.read(slots[part], chunk.hosts, tags[part])
                 chunk.before = None
+            if self.begun_at is None and chunk.operation is not None and chunk.operation.began:
+                self.begun_at = self._disk.clock()
             if chunk.operation is not None and chunk.ticket is None and chunk.operation.done():
                 self._take_in(chunk, chunk.operation, send)
             if chunk.ticket is not None and chunk.ticket.done():
@@ -184,6 +213,7 @@ class Ascent:
         self._hear(chunk, operation)
         self.began = min(self.began or operation.began, operation.began)
         self.ended = max(self.ended, operation.ended)
+        self.read += len(chunk.part)
         good = [i for i in range(len(chunk.part)) if self._position(chunk, i) not in self.bad]
         if not good:
             chunk.over = True
@@ -221,6 +251,9 @@ class Ascent:
         for chunk in unread:
             self.missed.update(self._positions(chunk))
         self._owed = [chunk for chunk in unread if chunk.operation is not None]
+        for chunk in self._owed:
+            assert chunk.operation is not None
+            chunk.operation.cancel()
         self._left = [chunk for chunk in self._left if chunk.ticket is not None]
 
     def done(self) -> bool:
@@ -233,13 +266,16 @@ class Ascent:
 
     def collect(self) -> None:
         """Take in reads that were given up and have ended. What they brought has not gone on to the engine, but it lies
-        in its host slot and may stay there."""
+        in its host slot and may stay there. Of the rest nobody knows whether it is bad: most was not even read."""
         for chunk in self._owed:
             operation = chunk.operation
             if operation is not None and operation.done():
                 chunk.over = True
-                self.missed.difference_update(self._positions(chunk))
-                self._hear(chunk, operation)
+                self._disk.heard_at = self._disk.clock()
+                absent = set(operation.bad)
+                self.missed.difference_update(
+                    self._position(chunk, i) for i in range(len(chunk.part)) if i not in absent
+                )
         self._owed = [chunk for chunk in self._owed if not chunk.over]
 
     def _position(self, chunk: _Chunk, i: int) -> int:

@@ -28,7 +28,7 @@ from kvbm.plans import (
     StoreResult,
     Tier,
 )
-from kvbm.runtime.disk import Ascent, Disk, Send, joined
+from kvbm.runtime.disk import Ascent, Disk, Send, behind, joined
 from kvbm.storage.disk import Operation
 from kvbm.transfer.base import Copier, Ticket, When
 
@@ -70,6 +70,7 @@ class _Load:
         self.missed: set[int] = set()
         self.began = 0.0
         self.waited = 0.0  # seconds until the disk was given up
+        self.expected = 0.0  # seconds that it would have taken at least, had it not been
 
     def spoil(self) -> None:
         """Nothing of it counts. What lies on disk is no worse for that."""
@@ -109,9 +110,9 @@ class _Load:
             return LoadResult(self.plan.id, bad, near, missed)
         read = [ascent for ascent in self.ascents if ascent.ended]
         far = max(a.ended for a in read) - min(a.began for a in read) if read else 0.0  # they are read side by side
-        far = max(far, self.waited)
-        took = {tier: seconds for tier, seconds in ((Tier.HOST, near), (Tier.DISK, far)) if seconds}
-        return LoadResult(self.plan.id, bad, sum(took.values()), missed, self.owes, took)
+        took = near + max(far, self.waited)
+        by_tier = {tier: t for tier, t in ((Tier.HOST, near), (Tier.DISK, max(far, self.expected))) if t}
+        return LoadResult(self.plan.id, bad, took, missed, self.owes, by_tier)
 
 
 class Share(NamedTuple):
@@ -332,14 +333,16 @@ class Worker:
                 ascent.advance(load.send)
         now = disk.clock()
         for load in slow:
-            if load.plan.within and now - load.began > load.plan.within:
+            waited = now - load.began
+            expected = behind(load.ascents, load.plan.within, now) if load.plan.within else None
+            if expected is not None or (load.plan.within and waited > load.plan.within):
                 reason = "slower than computing"
             elif now - max(load.began, disk.heard_at) > disk.patience:
                 reason = f"nothing came for {disk.patience:g} s"
             else:
                 continue
             if not all(ascent.given_up for ascent in load.ascents):
-                load.waited = now - load.began
+                load.waited, load.expected = waited, max(waited, expected or 0.0)
             for ascent in load.ascents:
                 ascent.give_up(f"the disk was given up: {reason}")
 

@@ -49,6 +49,7 @@ _ZEROS = 16 << 20
 _WRITE_YIELD_SECONDS = 0.05  # how long one unit of writing lets reads go first
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _CLOSED = "the disk tier was closed"
+_CANCELLED = "nobody waits for it any more"
 _EMPTY = 0  # the checksum of a slot that holds nothing
 
 
@@ -70,7 +71,11 @@ class FileIO:
 
 
 class Operation:
-    """Reads or writes on their way. What is said of their end is valid once :meth:`done` is True."""
+    """Reads or writes on their way. What is said of their end is valid once :meth:`done` is True.
+
+    Whoever carries it out says in how many parts, calls :meth:`begin_part` and :meth:`end_part` for each of them, from
+    any thread, and leaves out the work of parts that begin after it was cancelled.
+    """
 
     def __init__(self, kind: str, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes], size: int):
         if not len(slots) == len(addresses) == len(tags):
@@ -83,7 +88,8 @@ class Operation:
         self.began = self.ended = 0.0  # by the monotonic clock, first byte and last; the time in the queue is before
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._left = 0
+        self.cancelled = False
+        self.parts_left = 0
 
     @property
     def seconds(self) -> float:
@@ -95,17 +101,21 @@ class Operation:
     def wait(self, timeout: float | None = None) -> bool:
         return self._over.wait(timeout)
 
-    def _begin_part(self) -> None:
+    def cancel(self) -> None:
+        """What has not begun by now is not wanted any more, and counts as bad."""
+        self.cancelled = True
+
+    def begin_part(self) -> None:
         with self._lock:
             self.began = self.began or time.monotonic()
 
-    def _end_part(self, bad: Sequence[int], reason: str) -> bool:
+    def end_part(self, bad: Sequence[int], reason: str) -> bool:
         """True when it was the last one."""
         with self._lock:
             self.bad += bad
             self.reason = self.reason or reason
-            self._left -= 1
-            if self._left:
+            self.parts_left -= 1
+            if self.parts_left:
                 return False
         self.bad.sort()
         self.ended = time.monotonic()
@@ -260,7 +270,7 @@ class DiskFile:
                 self._end(task, *self._work(task))
 
     def _end(self, part: _Part, bad: list[int], reason: str) -> None:
-        if part.operation._end_part(bad, reason) and part.operation.kind == "read":
+        if part.operation.end_part(bad, reason) and part.operation.kind == "read":
             with self._count:
                 self._reads_left -= 1
                 if not self._reads_left:
@@ -273,14 +283,16 @@ class DiskFile:
         size = max(1, share // self.slot_bytes)
         # At least one, so that an operation on nothing ends like any other.
         parts = [_Part(operation, positions[at : at + size]) for at in range(0, len(positions) or 1, size)]
-        operation._left = len(parts)
+        operation.parts_left = len(parts)
         return parts
 
     def _work(self, part: _Part) -> tuple[list[int], str]:
         operation = part.operation
+        if operation.cancelled:
+            return part.positions, _CANCELLED
         if operation.kind == "write":
             self._no_reads.wait(_WRITE_YIELD_SECONDS)
-        operation._begin_part()
+        operation.begin_part()
         bad: list[int] = []
         reason = ""
         try:

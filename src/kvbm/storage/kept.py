@@ -109,13 +109,13 @@ class KeptSlab(HostSlab):
         operation = Operation(kind, slots, addresses, tags, self._bytes)
         size = max(1, _PART_BYTES // self._bytes)
         parts = [range(at, min(at + size, len(slots))) for at in range(0, len(slots) or 1, size)]
-        operation._left = len(parts)
+        operation.parts_left = len(parts)
         for part in parts:
             self._pool.submit(self._work, operation, part, work)
         return operation
 
     def _work(self, operation: Operation, part: range, work: Callable[[int, bytes], str]) -> None:
-        operation._begin_part()
+        operation.begin_part()
         bad: list[int] = []
         reason = ""
         for position in part:
@@ -129,7 +129,7 @@ class KeptSlab(HostSlab):
             if why:
                 bad.append(position)
                 reason = reason or why
-        operation._end_part(bad, reason)
+        operation.end_part(bad, reason)
 
     def _sum(self, slot: int, tag: bytes) -> int:
         return checksum(self._slot.from_address(self.address + slot * self._bytes), tag)
