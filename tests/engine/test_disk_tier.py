@@ -343,7 +343,8 @@ def test_a_disk_that_hangs_holds_up_nobody(run_scenario, baseline, tmp_path):
     found = story["while it hangs"]
     assert found["tokens"] == {"from disk": alone[0], "other": alone[4]}
     assert found["slowest"] < STEP_SECONDS
-    assert found["ends"]["other"] < 1 < found["ends"]["from disk"] < 4
+    assert found["ends"]["other"] < found["ends"]["from disk"] < 4.5
+    assert found["ends"]["from disk"] > 1
     assert story["given up"]["missed_load_blocks"] == 12
     assert story.said("the disk was given up: nothing came for 1 s")
     assert story.tokens("next") == alone[:2]
