@@ -76,7 +76,9 @@ class CudaCopier(Copier):
         stores: str = "auto",
         bulk_bytes: int = 512 << 20,
     ) -> None:
+        began = time.monotonic()
         slab.pin(pin, unpin)
+        pinned = time.monotonic()
         self._layout = layout
         self._slab = slab
         self._device = device
@@ -100,6 +102,10 @@ class CudaCopier(Copier):
         if stores == "auto" and self._engine is not None and not self._engine_is_enough():
             self._engine.close()
             self._engine = None
+        logger.info(
+            "host tier: %.2f GB pinned in %.1f s, copies compiled and measured in %.1f s",
+            slab.slots * slab.slot_bytes / 1e9, pinned - began, time.monotonic() - pinned,
+        )  # fmt: skip
         self.name = f"kernel loads, {'copy engine' if self._engine is not None else 'kernel'} stores"
 
     # -- the contract -------------------------------------------------------------------------------------------------
