@@ -28,15 +28,17 @@ folder=/nonexistent # of sockets; only its owner can enter
 clean_up() {
   trap - EXIT INT TERM
   local pid
+  # A signal may have come between the start of a process and the note of it, or before it has made its group.
+  for pid in $(jobs -p); do started+=("$pid"); done
   for pid in "${started[@]}"; do
-    kill -TERM -- "-$pid" 2>/dev/null || true
+    kill -TERM -- "-$pid" "$pid" 2>/dev/null || true
   done
   for _ in $(seq 100); do
     any_left || break
     sleep 0.1
   done
   for pid in "${started[@]}"; do
-    kill -KILL -- "-$pid" 2>/dev/null || true
+    kill -KILL -- "-$pid" "$pid" 2>/dev/null || true
   done
   wait 2>/dev/null || true
   rm -rf "$folder"
@@ -45,7 +47,7 @@ clean_up() {
 any_left() {
   local pid
   for pid in "${started[@]}"; do
-    if kill -0 -- "-$pid" 2>/dev/null; then return 0; fi
+    if kill -0 -- "-$pid" 2>/dev/null || kill -0 "$pid" 2>/dev/null; then return 0; fi
   done
   return 1
 }

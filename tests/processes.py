@@ -31,6 +31,12 @@ class Process:
         self.popen.wait(30)
 
 
+def heed_interrupts() -> None:
+    """For a child before it runs: a shell that starts tests in the background has them ignore SIGINT, and so whatever
+    they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def end_group(pid: int) -> None:
     """Kill the process group that ``pid`` leads."""
     try:

@@ -20,6 +20,7 @@ from kvbm.observe.findings import explain
 from kvbm.observe.remote import NotReachableError, fetch, normal_url
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import Flow
+from processes import heed_interrupts
 
 
 @pytest.fixture
@@ -122,13 +123,15 @@ def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     command = [sys.executable, "-m", "kvbm.cli.main", "top", str(server.port), "--every", "0.1"]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True)
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, preexec_fn=heed_interrupts
+    )
     os.close(slave)
     seen = b""
 
     def read_until(text):
         nonlocal seen
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while text not in seen:
             assert time.monotonic() < deadline, seen[-2000:]
             if select.select([master], [], [], 0.2)[0]:
@@ -140,7 +143,7 @@ def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
         read_until(b"412 blocks")
         process.send_signal(2)
         read_until(b"\x1b[?1049l")
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
