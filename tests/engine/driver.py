@@ -25,6 +25,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import urllib.request
@@ -100,6 +101,7 @@ class Scenario:
             )
         self.llm = LLM(**arguments)
         self._mends: list[tuple[object, str, object]] = []
+        self._gates: list[threading.Event] = []
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class Scenario:
     def abort(self, names: list[str]) -> None:
         self.engine.abort_request(names)
 
-    def drain(self, seconds: float = 30) -> int:
+    def drain(self, seconds: float = 120) -> int:
         """Steps as vLLM's own loop does when it has no requests: as long as the connector says there is work."""
         deadline = time.monotonic() + seconds
         steps = 0
@@ -423,6 +425,29 @@ class Scenario:
         if rules:
             worker._copier = FaultyCopier(worker._copier, parse(rules), 0)
 
+    def hold_stores(self) -> None:
+        """No store that ``slow-store`` delays begins of itself until ``mend``, however long this machine takes."""
+        from kvbm.transfer.faults import _Late
+
+        self._mends.append((_Late, "done", _Late.done))
+        _Late.done = lambda ticket: False
+
+    def hang_disk(self) -> None:
+        """Every call to the disk waits until ``mend``."""
+        from kvbm.storage.disk import FileIO
+
+        gate = threading.Event()
+        for name in ("read", "write"):
+            real = getattr(FileIO, name)
+
+            def wait(*args, real=real):
+                gate.wait()
+                return real(*args)
+
+            self._mends.append((FileIO, name, real))
+            setattr(FileIO, name, wait)
+        self._gates.append(gate)
+
     def onboard(self, mode: str) -> None:
         """What KVBM_ONBOARD does, from now on."""
         self.half._cost._mode = mode
@@ -452,6 +477,8 @@ class Scenario:
         while self._mends:
             owner, name, original = self._mends.pop()
             setattr(owner, name, original)
+        while self._gates:
+            self._gates.pop().set()
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()

@@ -260,7 +260,7 @@ def test_random_histories_with_a_disk_end_with_the_right_tokens(seed, make_engin
 
 PROMPTS = [prompt(40 + i, 400) for i in range(4)]  # of twelve blocks and a bit
 RANKS = {"engine": {"tensor_parallel_size": 2}, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-STEP_SECONDS = 1.0  # more than any step takes here, and far less than the disk hangs
+GIVEN_UP = 5  # seconds; a request that computes takes a fraction of one here
 
 
 def settings(folder, host=512, **more):
@@ -320,33 +320,32 @@ def test_a_disk_that_fails_costs_time_and_no_token(ranks, run_scenario, baseline
 
 
 def test_a_disk_that_hangs_holds_up_nobody(run_scenario, baseline, tmp_path):
-    """Every call to the disk takes five seconds. Whoever waits for a block gives up after one; the others go on."""
+    """No call to the disk ends. Whoever waits for a block gives up, and the others go on meanwhile."""
     alone = baseline([*PROMPTS, prompt(50, 300)])
     kvbm = settings(tmp_path)
     steps = [generate(*PROMPTS, name="cold"), do("drain")]
     run_scenario(steps, kvbm)
-    kvbm |= {"inject_faults": "disk-slow-read,disk-slow-write", "disk_load_timeout_secs": 1}
+    kvbm |= {"disk_load_timeout_secs": GIVEN_UP}
     steps = [
+        do("hang_disk"),
         do("add", names=["from disk"], prompts=[PROMPTS[0]]),
         do("add", names=["other"], prompts=[prompt(50, 300)]),
         do("finish_timed", "while it hangs"),
         do("state", "given up"),
         generate(PROMPTS[0], PROMPTS[1], name="next"),  # nobody asks a disk that owes a read
-        do("sleep", seconds=4.5),
+        do("mend"),
+        do("drain"),
         generate(PROMPTS[2], max_tokens=1),
         do("drain"),
-        do("sleep", seconds=5.5),
-        generate(PROMPTS[2], max_tokens=1),
         do("state", "end"),
     ]
     story = run_scenario(steps, kvbm)
     found = story["while it hangs"]
     assert found["tokens"] == {"from disk": alone[0], "other": alone[4]}
-    assert found["slowest"] < STEP_SECONDS
-    assert found["ends"]["other"] < found["ends"]["from disk"] < 4.5
-    assert found["ends"]["from disk"] > 1
+    assert found["slowest"] < GIVEN_UP
+    assert found["ends"]["other"] < GIVEN_UP <= found["ends"]["from disk"]
     assert story["given up"]["missed_load_blocks"] == 12
-    assert story.said("the disk was given up: nothing came for 1 s")
+    assert story.said("the disk was given up: nothing came for 5 s")
     assert story.tokens("next") == alone[:2]
     end = story["end"]
     assert end["spilled"] > 0  # late, and written all the same
