@@ -96,6 +96,7 @@ def story(prometheus, watched) -> dict[str, float]:
     watched.stream([7] * 20, 1)  # too short to be looked up
     watched.stream(SECOND, 1)  # vLLM has it itself
     prometheus.wait_for('kvbm_requests_total{job="kvbm-metrics",outcome="on the device"}', 1)
+    prometheus.wait_for(f"kvbm_offload_blocks_h2d{KVBM}", 18)  # so have these, wherever they were found
     return {
         "kvbm_matched_tokens": 384,
         "kvbm_offload_blocks_d2h": 18,
@@ -105,15 +106,15 @@ def story(prometheus, watched) -> dict[str, float]:
         'kvbm_transfer_blocks_total{source="host",target="device"}': 12,
         'kvbm_transfer_bytes_total{source="device",target="host"}': 18 * BLOCK_BYTES,
         'kvbm_transfer_bytes_total{source="host",target="device"}': 12 * BLOCK_BYTES,
-        'kvbm_transfer_bytes_total{source="host",target="disk"}': 12 * BLOCK_BYTES,
+        'kvbm_transfer_bytes_total{source="host",target="disk"}': 18 * BLOCK_BYTES,
         'kvbm_transfer_failed_blocks_total{source="host",target="device"}': 0,
         'kvbm_transfer_queued_blocks{source="device",target="host"}': 0,
         'kvbm_slots{tier="host",state="idle"}': 18,
         'kvbm_slots{tier="host",state="free"}': 512 - 18,
         'kvbm_slots{tier="host",state="pinned"}': 0,
         'kvbm_capacity_bytes{tier="host"}': 512 * BLOCK_BYTES,
-        'kvbm_slots{tier="disk",state="idle"}': 12,
-        'kvbm_slots{tier="disk",state="free"}': 1024 - 12,
+        'kvbm_slots{tier="disk",state="idle"}': 18,
+        'kvbm_slots{tier="disk",state="free"}': 1024 - 18,
         'kvbm_capacity_bytes{tier="disk"}': 1024 * BLOCK_BYTES,
         'kvbm_evictions_total{tier="host"}': 0,
         "kvbm_lookups_total": 3,
@@ -127,7 +128,7 @@ def story(prometheus, watched) -> dict[str, float]:
         'kvbm_missed_lookups_total{why="evicted"}': 0,
         'kvbm_refused_blocks_total{reason="queue full"}': 0,
         'kvbm_refused_blocks_total{reason="disk filter"}': 18,
-        "kvbm_offload_blocks_h2d": 12,
+        "kvbm_offload_blocks_h2d": 18,
         **dict.fromkeys(
             (
                 "kvbm_offload_blocks_d2d",
