@@ -190,6 +190,23 @@ def test_an_index_that_cannot_be_used_starts_clean_with_a_sentence(place, caplog
     index.close()
 
 
+def test_many_blocks_are_written_with_few_calls(place):
+    """In each of which an engine that is busy may keep the interpreter to itself for milliseconds."""
+    index = Index.open(place, WHAT, 4000)
+    calls: list[str] = []
+    index._database.set_trace_callback(calls.append)
+    index.put([(key(i), i) for i in range(3000)])
+    index.flush()
+    index.touch([key(i) for i in range(3000)])
+    index.flush()
+    index.remove([key(i) for i in range(2000)])
+    index.flush()
+    assert 3 < len(calls) < 60
+    index = reopen(index, 4000)
+    assert sorted(index.entries()) == [(key(i), i) for i in range(2000, 3000)]
+    index.close()
+
+
 def test_a_caller_never_waits_and_nothing_is_lost_however_slow_the_disk(place, monkeypatch):
     index = Index.open(place, WHAT, 200)
     real = index._write
@@ -207,7 +224,7 @@ def test_a_caller_never_waits_and_nothing_is_lost_however_slow_the_disk(place, m
         waiting = index._waiting
         assert len(waiting.keys) + len(waiting.gone) + len(waiting.used) <= 3 * 200
         time.sleep(0.0003)
-    assert time.monotonic() - began < 2 + 0.5
+    assert time.monotonic() - began < 30  # had each of them waited for a write, it would be 600
     index = reopen(index, 200)
     assert list(index.entries()) == [(key(i), i % 200) for i in range(1800, 2000)]
     index.close()

@@ -26,6 +26,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from kvbm.core.keys import Key
@@ -41,6 +42,14 @@ LOCK = "lock"
 _BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, used INTEGER NOT NULL)
+"""
+_ROWS = 300  # of one statement; every SQLite takes 999 values
+_DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
+_DELETE_BLOCKS = "DELETE FROM blocks WHERE (slot, key) IN (VALUES {})"
+_INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used) VALUES {}"
+_TOUCH = """
+WITH fresh (slot, used) AS (VALUES {})
+INSERT OR REPLACE INTO blocks (slot, key, used) SELECT slot, key, fresh.used FROM fresh JOIN blocks USING (slot)
 """
 
 Fingerprint = Mapping[str, str | int]
@@ -197,7 +206,7 @@ class Index:
         """Wait until everything given so far is in the file. False when that took longer than ``timeout``."""
         with self._changed:
             wanted = self._given
-            self._hurry = True
+            self._hurry = self._written < wanted
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
@@ -255,15 +264,20 @@ class Index:
         with self._database as database:
             if changes.clear:
                 database.execute("DELETE FROM blocks")
-            database.executemany("DELETE FROM blocks WHERE slot = ? AND (key = ?2 OR ?2 IS NULL)", changes.gone.items())
-            database.executemany(
-                "INSERT OR REPLACE INTO blocks (slot, key, used) VALUES (?, ?, ?)",
-                ((slot, key, changes.used[slot]) for slot, key in changes.keys.items()),
-            )
-            database.executemany(
-                "UPDATE blocks SET used = ? WHERE slot = ?",
-                ((used, slot) for slot, used in changes.used.items() if slot not in changes.keys),
-            )
+            gone = changes.gone.items()
+            _execute(database, _DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
+            _execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
+            _execute(database, _INSERT, ((slot, key, changes.used[slot]) for slot, key in changes.keys.items()))
+            _execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))
+
+
+def _execute(database: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+    """Many rows with one call, and not with a call for each: every call lets go of the interpreter, and to get it back
+    from a busy engine may take milliseconds."""
+    rows = iter(rows)
+    while some := list(islice(rows, _ROWS)):
+        row = f"({', '.join('?' * len(some[0]))})"
+        database.execute(statement.format(", ".join([row] * len(some))), list(chain.from_iterable(some)))
 
 
 class _Changes:
