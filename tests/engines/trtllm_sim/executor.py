@@ -41,6 +41,7 @@ class Options:
     chunked: bool = True
     partial_reuse: bool = False
     cuda_graphs: bool = False  # decode steps are replayed, and no layer's hooks run in them
+    pace: tuple[float, float] = (0.0, 0.0)  # seconds that a pass, and a prompt token in it, take longer
     lag: int = 0  # cycles that a pass takes longer on a GPU, so that the CPU is ahead of it as in a real engine
     connector: dict[str, str] | None = None  # kv_connector_config
     layout: bool = False  # describe the pool by regions, as the engine's second cache manager does
@@ -244,6 +245,8 @@ class Executor:
             "tokens": tokens, "positions": positions, "rows": owners, "previous": previous, "tables": tables,
             "lengths": lengths, "last": last, "adapters": [request.lora_task_id or 0 for request in rows],
         }  # fmt: skip
+        each, token = self.options.pace
+        time.sleep(each + token * sum(request.context_chunk_size for request in context))
         if self._graph is not None and not context:
             self._replay(values, len(rows))
         else:
