@@ -335,7 +335,9 @@ SETTINGS: tuple[Setting, ...] = (
             "Take host memory from anywhere instead of from the NUMA node next to the GPU.", used=True),
     Setting("host_persist", "KVBM_HOST_PERSIST", _SWITCH, False, HOST,
             "Keep the host tier in shared memory, where the next engine finds it again. The memory stays taken when "
-            "the engine ends, until `kvbm cache clear --all /dev/shm`."),
+            "the engine ends, until `kvbm cache clear` gives it back.", used=True),
+    Setting("host_persist_dir", "KVBM_HOST_PERSIST_DIR", FilePath(example="/dev/shm"), Path("/dev/shm"), HOST,
+            "Where it is kept: a filesystem in memory, with room for the host tier.", used=True),
     Setting("enable_numa", "DYN_KVBM_ENABLE_NUMA", _TEXT, None, HOST,
             "Asked for host memory near the GPU.",
             retired="it is deprecated, as memory near the GPU needs no switch; DYN_MEMORY_DISABLE_NUMA=1 forgoes it"),
@@ -498,6 +500,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     disable_write_combined: bool
     disable_numa: bool
     host_persist: bool
+    host_persist_dir: Path
 
     disk_cache_dir: Path
     disk_allocator_type: Literal["default", "open-direct"]
@@ -557,6 +560,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_disk_tier(self) -> bool:
         return self.disk_cache_gb > 0 or self.disk_cache_override_num_blocks > 0
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether blocks of this engine may be found by the next one."""
+        return self.has_disk_tier or (self.host_persist and self.has_host_tier)
 
     @property
     def leader_pub_url(self) -> str:

@@ -102,9 +102,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Stores that must be over before anything of this step begins: somebody else writes to their blocks, and not in the
     # engine's order.
     settle: list[int] = []
+    # Stores that every rank has confirmed, and whether they are good: where host memory outlives the engine, those that
+    # are shall be found by the next one.
+    keeps: dict[int, bool] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.fences or self.recompute or self.spills or self.settle)
+        return bool(
+            self.loads or self.stores or self.fences or self.recompute or self.spills or self.settle or self.keeps
+        )
 
 
 class LoadResult(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +168,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     shared_by: int = 1
     # What a measurement at start has found of tiers: bytes a second, and seconds that any load takes.
     rates: dict[Tier, tuple[float, float]] = {}
+    # Of host memory that outlives the engine: a bit a slot, 1 for those that hold what the index of the last engine
+    # says they do. Empty where it does not.
+    kept: bytes = b""
 
 
 _T = TypeVar("_T")

@@ -110,6 +110,22 @@ def test_the_directory_is_that_of_the_settings_unless_given(tmp_path, engine, ca
     assert engine.path.name in capsys.readouterr().out
 
 
+def test_host_tiers_that_were_kept_are_seen_too(tmp_path, engine, capsys, monkeypatch):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    kept = Engine(memory, "org/kept").stop()
+    monkeypatch.setenv("DYN_KVBM_DISK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("KVBM_HOST_PERSIST_DIR", str(memory))
+    assert main(["cache", "ls"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [engine.path.name, kept.name]
+    assert str(memory) in lines[1]
+    assert main(["cache", "clear", "--all"]) == 1  # the other is in use
+    assert not kept.exists()
+    monkeypatch.setenv("KVBM_HOST_PERSIST_DIR", str(tmp_path / "missing"))
+    assert main(["cache", "ls"]) == 0
+
+
 def test_where_there_is_none_it_says_so(tmp_path, capsys):
     assert main(["cache", "ls", str(tmp_path)]) == 0
     assert f"no caches in {tmp_path}" in capsys.readouterr().err

@@ -37,13 +37,18 @@ def write(slab: KeptSlab, slot: int, data: bytes) -> None:
     ctypes.memmove(slab.address + slot * SLOT, data, len(data))
 
 
+def keep(slab: KeptSlab, slots: list[int], keys: list[bytes]) -> None:
+    hashes = slab.hash(slots, keys)
+    assert hashes.wait(10)
+    assert hashes.bad == []
+    slab.record(hashes)
+
+
 def fill(slab: KeptSlab, blocks: dict[int, int]) -> None:
     """``blocks``: slot -> number of the block."""
     for slot, number in blocks.items():
         write(slab, slot, payload_of(key_of(number)))
-    operation = slab.keep(list(blocks), [key_of(number) for number in blocks.values()])
-    assert operation.wait(10)
-    assert operation.bad == []
+    keep(slab, list(blocks), [key_of(number) for number in blocks.values()])
 
 
 def good(slab: KeptSlab, blocks: dict[int, int]) -> dict[int, int]:
@@ -168,7 +173,7 @@ def test_more_than_there_is_is_refused(path, monkeypatch):
 
 def test_a_slot_outside_of_the_slab_is_bad(path):
     slab = open_slab(path)
-    operation = slab.keep([0, SLOTS, -1], [b"a", b"b", b"c"])
+    operation = slab.hash([0, SLOTS, -1], [b"a", b"b", b"c"])
     assert operation.wait(5)
     assert operation.bad == [1, 2]
     assert "outside" in operation.reason
@@ -211,9 +216,7 @@ def work(place: Path, promised: mmap.mmap, seed: int) -> None:
         index.remove([held[slot]] if slot in held else [])
         key = held[slot] = key_of(number)
         write(slab, slot, payload_of(key))
-        operation = slab.keep([slot], [key])
-        operation.wait()
-        assert not operation.bad
+        keep(slab, [slot], [key])
         index.put([(key, slot)])
         numbers[slot] = number
         if chance.random() < 0.1:

@@ -1,6 +1,7 @@
-"""Look after the caches that the disk tier keeps between engines.
+"""Look after the caches that outlive an engine, on disk and in host memory.
 
-PATH is the directory of one cache, or one that holds several: DYN_KVBM_DISK_CACHE_DIR unless given.
+PATH is the directory of one cache, or one that holds several. Without it: DYN_KVBM_DISK_CACHE_DIR, and for the host
+tiers that KVBM_HOST_PERSIST has kept, KVBM_HOST_PERSIST_DIR.
 All of it is safe while engines run. `verify` leaves out what changes under it; `clear` refuses a cache in use.
 
 examples:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvbm.storage.caches import Cache
 
 NAME = "cache"
-HELP = "list, check or remove the caches that lie on disk"
+HELP = "list, check or remove the caches that outlive an engine"
 
 _BAR = 30
 
@@ -52,17 +53,23 @@ def run(args: argparse.Namespace) -> int:
     from kvbm.storage import caches
     from kvbm.storage.lock import CacheInUse
 
-    root = args.path or load().disk_cache_dir
+    roots = [args.path] if args.path else _roots()
     try:
-        found = caches.find(root)
+        found = [path for root in roots for path in caches.find(root)]
         if not found:
-            print(f"no caches in {root}", file=sys.stderr)
+            print(f"no caches in {' or '.join(map(str, roots))}", file=sys.stderr)
             return 0
         code: int = args.action(args, found)
         return code
     except (caches.CacheError, CacheInUse, PermissionError) as error:
         print(f"kvbm: {error.strerror if isinstance(error, CacheInUse) else error}", file=sys.stderr)
         return 2
+
+
+def _roots() -> list[Path]:
+    config = load()
+    memory = [config.host_persist_dir] if config.host_persist_dir.is_dir() else []
+    return list(dict.fromkeys([config.disk_cache_dir, *memory]))
 
 
 def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
@@ -72,7 +79,7 @@ def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
     if args.json:
         print(json.dumps([_plain(cache) for cache in found], indent=2))
         return 0
-    rows = [("CACHE", "MODEL", "BLOCKS", "OF", "ON DISK", "LAST USED", "")]
+    rows = [("CACHE", "MODEL", "BLOCKS", "OF", "SIZE", "LAST USED", "IN", "")]
     for cache in found:
         blocks = "?" if cache.blocks is None else f"{cache.blocks:,}"
         state = "in use" if cache.in_use else ""
@@ -84,12 +91,15 @@ def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
                 f"{cache.slots:,}",
                 size(cache.disk_bytes),
                 _when(cache.used_at),
+                str(cache.path.parent),
                 state,
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [text.ljust(widths[at]) if at in (0, 1, 5) else text.rjust(widths[at]) for at, text in enumerate(row)]
+        cells = [
+            text.ljust(widths[at]) if at in (0, 1, 5, 6) else text.rjust(widths[at]) for at, text in enumerate(row)
+        ]
         print("  ".join(cells).rstrip())
     return 0
 
@@ -110,7 +120,7 @@ def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
             **cache.fingerprint,
             "blocks": f"{'cannot be read' if cache.blocks is None else f'{cache.blocks:,}'} of {cache.slots:,}{share}",
             "files": f"{cache.ranks} ranks, {size(cache.slot_bytes)} a block on each",
-            "on disk": size(cache.disk_bytes),
+            "size": size(cache.disk_bytes),
             "last used": _when(cache.used_at),
             "state": "in use by an engine" if cache.in_use else "not in use",
         }

@@ -96,6 +96,8 @@ class BlockManager:
         # Follows every key in the tags of a persistent tier. Changes when blocks of before must not be found under the
         # same keys again, not even by the next engine.
         self.seal = b""
+        # Stores bear tags as well: the first tier outlives the engine.
+        self.keeps_first = False
         self._target = next(iter(pools))
         self._passage = passage
         self._loads: dict[int, list[_Held]] = {}
@@ -272,7 +274,8 @@ class BlockManager:
         slots = pool.allocate(fresh)
         if slots is None:
             return None
-        plan = StorePlan(self._new_id(), Copy(self._target, slots, [wanted[key] for key in fresh]))
+        tags = self._tags(fresh) if self.keeps_first else []
+        plan = StorePlan(self._new_id(), Copy(self._target, slots, [wanted[key] for key in fresh], tags=tags))
         self._stores[plan.id] = _Store(self._target, fresh, slots)
         return plan
 

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.gpu import gpus
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import size
+from kvbm.storage import gds
 
 THREADS = 4
 PIECE = 4 << 20
@@ -44,6 +46,8 @@ class Disk:
             )
             return
         yield from self._room(config, where)
+        if gpus():
+            yield note("gpudirect-storage", f"{gds.statement()}.")
         try:
             probe = _Probe(where)
         except OSError as error:

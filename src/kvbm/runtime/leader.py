@@ -21,6 +21,7 @@ from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.plans import LoadPlan, LoadResult, Report, SpillPlan, StorePlan, Tier
 from kvbm.runtime.counts import Counts
+from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.spills import Spills
 
 __all__ = ["Counts", "Leader"]
@@ -102,6 +103,7 @@ class Leader:
         # Loads that are over for the engine, while some rank's disk still owes it a read.
         self._late: dict[int, _Load] = {}
         self.spills: Spills | None = None  # where there is a disk
+        self.kept: KeptHost | None = None  # where host memory outlives the engine
         # Loads under way whose blocks the current forward pass computes on.
         self._in_step: set[int] = set()
         self._tainted: set[int] = set()
@@ -153,6 +155,10 @@ class Leader:
     def spill(self) -> SpillPlan | None:
         """Plan to write blocks on to disk, as far as that keeps up; None when there is nothing to do."""
         return None if self.spills is None or self._lost else self.spills.plan()
+
+    def take_verdicts(self) -> dict[int, bool]:
+        """For :attr:`kvbm.plans.StepPlan.keeps` of the next plan."""
+        return {} if self.kept is None else self.kept.take_verdicts()
 
     def fences(self, blocks: Iterable[int]) -> list[int]:
         """Stores that must have read their source before anybody writes to ``blocks``."""
@@ -284,6 +290,8 @@ class Leader:
         ok = not flight.bad and not tainted
         keys = self.manager.finish_store(plan_id, ok)
         self.counts.offloaded_blocks += len(keys)
+        if self.kept is not None:
+            self.kept.settled(flight.plan, keys)
         if keys and self.spills is not None:
             self.spills.stored(keys)
         if self._watcher is not None:
@@ -324,6 +332,8 @@ class Leader:
             load.keep = False
         if self.spills is not None:
             self.spills.reset()
+        if self.kept is not None:
+            self.kept.reset()
         self.manager.clear()
 
     def forget(self, tier: Tier, keys: Iterable[Key] | None = None) -> int:
@@ -344,6 +354,8 @@ class Leader:
         self.manager.touch(keys)
         if self.spills is not None:
             self.spills.touch(keys)
+        if self.kept is not None:
+            self.kept.touch(keys)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""

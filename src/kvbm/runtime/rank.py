@@ -19,11 +19,12 @@ from kvbm.plans import Hello, Tier
 from kvbm.runtime.disk import Disk, measure
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
-from kvbm.storage import numa
+from kvbm.storage import gds, numa
 from kvbm.storage.disk import DiskFile, DiskSpaceError
 from kvbm.storage.faults import disk_io
 from kvbm.storage.host import HostSlab
 from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
+from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, held
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.storage.lock import PATIENCE_SECONDS, private_directory
 from kvbm.storage.shared import SharingError
@@ -46,9 +47,11 @@ class Rank:
         ranks: int,
         replicas: Replicas | None = None,
         cache: Fingerprint | None = None,
+        keeps_host: bool = False,
     ) -> None:
         """``replicas``: the ranks that hold the very same KV as this one, which is among them. ``cache``: what makes
-        the KV of this engine what it is, but for its layout; without it nothing can be kept on disk."""
+        the KV of this engine what it is, but for its layout; without it nothing can be kept on disk. ``keeps_host``:
+        the leader can make use of a host tier that outlives the engine."""
         self.rank = rank
         self.ranks = ranks
         self.layout: BlockLayout | None = None
@@ -62,6 +65,8 @@ class Rank:
         self._cache = cache
         self._disk: Future[DiskFile | None] | None = None
         self._rates: dict[Tier, tuple[float, float]] = {}
+        self._keeps_host = keeps_host
+        self._kept = b""
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
@@ -77,6 +82,8 @@ class Rank:
             try:
                 self._slots = self._budget(layout)
                 self._slab = self._replicas.share_slab(self._slots * layout.slot_bytes, node)
+                if self._config.host_persist:
+                    self._tell("KVBM_HOST_PERSIST has no effect: the ranks share memory, which ends with them")
                 return
             except SharingError as error:
                 self._tell("every rank has the same KV and stores it for itself: %s", error)
@@ -84,7 +91,24 @@ class Rank:
         self._slots = self._budget(layout)
         # Who gets all it loads from another rank needs no more of a tier than its copier's warm-up does.
         slots = 1 if self._wire is not None and not self._wire.sends else self._slots
-        self._slab = HostSlab(slots * layout.slot_bytes, node=node)
+        self._slab = self._kept_slab(layout, slots, node) or HostSlab(slots * layout.slot_bytes, node=node)
+
+    def _kept_slab(self, layout: BlockLayout, slots: int, node: int | None) -> KeptSlab | None:
+        """The memory of the last engine, or some that the next one will find; None when it ends with this one."""
+        config = self._config
+        if not config.host_persist or not config.has_host_tier:
+            return None
+        if not self._keeps_host or self._cache is None or self._wire is not None:
+            self._tell("KVBM_HOST_PERSIST has no effect here: with this engine the host tier ends with it")
+            return None
+        directory = cache_directory(config.host_persist_dir, fingerprint(self._cache, layout.description))
+        try:
+            private_directory(directory, DIRECTORY_SETTING)
+            path = slab_path(directory, self.rank)
+            return KeptSlab(path, slots, layout.slot_bytes, node=node, patience=PATIENCE_SECONDS)
+        except OSError as error:
+            logger.warning("rank %d: the host tier ends with this engine: %s", self.rank, error.strerror or error)
+            return None
 
     def _join(self, layout: BlockLayout) -> bool:
         """Meet the ranks that hold the same KV. False when each is to keep it for itself, or there are none."""
@@ -191,7 +215,9 @@ class Rank:
         slots = {Tier.HOST: self._slots}
         if (file := self._file()) is not None:
             slots[Tier.DISK] = file.slots
-        return Hello(self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by, self._rates)
+        return Hello(
+            self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by, self._rates, self._kept
+        )
 
     def open(self) -> Hello | None:
         """Finish the start: the engine has warmed up and captured its graphs, so this is the time for CUDA calls of our
@@ -204,6 +230,8 @@ class Rank:
                 len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, self.worker.copies,
                 "" if (file := self._file()) is None else f", {file.slots} slots on disk at {file.path}{self._speed()}",
             )  # fmt: skip
+            if self._file() is not None and self._device.startswith("cuda") and self.rank == 0:
+                logger.info("GPUDirect Storage: %s", gds.statement())
         return self.hello()
 
     def _open(self, layout: BlockLayout, slab: HostSlab) -> Worker:
@@ -241,7 +269,10 @@ class Rank:
         # A disk with faults on purpose counts its calls, and shall strike those of a test.
         if file is not None and not config.inject_faults and (rate := measure(file)) is not None:
             self._rates[Tier.DISK] = rate
-        return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk)
+        kept = slab if isinstance(slab, KeptSlab) else None
+        if kept is not None:
+            self._kept = held(kept, self._slots)  # after the copier, which has tried itself out on the slab
+        return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk, kept)
 
     def close(self) -> None:
         if self.worker is not None:

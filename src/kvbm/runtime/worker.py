@@ -11,7 +11,7 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from kvbm.plans import (
 )
 from kvbm.runtime.disk import Ascent, Disk, Send, behind, joined
 from kvbm.storage.disk import Operation
+from kvbm.storage.kept import Hashes, KeptSlab
 from kvbm.transfer.base import Copier, Ticket, When
 
 # Copiers, and with them slabs, that a disk which hung at the end of an engine may still write to.
@@ -140,7 +141,9 @@ class Worker:
         num_blocks: int,
         share: Share | None = None,
         disk: Disk | None = None,
+        kept: KeptSlab | None = None,
     ) -> None:
+        """``kept``: the slab, where it outlives the engine."""
         self.rank = rank
         self._share = share or Share()
         self._copier = copier
@@ -152,6 +155,10 @@ class Worker:
         self._failed_spills: list[SpillPlan] = []
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, Ticket] = {}
+        self._kept = kept
+        self._to_hash: dict[int, Copy] = {}
+        self._hashing: dict[int, tuple[Hashes, float]] = {}  # and the seconds that the store took
+        self._hashed: dict[int, Hashes] = {}  # until the leader says whether they were good
         self._failed_stores: list[int] = []
         self._idle_stores: list[int] = []  # other ranks write them
         self._faults: Counter[str] = Counter()
@@ -171,6 +178,7 @@ class Worker:
         """Before the engine writes anything in this step."""
         self._step_begun = True
         self._plan = plan
+        self._record(plan.keeps)
         if not plan:
             return
         reading = {i: self._stores[i] for i in plan.fences if i in self._stores}
@@ -264,6 +272,8 @@ class Worker:
                     continue
                 with annotate("copier.store"):
                     self._stores[store.id] = self._copier.store(store.copy.blocks[mine], store.copy.slots[mine])
+                if self._kept is not None and store.copy.tags:
+                    self._to_hash[store.id] = store.copy
             except Exception as error:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
@@ -312,10 +322,13 @@ class Worker:
             except Exception as error:
                 ok, reason, seconds = False, f"{type(error).__name__}: {error}", 0.0
             del self._stores[i]
-            stores.append(StoreResult(i, ok and i not in self._spoiled_stores, seconds))
+            ok = ok and i not in self._spoiled_stores
             self._spoiled_stores.discard(i)
+            if not self._hash(i, ok, seconds):
+                stores.append(StoreResult(i, ok, seconds))
             if reason:
                 self._faults[f"store: {reason}"] += 1
+        stores += self._ended_hashes()
         spills = self._ended_spills()
         report = Report(self.rank, loads, stores, dict(self._faults), spills)
         self._faults.clear()
@@ -358,6 +371,38 @@ class Worker:
                 missed = load.missed.union(*(ascent.missed for ascent in load.ascents))
                 results.append(LoadResult(load.plan.id, sorted(bad), missed=sorted(missed)))
         return results
+
+    def _hash(self, store: int, ok: bool, seconds: float) -> bool:
+        """Begin to hash what a store has written, where that is to be found by the next engine. It counts as confirmed
+        when that is over: nobody writes to its slots before."""
+        copy = self._to_hash.pop(store, None)
+        if copy is None or not ok or self._kept is None:
+            return False
+        try:
+            self._hashing[store] = self._kept.hash(copy.slots, copy.tags), seconds
+        except Exception as error:
+            self._fault("keep", error)
+            return False
+        return True
+
+    def _ended_hashes(self) -> list[StoreResult]:
+        results = []
+        for i, (hashes, seconds) in list(self._hashing.items()):
+            if hashes.done():
+                del self._hashing[i]
+                if not hashes.bad:
+                    self._hashed[i] = hashes
+                results.append(StoreResult(i, seconds=seconds))
+        return results
+
+    def _record(self, verdicts: Mapping[int, bool]) -> None:
+        for store, good in verdicts.items():
+            hashes = self._hashed.pop(store, None)
+            if good and hashes is not None and self._kept is not None:
+                try:
+                    self._kept.record(hashes)
+                except Exception as error:
+                    self._fault("keep", error)
 
     def _ended_spills(self) -> list[SpillResult]:
         results = [SpillResult(spill.id, list(range(len(spill.slots)))) for spill in self._failed_spills]

@@ -76,8 +76,10 @@ class HostSlab:
             numa.prefer(self.address + first, last - first, node)
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
+        # A page of a filesystem that has run out of room kills whoever touches it: there the owner sees to the rest.
+        touch = shared is None or shared.ranks > 1
         self._filling = threading.Thread(
-            target=_fault_in, args=(self.address, length, first), name="kvbm-host-tier", daemon=True
+            target=_fault_in, args=(self.address, length, first, touch), name="kvbm-host-tier", daemon=True
         )
         self._filling.start()
 
@@ -168,14 +170,14 @@ def mapped_bytes(size: int) -> int:
     return -(-size // _HUGE_PAGE) * _HUGE_PAGE
 
 
-def _fault_in(address: int, length: int, first: int = 0) -> None:
+def _fault_in(address: int, length: int, first: int = 0, touch_all: bool = True) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
     def touch(start: int) -> int:
         size = min(_PIECE, length - start)
-        if libc.madvise(address + start, size, _MADV_POPULATE_WRITE) != 0:
+        if libc.madvise(address + start, size, _MADV_POPULATE_WRITE) != 0 and touch_all:
             libc.memset(address + start, 0, size)  # older kernels: the pages come by being written
         return size
 

@@ -94,8 +94,9 @@ class Index:
     3 µs a block instead of 36.
     """
 
-    def __init__(self, directory: Path, lock: FileLock, database: sqlite3.Connection) -> None:
+    def __init__(self, directory: Path, lock: FileLock, database: sqlite3.Connection, what: str) -> None:
         self.directory = directory
+        self._what = what
         self.started_clean = ""  # why; empty when the index of the last engine was kept, or there was none
         self._lock = lock
         self._database = database
@@ -118,12 +119,14 @@ class Index:
         *,
         patience: float = 0.0,
         about: Mapping[str, str | int] | None = None,
+        what: str = "disk tier",
     ) -> Index:
         """Take the cache in ``directory`` (see :func:`cache_directory`) into use, or make one.
 
         Raises :class:`~kvbm.storage.lock.CacheInUse` when another engine uses it, and OSError when the directory cannot
         be used at all. Whatever else is wrong with the index, it is started clean and :attr:`started_clean` says why.
-        ``about`` goes into cache.json beside the fingerprint; it is for people and not compared.
+        ``about`` goes into cache.json beside the fingerprint; it is for people and not compared. ``what`` it is of goes
+        into the log.
         """
         private_directory(directory)
         lock = FileLock(directory / LOCK, patience)
@@ -136,13 +139,13 @@ class Index:
                 except (sqlite3.Error, ValueError) as error:
                     why = f"its index cannot be used ({error})"
             if why:
-                logger.warning("disk tier: starting clean in %s, because %s", directory, why)
+                logger.warning("%s: starting clean in %s, because %s", what, directory, why)
                 _remove_database(directory)
             # Before there is an index: one without a description would look like somebody else's.
             _describe(directory, fingerprint, slots, about or {})
             if database is None:
                 database = _connect(directory, slots)
-            index = cls(directory, lock, database)
+            index = cls(directory, lock, database, what)
         except BaseException:
             if database is not None:
                 database.close()
@@ -217,7 +220,7 @@ class Index:
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.warning("disk tier: the index at %s does not answer; leaving it", self.directory)
+            logger.warning("%s: the index at %s does not answer; leaving it", self._what, self.directory)
             return
         self._database.close()
         self._lock.release()
@@ -247,9 +250,9 @@ class Index:
             except Exception as error:
                 if not failing:
                     logger.warning(
-                        "disk tier: the index at %s cannot be written (%s); what changes from here on may not be found "
-                        "after a restart",
-                        self.directory, error,
+                        "%s: the index at %s cannot be written (%s); what changes from here on may not be found after "
+                        "a restart",
+                        self._what, self.directory, error,
                     )  # fmt: skip
                 failing = True
                 with self._changed:

@@ -5,48 +5,47 @@ memory is what most hits come from. This slab lies in a file of a filesystem in 
 process goes. Beside it lies a checksum a slot, as with the disk tier, over the block and its tag; the leader keeps an
 index of it like that of the disk. The directory looks the same too, so `kvbm cache` shows, checks and removes it.
 
-Nothing is written twice: the copier stores to the slab as to any other, and a slot is *kept* once that is over, which
-takes no more than reading it. What was being written when the process died does not fit its checksum, whichever of the
-two is older.
+Nothing is written twice: the copier stores to the slab as to any other. When that is over the slots are hashed, which
+takes no more than reading them; when every rank has confirmed the store, and it was good, the checksums are recorded.
+What was being written when the process died does not fit its checksum, whichever of the two is older, and what was
+never confirmed has none.
 
-How a leader and its workers use it, in terms of what they do for the disk:
-
-- rank, at start: ``KeptSlab(slab_path(directory, rank), slots, slot_bytes)`` in place of ``HostSlab``, in ``directory =
-  cache_directory(Path("/dev/shm"), fingerprint)``, made by ``private_directory``. An OSError or HostMemoryError means
-  that it cannot be kept: go on with a ``HostSlab``.
-- leader, at start: ``Index.open(directory, fingerprint, slots)``. Send its ``entries`` to every rank, which answers
-  with ``check(slots, tags)``; what is bad on any rank is removed from the index, the rest is adopted by the host pool.
-  No slot may be written before that is over.
-- when a store to host memory is over on every rank: plan ``keep(slots, tags)`` on each, with the slots pinned; when all
-  have done so, ``index.put``. Whoever is evicted from the host pool is ``index.remove``-d, as with the disk.
-- a reset of the cache clears the index, and new tags are chosen, as with the disk.
-
-Ranks that share one host tier (the same KV on all of them) keep it in memory of another kind; do not combine the two.
+The next engine hashes every slot that the index names before it uses any. Ranks that share one host tier (the same KV
+on all of them) keep it in memory of another kind, which ends with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from kvbm.storage.disk import SUMS_SUFFIX, DiskSpaceError, Operation, checksum, open_sums, write_sums
 from kvbm.storage.host import HostSlab, Shared, mapped_bytes, refuse_if_too_large
-from kvbm.storage.lock import FileLock
+from kvbm.storage.index import DATABASE, LOCK
+from kvbm.storage.lock import PATIENCE_SECONDS, FileLock
 
 logger = logging.getLogger("kvbm")
 
+DIRECTORY_SETTING = "KVBM_HOST_PERSIST_DIR"
 _PART_BYTES = 16 << 20  # hashed by one thread at a time
+
+Work = Callable[[int, int, bytes], None]  # position, slot, tag; raises ValueError when the slot is bad
 
 
 class KeptSlab(HostSlab):
     """A :class:`~kvbm.storage.host.HostSlab` whose content the next process finds again.
 
-    ``keep`` and ``check`` may be called from any thread and return at once; the slots must not change until the
+    ``hash`` and ``check`` may be called from any thread and return at once; the slots must not change until the
     operation is over.
     """
 
@@ -61,8 +60,10 @@ class KeptSlab(HostSlab):
         patience: float = 0.0,
         setting: str = "DYN_KVBM_CPU_CACHE_GB",
     ) -> None:
+        """Raises OSError when it cannot be kept there, and HostMemoryError when there is not that much memory."""
         self.path = path
-        self._lock = FileLock(path, patience)
+        self._setting = setting
+        self._lock = FileLock(path, patience, DIRECTORY_SETTING)
         self._fd = self._sums_fd = -1
         try:
             length = mapped_bytes(slots * slot_bytes)
@@ -81,13 +82,39 @@ class KeptSlab(HostSlab):
         self._slot = ctypes.c_char * slot_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-keep")
 
-    def keep(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation:
-        """The slots hold the blocks that the tags name. Bad is what could not be recorded."""
-        return self._begin("keep", slots, tags, self._keep)
+    def carve(self, slots: int, slot_bytes: int) -> HostSlab:
+        super().carve(slots, slot_bytes)
+        # Most pages are there, brought by several threads at once. One that cannot be had shall be missed here: it
+        # would kill whoever touches it later.
+        try:
+            os.posix_fallocate(self._fd, 0, mapped_bytes(self.size))
+        except OSError as error:
+            raise _no_room(mapped_bytes(self.size), _free(self._fd), self.path, self._setting) from error
+        return self
+
+    def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Hashes:
+        """The slots hold the blocks that the tags name; bad is what cannot be. Nothing is recorded by this."""
+        hashes = Hashes("hash", slots, tags, self._bytes)
+        self._begin(hashes, lambda position, slot, tag: hashes.take(position, self._sum(slot, tag)))
+        return hashes
+
+    def record(self, hashes: Hashes) -> None:
+        """The blocks are good: the next process shall find them. Takes a microsecond or two for each stretch."""
+        good = np.array(hashes.slots, dtype=np.int64)
+        self._sums[good] = hashes.sums
+        for first, last in stretches(hashes.slots):
+            write_sums(self._sums_fd, first, self._sums[first : last + 1])
 
     def check(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation:
         """Bad is whatever does not hold the block that its tag names."""
-        return self._begin("check", slots, tags, self._check)
+        operation = Operation("check", slots, [0] * len(slots), tags, self._bytes)
+
+        def check(position: int, slot: int, tag: bytes) -> None:
+            if self._sums[slot] != self._sum(slot, tag):
+                raise ValueError("checksum mismatch")
+
+        self._begin(operation, check)
+        return operation
 
     def close(self) -> None:
         """Let go of the memory; the next process finds it."""
@@ -102,19 +129,14 @@ class KeptSlab(HostSlab):
         self._fd = self._sums_fd = -1
         self._lock.release()
 
-    def _begin(
-        self, kind: str, slots: Sequence[int], tags: Sequence[bytes], work: Callable[[int, bytes], str]
-    ) -> Operation:
-        addresses = [self.address + slot * self._bytes for slot in slots]
-        operation = Operation(kind, slots, addresses, tags, self._bytes)
-        size = max(1, _PART_BYTES // self._bytes)
-        parts = [range(at, min(at + size, len(slots))) for at in range(0, len(slots) or 1, size)]
+    def _begin(self, operation: Operation, work: Work) -> None:
+        count, size = len(operation.slots), max(1, _PART_BYTES // self._bytes)
+        parts = [range(at, min(at + size, count)) for at in range(0, count or 1, size)]
         operation.parts_left = len(parts)
         for part in parts:
             self._pool.submit(self._work, operation, part, work)
-        return operation
 
-    def _work(self, operation: Operation, part: range, work: Callable[[int, bytes], str]) -> None:
+    def _work(self, operation: Operation, part: range, work: Work) -> None:
         operation.begin_part()
         bad: list[int] = []
         reason = ""
@@ -123,39 +145,97 @@ class KeptSlab(HostSlab):
             try:
                 if not 0 <= slot < len(self._sums):
                     raise ValueError(f"slot {slot} is outside of the {len(self._sums)} slots of {self.path}")
-                why = work(slot, operation.tags[position])
+                work(position, slot, operation.tags[position])
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-            if why:
                 bad.append(position)
-                reason = reason or why
+                reason = reason or str(error)
         operation.end_part(bad, reason)
 
     def _sum(self, slot: int, tag: bytes) -> int:
         return checksum(self._slot.from_address(self.address + slot * self._bytes), tag)
 
-    def _keep(self, slot: int, tag: bytes) -> str:
-        self._sums[slot] = self._sum(slot, tag)
-        write_sums(self._sums_fd, slot, self._sums[slot : slot + 1])
-        return ""
 
-    def _check(self, slot: int, tag: bytes) -> str:
-        return "" if self._sums[slot] == self._sum(slot, tag) else "checksum mismatch"
+def held(slab: KeptSlab, slots: int) -> bytes:
+    """A bit a slot: 1 where it holds the block that the index beside the slab says. Waits until all have been hashed.
+
+    The index is the last engine's: with the slab in our hands its workers are gone, and its leader is waited for.
+    """
+    bits = np.zeros(slots, dtype=np.uint8)
+    rows = [(slot, key) for slot, key in _entries(slab.path.parent) if slot < slots]
+    if rows:
+        began = time.monotonic()
+        operation = slab.check([slot for slot, _ in rows], [key for _, key in rows])
+        operation.wait()
+        bits[[slot for slot, _ in rows]] = 1
+        bits[[rows[position][0] for position in operation.bad]] = 0
+        logger.info(
+            "host tier: %d blocks from before compared with their checksums in %.1f s, %d do not fit",
+            len(rows), time.monotonic() - began, len(operation.bad),
+        )  # fmt: skip
+    return np.packbits(bits).tobytes()
+
+
+def _entries(directory: Path) -> list[tuple[int, bytes]]:
+    if not (directory / DATABASE).exists():
+        return []
+    try:
+        lock = FileLock(directory / LOCK, PATIENCE_SECONDS, DIRECTORY_SETTING)
+    except OSError as error:
+        logger.warning("host tier: what is there from before cannot be used: %s", error.strerror or error)
+        return []
+    try:
+        with contextlib.closing(sqlite3.connect(directory / DATABASE)) as database:
+            return database.execute("SELECT slot, key FROM blocks WHERE slot >= 0 AND typeof(key) = 'blob'").fetchall()
+    except sqlite3.Error as error:
+        logger.warning("host tier: what is there from before cannot be used: %s", error)
+        return []
+    finally:
+        lock.release()
+
+
+class Hashes(Operation):
+    """The checksums of some slots, once it is done."""
+
+    def __init__(self, kind: str, slots: Sequence[int], tags: Sequence[bytes], size: int) -> None:
+        super().__init__(kind, slots, [0] * len(slots), tags, size)
+        self.sums = np.zeros(len(slots), dtype="<u8")
+
+    def take(self, position: int, sum_of_slot: int) -> None:
+        self.sums[position] = sum_of_slot
+
+
+def stretches(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of every run of neighbours."""
+    ordered = sorted(slots)
+    first = last = -1
+    for slot in ordered:
+        if slot != last + 1 or first < 0:
+            if first >= 0:
+                yield first, last
+            first = slot
+        last = slot
+    if first >= 0:
+        yield first, last
 
 
 def _reserve(fd: int, path: Path, length: int, setting: str) -> None:
-    """Give the file its size and all its pages: one that cannot be had later would kill whoever touches it."""
+    """Give the file its size, if there is room for all its pages."""
     os.fchmod(fd, 0o600)
-    if os.fstat(fd).st_size > length:
-        os.ftruncate(fd, length)
     missing = max(0, length - os.fstat(fd).st_blocks * 512)
     refuse_if_too_large(missing, setting)
+    if missing > (free := _free(fd)):
+        raise _no_room(length, free, path, setting)
+    os.ftruncate(fd, length)
+
+
+def _free(fd: int) -> int:
     filesystem = os.fstatvfs(fd)
-    free = filesystem.f_bavail * filesystem.f_frsize
-    if missing > free:
-        raise DiskSpaceError(
-            errno.ENOSPC,
-            f"{setting} asks for {length / 1e9:.2f} GB a rank, and only {free / 1e9:.2f} GB are free at {path.parent}. "
-            f"Make that filesystem larger (mount -o remount,size=...), or lower {setting}",
-        )
-    os.posix_fallocate(fd, 0, length)
+    return filesystem.f_bavail * filesystem.f_frsize
+
+
+def _no_room(length: int, free: int, path: Path, setting: str) -> DiskSpaceError:
+    return DiskSpaceError(
+        errno.ENOSPC,
+        f"{setting} asks for {length / 1e9:.2f} GB a rank, and only {free / 1e9:.2f} GB are free at {path.parent}. "
+        f"Make that filesystem larger (mount -o remount,size=...), or lower {setting}",
+    )

@@ -30,7 +30,7 @@ class FileLock:
     A child made by fork would keep the lock after its parent's death, so it closes its copy at once.
     """
 
-    def __init__(self, path: Path, patience: float = 0.0) -> None:
+    def __init__(self, path: Path, patience: float = 0.0, setting: str = "DYN_KVBM_DISK_CACHE_DIR") -> None:
         """Raises :class:`CacheInUse` when somebody else has the lock and keeps it for ``patience`` seconds.
 
         The workers of an engine that was killed may live a little longer than it did: who starts right after it waits.
@@ -38,7 +38,7 @@ class FileLock:
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                _take(self._fd, path, patience)
+                _take(self._fd, path, patience, setting)
                 if _is_at(self._fd, path):
                     break
                 os.close(self._fd)  # its last owner removed it: what is locked here is nothing any more
@@ -53,7 +53,7 @@ class FileLock:
             self._fd = -1
 
 
-def _take(fd: int, path: Path, patience: float) -> None:
+def _take(fd: int, path: Path, patience: float, setting: str) -> None:
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -65,8 +65,7 @@ def _take(fd: int, path: Path, patience: float) -> None:
         if time.monotonic() >= deadline:
             raise CacheInUse(
                 errno.EBUSY,
-                f"{path} is in use by another engine. Stop it, or give this one a directory of its own with "
-                "DYN_KVBM_DISK_CACHE_DIR",
+                f"{path} is in use by another engine. Stop it, or give this one a directory of its own with {setting}",
             )
         time.sleep(_PAUSE_SECONDS)
 
@@ -93,7 +92,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def private_directory(path: Path) -> None:
+def private_directory(path: Path, setting: str = "DYN_KVBM_DISK_CACHE_DIR") -> None:
     """Make a directory that only this user can enter, or make sure that an existing one is such.
 
     The usual parent is /tmp, where anybody can put a directory of the expected name, and with it KV of their choice.
@@ -106,7 +105,7 @@ def private_directory(path: Path) -> None:
         raise CacheRefused(
             errno.EPERM,
             f"{path} is not a directory of this user (uid {os.geteuid()}), so what is in it cannot be trusted. "
-            "Remove it, or set DYN_KVBM_DISK_CACHE_DIR to a directory of your own",
+            f"Remove it, or set {setting} to a directory of your own",
         )
     if found.st_mode & 0o077:
         os.chmod(path, 0o700)

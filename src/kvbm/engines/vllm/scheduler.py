@@ -23,6 +23,7 @@ from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
 from kvbm.runtime.control import Controller
+from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
@@ -89,9 +90,10 @@ class SchedulerHalf:
         self._ranks = vllm_config.parallel_config.world_size
         self._block_size = vllm_config.cache_config.block_size
         self._engine_blocks = kv_cache_config.num_blocks
-        self._reuses_hashes = fingerprint.reuses_engine_hashes(vllm_config, kv_cache_config, config.has_disk_tier)
-        self._cache = fingerprint.describe(vllm_config, kv_cache_config) if config.has_disk_tier else None
+        self._reuses_hashes = fingerprint.reuses_engine_hashes(vllm_config, kv_cache_config, config.outlives_engine)
+        self._cache = fingerprint.describe(vllm_config, kv_cache_config) if config.outlives_engine else None
         self._disk: DiskTier | None = None
+        self._kept: KeptHost | None = None
         self._spill_progress = 0.0  # when there was something new for the disk, or from it
         self._requests: dict[str, _Request] = {}
         self._loads: list[LoadPlan] = []
@@ -142,12 +144,16 @@ class SchedulerHalf:
         )
         if self._ranks == 1:
             self._local = find_local(self._vllm_config.kv_transfer_config.engine_id, 0)
-        if self._cache is not None:
+        if self._cache is not None and self._config.has_disk_tier:
             self._disk = DiskTier.open(self._config, hellos, self._cache)
-        self._keys = RequestKeys(namespace, self._reuses_hashes, persistent=self._disk is not None)
         manager = make_manager(hellos, self._disk)
+        if self._cache is not None and self._config.host_persist:
+            self._kept = KeptHost.open(self._config, hellos, self._cache, manager)
+        persistent = self._disk is not None or self._kept is not None
+        self._keys = RequestKeys(namespace, self._reuses_hashes, persistent)
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
+        self.leader.kept = self._kept
         if self._disk is not None:
             self._disk.serve(self._config, self.leader, block_bytes)
             if (rate := measured(hellos, Tier.DISK)) is not None:
@@ -220,6 +226,8 @@ class SchedulerHalf:
             self._consolidator.close()
         if self._disk is not None:
             self._disk.index.close()
+        if self._kept is not None:
+            self._kept.close()
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -423,7 +431,8 @@ class SchedulerHalf:
             self._steps.scheduled(work_of(output, self._decode_tokens, waits), time.monotonic())
         except Exception as error:
             self._faults.record("timing a step", error)
-        return StepPlan(loads, stores, fences, spills=self._plan_spills(), settle=settle)
+        keeps = {} if self.leader is None else self.leader.take_verdicts()
+        return StepPlan(loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps)
 
     def _plan_spills(self) -> list[SpillPlan]:
         try:
@@ -612,7 +621,9 @@ class SchedulerHalf:
             return True
         if self.leader is None:
             return False
-        return self.leader.stores_under_way or self._spills_progress(self.leader)
+        kept = self.leader.kept
+        owes = kept is not None and kept.owes
+        return owes or self.leader.stores_under_way or self._spills_progress(self.leader)
 
     def _spills_progress(self, leader: Leader) -> bool:
         """A disk that hangs is not waited for: what it has done is heard with the next request."""

@@ -30,8 +30,9 @@ class WorkerHalf:
         replicas = None
         if parallel.tensor_parallel_size > 1 and compat.same_on_all_ranks(kv_cache_config.kv_cache_groups[0]):
             replicas = Replicas(compat.tensor_parallel_group())
-        cache = fingerprint.describe(vllm_config, kv_cache_config) if config.has_disk_tier else None
-        self._rank = Rank(config, parallel.rank % parallel.world_size, parallel.world_size, replicas, cache)
+        cache = fingerprint.describe(vllm_config, kv_cache_config) if config.outlives_engine else None
+        rank, ranks = parallel.rank % parallel.world_size, parallel.world_size
+        self._rank = Rank(config, rank, ranks, replicas, cache, keeps_host=True)
         self._engine_blocks = kv_cache_config.num_blocks
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
 

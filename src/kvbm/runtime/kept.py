@@ -1,0 +1,109 @@
+"""The books of a host tier that outlives the engine: which slot holds which block, where the next leader finds it.
+
+A block is entered when its store is published. The ranks have hashed it by then, and record their checksums when the
+next plan tells them that it was good (:class:`~kvbm.storage.kept.KeptSlab`): a store that a failed load has tainted
+never has a checksum, so not even an index that is out of date can find it.
+
+At start the ranks say which slots hold what the index claims; the rest is forgotten before anybody looks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvbm.config import Config
+from kvbm.core.keys import Key
+from kvbm.core.manager import BlockManager
+from kvbm.plans import Hello, StorePlan, Tier
+from kvbm.storage.index import Fingerprint, Index, cache_directory, fingerprint
+from kvbm.storage.lock import PATIENCE_SECONDS
+
+logger = logging.getLogger("kvbm")
+
+
+class KeptHost:
+    """Part of the leader: called from its thread, never waits."""
+
+    def __init__(self, manager: BlockManager, index: Index) -> None:
+        self._manager = manager
+        self._index: Index | None = index
+        self._verdicts: dict[int, bool] = {}
+        manager.keeps_first = True
+        manager.pools[Tier.HOST].on_gone = index.remove
+
+    @classmethod
+    def open(
+        cls, config: Config, hellos: Sequence[Hello], cache: Fingerprint, manager: BlockManager
+    ) -> KeptHost | None:
+        """Take over what is there from before. None, with a sentence, when host memory ends with this engine."""
+        if not all(hello.kept for hello in hellos):
+            return None  # a rank that does not keep its own has said why
+        names = [fingerprint(cache, hello.layout) for hello in hellos]
+        if any(name != names[0] for name in names):
+            logger.warning("the host tier is not kept: the ranks have layers of different kinds")
+            return None
+        pool = manager.pools[Tier.HOST]
+        directory = cache_directory(config.host_persist_dir, names[0])
+        about: dict[str, str | int] = {
+            "ranks": len(hellos),
+            "block_bytes": sum(hello.block_bytes for hello in hellos),
+        }
+        try:
+            index = Index.open(directory, names[0], pool.size, patience=PATIENCE_SECONDS, about=about, what="host tier")
+        except OSError as error:
+            logger.warning("the host tier is not kept: %s", error)
+            return None
+        good = np.unpackbits(np.frombuffer(hellos[0].kept, np.uint8))
+        for hello in hellos[1:]:
+            good = good & np.unpackbits(np.frombuffer(hello.kept, np.uint8))
+        entries = list(index.entries())
+        lost = [key for key, slot in entries if not good[slot]]
+        index.remove(lost)
+        found = pool.adopt((key, slot) for key, slot in entries if good[slot])
+        logger.info(
+            "host tier: %d of %d blocks are there from before, %d were not whole, in %s",
+            found, pool.size, len(lost), directory,
+        )  # fmt: skip
+        return cls(manager, index)
+
+    def settled(self, plan: StorePlan, keys: Sequence[Key]) -> None:
+        """A store is over. ``keys``: the blocks that have become findable; none when it was forgotten."""
+        self._verdicts[plan.id] = bool(keys)
+        if keys and self._index is not None:
+            self._index.put(list(zip(keys, plan.copy.slots, strict=True)))
+
+    def take_verdicts(self) -> dict[int, bool]:
+        """What the ranks have to be told. The caller must deliver it to every one of them."""
+        verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These blocks count as used by now: tell whoever starts after us."""
+        if self._index is not None:
+            here = self._manager.pools[Tier.HOST]
+            if known := [key for key in keys if key in here]:
+                self._index.touch(known)
+
+    def reset(self) -> None:
+        """Everything is forgotten, because the weights may have changed: see :meth:`kvbm.runtime.spills.Spills.reset`.
+        What is stored from now on bears another seal, and this engine keeps nothing more for the next."""
+        self._manager.seal = os.urandom(8)
+        self._manager.pools[Tier.HOST].on_gone = None
+        if self._index is not None:
+            self._index.clear()
+            self._index.close()
+            self._index = None
+
+    def close(self) -> None:
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+
+    @property
+    def owes(self) -> bool:
+        """The ranks have not been told everything."""
+        return bool(self._verdicts)

@@ -1,0 +1,248 @@
+"""A host tier that outlives the engine, as one rank and its leader see it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from kvbm import config as settings
+from kvbm.core.manager import BlockManager
+from kvbm.core.pool import Pool
+from kvbm.plans import Copy, Hello, StepPlan, StorePlan, Tier
+from kvbm.runtime.kept import KeptHost
+from kvbm.runtime.rank import Rank
+from kvbm.storage.index import Index, cache_directory, fingerprint
+
+CACHE = {"model": "some-model", "block_size": 16}
+SLOTS, BLOCKS = 16, 8
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+class Engine:
+    """A rank over a cache of its own, driven by hand."""
+
+    def __init__(self, folder, cache=CACHE, **options):
+        values = {
+            "cpu_cache_override_num_blocks": SLOTS,
+            "host_persist": True,
+            "host_persist_dir": str(folder),
+            **options,
+        }
+        self.config = settings.load(extra=values, environ={}, files=[])
+        self.cache = torch.zeros(BLOCKS, 2, 2, 640, dtype=torch.int32)
+        self.rank = Rank(self.config, 0, 1, cache=cache, keeps_host=True)
+        self.rank.register({f"layer {i}": self.cache[:, i] for i in range(2)}, BLOCKS)
+        self.hello = self.rank.open()
+
+    def step(self, **plans):
+        plan, worker = StepPlan(**plans), self.rank.worker
+        worker.begin(plan)
+        worker.start_loads(plan)
+        worker.start_stores(plan)
+        return worker.poll()
+
+    def store(self, plan: int, slots, keys):
+        """Engine blocks 0, 1, ... to these slots; returns when that is confirmed."""
+        copy = Copy(Tier.HOST, slots, list(range(len(slots))), tags=keys)
+        outcome = self.step(stores=[StorePlan(plan, copy)])
+        while not outcome.report.stores:
+            outcome = self.rank.worker.poll()
+        (result,) = outcome.report.stores
+        assert (result.id, result.ok) == (plan, True)
+
+    @property
+    def good(self):
+        return [int(slot) for slot in np.flatnonzero(np.unpackbits(np.frombuffer(self.hello.kept, np.uint8)))]
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def engine(**options):
+        made.append(Engine(tmp_path, **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.rank.close()
+
+
+@pytest.fixture
+def place(tmp_path, make):
+    """Where the cache lies: (directory, fingerprint)."""
+    engine = make()
+    name = fingerprint(CACHE, engine.rank.layout.description)
+    engine.rank.close()
+    return cache_directory(tmp_path, name), name
+
+
+def enter(place, *pairs):
+    index = Index.open(*place, SLOTS)
+    index.put([(key_of(number), slot) for number, slot in pairs])
+    index.close()
+
+
+def test_a_new_slab_holds_nothing(make):
+    assert make().good == []
+    assert len(make(host_persist=False).hello.kept) == 0
+
+
+@pytest.mark.parametrize(("verdicts", "found"), [({7: True}, [2, 3]), ({7: False}, []), ({}, [])])
+def test_only_what_the_leader_has_called_good_is_found_again(verdicts, found, make, place):
+    engine = make()
+    engine.cache += 5
+    engine.store(7, [3, 2], [key_of(1), key_of(2)])
+    engine.step(keeps=verdicts)
+    engine.rank.close()
+    enter(place, (1, 3), (2, 2))
+    assert make().good == found
+
+
+def test_a_slot_answers_only_to_the_block_that_the_index_names(make, place):
+    engine = make()
+    engine.store(7, [3, 2], [key_of(1), key_of(2)])
+    engine.step(keeps={7: True})
+    engine.rank.close()
+    enter(place, (1, 2), (2, 3), (4, 5))
+    assert make().good == []
+
+
+def test_a_store_that_began_on_top_of_a_kept_block_makes_it_unfit(make, place):
+    """As if the process had died in the middle of it."""
+    engine = make()
+    engine.store(7, [3, 2], [key_of(1), key_of(2)])
+    engine.step(keeps={7: True})
+    engine.cache += 9
+    engine.store(8, [3], [key_of(4)])
+    engine.rank.close()
+    enter(place, (1, 3), (2, 2))
+    assert make().good == [2]
+
+
+def test_another_model_has_memory_of_its_own(make, tmp_path):
+    make().rank.close()
+    make(cache={**CACHE, "model": "another"})
+    assert len(list(tmp_path.glob("kvbm-*/rank-0.slab"))) == 2
+
+
+def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, monkeypatch, caplog):
+    monkeypatch.setattr("kvbm.storage.kept.refuse_if_too_large", lambda size, setting: None)
+    monkeypatch.setattr("kvbm.storage.kept.os.fstatvfs", lambda fd: type("V", (), {"f_bavail": 1, "f_frsize": 4096}))
+    engine = make()
+    assert engine.hello.kept == b""
+    assert engine.hello.slots[Tier.HOST] == SLOTS
+    assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
+    assert "mount -o remount" in caplog.text
+
+
+def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):
+    engine = make()
+    engine.store(7, [3], [key_of(1)])
+    engine.step(keeps={7: True})
+    engine.rank.close()
+    enter(place, (1, 3))
+    (place[0] / "index.sqlite").write_bytes(b"no database at all" * 100)
+    assert make().good == []
+    assert "what is there from before cannot be used" in caplog.text
+
+
+# -- the leader's books -----------------------------------------------------------------------------------------------
+
+
+def bits(*slots):
+    return np.packbits([slot in slots for slot in range(SLOTS)]).tobytes()
+
+
+def hello(rank, kept, layout="L"):
+    return Hello(rank, 100, {Tier.HOST: SLOTS}, layout, kept=kept)
+
+
+@pytest.fixture
+def books(tmp_path):
+    config = settings.load(
+        extra={"host_persist": True, "host_persist_dir": str(tmp_path), "cpu_cache_gb": 1}, environ={}, files=[]
+    )
+    opened = []
+
+    def make(*kept, layouts="LL"):
+        manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+        hellos = [hello(rank, each, layouts[rank]) for rank, each in enumerate(kept)]
+        found = KeptHost.open(config, hellos, CACHE, manager)
+        opened.append(found)
+        return manager, found
+
+    yield make
+    for each in opened:
+        if each is not None:
+            each.close()
+
+
+def publish(manager, books, *numbers):
+    plan = manager.store([key_of(number) for number in numbers], list(range(len(numbers))))
+    books.settled(plan, manager.finish_store(plan.id, ok=True))
+    return plan
+
+
+def test_what_every_rank_has_found_whole_is_adopted_and_the_rest_forgotten(books, caplog):
+    caplog.set_level(logging.INFO)
+    manager, first = books(bits(), bits())
+    plan = publish(manager, first, 1, 2, 3)
+    assert plan.copy.tags == [key_of(1), key_of(2), key_of(3)]
+    slots = plan.copy.slots
+    first.close()
+    manager, second = books(bits(*slots), bits(*slots[:2]))
+    assert set(manager.pools[Tier.HOST].findable) == {key_of(1), key_of(2)}
+    assert "2 of 16 blocks are there from before, 1 were not whole" in caplog.text
+    second.close()
+    manager, _ = books(bits(*range(SLOTS)), bits(*range(SLOTS)))
+    assert set(manager.pools[Tier.HOST].findable) == {key_of(1), key_of(2)}
+
+
+def test_verdicts_are_told_once(books):
+    manager, kept = books(bits())
+    good = publish(manager, kept, 1)
+    bad = manager.store([key_of(2)], [0])
+    kept.settled(bad, manager.finish_store(bad.id, ok=False))
+    assert kept.owes
+    assert kept.take_verdicts() == {good.id: True, bad.id: False}
+    assert not kept.owes
+    assert kept.take_verdicts() == {}
+
+
+def test_after_a_reset_nothing_more_is_entered_and_tags_are_others(books):
+    manager, kept = books(bits())
+    publish(manager, kept, 1)
+    kept.reset()
+    manager.clear()
+    plan = publish(manager, kept, 1)
+    assert plan.copy.tags != [key_of(1)]
+    kept.close()
+    manager, _ = books(bits(*range(SLOTS)))
+    assert manager.pools[Tier.HOST].published == 0
+
+
+def test_where_a_rank_does_not_keep_its_own_nobody_does(books):
+    assert books(bits(), b"")[1] is None
+    manager, kept = books(bits(), bits(), layouts="LM")
+    assert kept is None
+    assert not manager.keeps_first
+
+
+def test_blocks_come_back_in_the_order_of_their_use(books):
+    manager, kept = books(bits())
+    for number in range(4):
+        publish(manager, kept, number)
+    kept.touch([key_of(0)])
+    kept.close()
+    manager, _ = books(bits(*range(SLOTS)))
+    pool = manager.pools[Tier.HOST]
+    pool.allocate([key_of(100 + i) for i in range(SLOTS - 1)])
+    assert list(pool.findable) == [key_of(0)]
