@@ -88,8 +88,10 @@ bench-sglang: env ## measure the SGLang backend beside SGLang's own file backend
 	@$(PYTHON) scripts/sglang_env.py --venv .venvs/sglang --base $(VENV)
 	.venvs/sglang/bin/python benchmarks/sglang_backend.py
 
-test-disk: env ## kill an engine 500 times while it writes to disk, and other accidents of the disk tier
-	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/unit/test_disk_crash.py tests/unit/test_disk.py tests/unit/test_index.py $(PYTEST)
+test-disk: models ## kill an engine 500 times while it writes to disk, and other accidents of the disk tier, also under vLLM
+	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/unit/test_disk_crash.py tests/unit/test_disk.py tests/unit/test_index.py \
+	  tests/unit/test_admission.py tests/unit/test_kept.py tests/unit/test_kept_host.py \
+	  tests/engine/test_disk_tier.py tests/engine/test_host_persist.py $(PYTEST)
 
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check

@@ -273,7 +273,13 @@ def settings(folder, host=512, **more):
     }
 
 
-@pytest.mark.parametrize(("end", "ranks"), [("stop", 1), ("kill", 1), ("stop", 2)])
+# With two ranks the engines start twice as slowly: some of these are for `make test-disk` alone.
+BOTH = [1, pytest.param(2, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(
+    ("end", "ranks"), [("stop", 1), ("kill", 1), ("stop", 2), pytest.param("kill", 2, marks=pytest.mark.long)]
+)
 def test_prompts_come_back_from_disk_after_the_end_of_an_engine(end, ranks, run_scenario, baseline, tmp_path):
     wanted = baseline(PROMPTS)
     options = RANKS if ranks == 2 else {}
@@ -352,7 +358,42 @@ def test_a_disk_that_hangs_holds_up_nobody(run_scenario, baseline, tmp_path):
     assert (end["requests"], end["pinned"], end["writing"]) == (0, 0, 0)
 
 
-def test_a_full_filesystem_costs_hits_and_no_token(run_scenario, baseline, tmp_path):
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_stalls_for_five_seconds_costs_no_token(ranks, run_scenario, baseline, tmp_path):
+    """On every rank, every read and every write. Whoever waits for a block gives up after a second."""
+    options = RANKS if ranks == 2 else {}
+    alone = baseline([*PROMPTS, prompt(50, 300)])
+    kvbm = settings(tmp_path)
+    run_scenario([generate(*PROMPTS, name="cold"), do("drain")], kvbm, **options)
+    kvbm |= {"inject_faults": "disk-slow-read,disk-slow-write", "disk_load_timeout_secs": 1}
+    steps = [
+        do("add", names=["from disk"], prompts=[PROMPTS[0]]),
+        do("add", names=["other"], prompts=[prompt(50, 300)]),
+        do("finish_timed", "while it stalls"),
+        do("state", "given up"),
+        generate(PROMPTS[0], PROMPTS[1], name="next"),  # nobody asks a disk that owes a read
+        do("sleep", seconds=4.5),
+        generate(PROMPTS[2], max_tokens=1),
+        do("drain"),
+        do("sleep", seconds=5.5),
+        generate(PROMPTS[2], max_tokens=1),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, kvbm, **options)
+    found = story["while it stalls"]
+    assert found["tokens"] == {"from disk": alone[0], "other": alone[4]}
+    assert found["ends"]["other"] < found["ends"]["from disk"]
+    assert story["given up"]["missed_load_blocks"] == 12
+    assert story.said("the disk was given up: nothing came for 1 s")
+    assert story.tokens("next") == alone[:2]
+    end = story["end"]
+    assert end["spilled"] > 0  # late, and written all the same
+    assert (end["requests"], end["pinned"], end["writing"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("ranks", BOTH)
+def test_a_full_filesystem_costs_hits_and_no_token(ranks, run_scenario, baseline, tmp_path):
     """A filesystem of 16 MB that cannot reserve space beforehand, and that somebody else fills meanwhile."""
     folder = tmp_path / "small"
     folder.mkdir()
@@ -373,7 +414,9 @@ def test_a_full_filesystem_costs_hits_and_no_token(run_scenario, baseline, tmp_p
             do("state", "end"),
         ]
         kvbm = settings(folder, disk_cache_override_num_blocks=100)
-        story = run_scenario(steps, kvbm, patch={"kvbm.storage.disk:_fallocate": {"returns": errno.EOPNOTSUPP}})
+        options = RANKS if ranks == 2 else {}
+        patch = {"kvbm.storage.disk:_fallocate": {"returns": errno.EOPNOTSUPP}}
+        story = run_scenario(steps, kvbm, patch=patch, **options)
     finally:
         subprocess.run(["umount", folder], check=True)
     assert [*story.tokens("room"), *story.tokens("no room")] == story.tokens("again") == baseline(PROMPTS)

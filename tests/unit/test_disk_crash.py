@@ -15,6 +15,7 @@ import shutil
 import signal
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,39 +35,52 @@ def key_of(number: int) -> bytes:
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
 
 
-def payload_of(key: bytes) -> bytes:
-    return hashlib.shake_128(key).digest(SLOT)
+def payload_of(key: bytes, rank: int = 0) -> bytes:
+    return hashlib.shake_128(key + bytes([rank])).digest(SLOT)
 
 
 class Cache:
-    """The disk tier as a leader and its one worker use it, on one thread."""
+    """The disk tier as a leader and its workers use it, on one thread."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, ranks: int = 1) -> None:
         self.index = Index.open(place, WHAT, SLOTS)
-        self.file = DiskFile(slab_path(place, 0), SLOTS, SLOT, threads=2)
+        self.files = [DiskFile(slab_path(place, rank), SLOTS, SLOT, threads=2) for rank in range(ranks)]
         self.memory = mmap.mmap(-1, SLOTS * SLOT)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        assert self.file.close()
+        assert all(file.close() for file in self.files)
         self.index.close()
 
+    def write(self, slots: list[int], keys: list[bytes]) -> None:
+        """Blocks, each rank its share of them, and all of that before the leader hears of it."""
+        for rank, file in enumerate(self.files):
+            for at, key in enumerate(keys):
+                self.memory[at * SLOT : (at + 1) * SLOT] = payload_of(key, rank)
+            operation = file.write(slots, [self.address + at * SLOT for at in range(len(slots))], keys)
+            assert operation.wait(30)
+            assert not operation.bad
+        self.index.put(list(zip(keys, slots, strict=True)))
+
     def good(self) -> dict[bytes, int]:
-        """Everything that would be served: found in the index, and its checksum fits. All of it is right."""
+        """Everything that would be served: in the index, and its checksum fits on every rank. All of it is right."""
         entries = list(self.index.entries())
         addresses = [self.address + at * SLOT for at in range(len(entries))]
-        operation = self.file.read([slot for _, slot in entries], addresses, [key for key, _ in entries])
-        assert operation.wait(30)
-        bad = set(operation.bad)
-        served = {}
-        for at, (key, slot) in enumerate(entries):
-            if at not in bad:
-                assert self.memory[at * SLOT : (at + 1) * SLOT] == payload_of(key), "wrong bytes were served"
-                served[key] = slot
+        served = dict(entries)
+        for rank, file in enumerate(self.files):
+            operation = file.read([slot for _, slot in entries], addresses, [key for key, _ in entries])
+            assert operation.wait(30)
+            bad = set(operation.bad)
+            for at, (key, _) in enumerate(entries):
+                if at in bad:
+                    served.pop(key, None)
+                else:
+                    right = self.memory[at * SLOT : (at + 1) * SLOT] == payload_of(key, rank)
+                    assert right, "wrong bytes were served"
         return served
 
 
-def work(place: Path, promised: mmap.mmap, seed: int) -> None:
+def work(place: Path, ranks: int, promised: mmap.mmap, seed: int) -> None:
     """Store blocks over and over until killed.
 
     ``promised`` holds the number of the block of each slot that has to survive: the index has been flushed since it was
@@ -74,7 +88,7 @@ def work(place: Path, promised: mmap.mmap, seed: int) -> None:
     """
     index_module._BATCH_SECONDS = 0.005
     chance = random.Random(seed)
-    cache = Cache(place)
+    cache = Cache(place, ranks)
     lying = {slot: key for key, slot in cache.index.entries()}  # least recently used first
     order = [slot for slot in range(SLOTS) if slot not in lying] + list(lying)
     numbers = dict.fromkeys(range(SLOTS), 0)
@@ -86,12 +100,7 @@ def work(place: Path, promised: mmap.mmap, seed: int) -> None:
         cache.index.remove([lying[slot] for slot in slots if slot in lying])
         fresh = [chance.randrange(1, 1 << 40) for _ in slots]
         keys = [key_of(number) for number in fresh]
-        for at, key in enumerate(keys):
-            cache.memory[at * SLOT : (at + 1) * SLOT] = payload_of(key)
-        operation = cache.file.write(slots, [cache.address + at * SLOT for at in range(BATCH)], keys)
-        operation.wait()
-        assert not operation.bad
-        cache.index.put(list(zip(keys, slots, strict=True)))
+        cache.write(slots, keys)
         lying.update(zip(slots, keys, strict=True))
         numbers.update(zip(slots, fresh, strict=True))
         order += slots
@@ -101,12 +110,12 @@ def work(place: Path, promised: mmap.mmap, seed: int) -> None:
                 promised[slot * 8 : slot * 8 + 8] = number.to_bytes(8, "little")
 
 
-def kill_at_some_moment(place: Path, promised: mmap.mmap, chance: random.Random) -> None:
+def kill_at_some_moment(place: Path, ranks: int, promised: mmap.mmap, chance: random.Random) -> None:
     seed = chance.getrandbits(64)
     child = os.fork()
     if not child:
         try:
-            work(place, promised, seed)
+            work(place, ranks, promised, seed)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -123,17 +132,17 @@ def kill_at_some_moment(place: Path, promised: mmap.mmap, chance: random.Random)
     assert os.WIFSIGNALED(status), "the engine died by itself"
 
 
-@pytest.mark.parametrize("cache", range(2))
-def test_whenever_an_engine_is_killed_its_successor_finds_what_was_written_and_nothing_else(tmp_path, cache):
-    chance = random.Random(1000 + cache)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whenever_an_engine_is_killed_its_successor_finds_what_was_written_and_nothing_else(tmp_path, ranks):
+    chance = random.Random(1000 + ranks)
     place = tmp_path / "cache"
     promised = mmap.mmap(-1, SLOTS * 8 + 8)
     found = kept = 0
     times = CRASHES // 2
     for _ in range(times):
         promised[:] = bytes(len(promised))
-        kill_at_some_moment(place, promised, chance)
-        successor = Cache(place)
+        kill_at_some_moment(place, ranks, promised, chance)
+        successor = Cache(place, ranks)
         assert not successor.index.started_clean
         good = successor.good()
         for slot in range(SLOTS):
@@ -181,30 +190,32 @@ def store(cache: Cache, chance: random.Random, blocks: int) -> None:
     for at in range(0, blocks, BATCH):
         slots = [(at + i) % SLOTS for i in range(BATCH)]
         keys = [key_of(chance.randrange(1, 1 << 40)) for _ in slots]
-        for place, key in enumerate(keys):
-            cache.memory[place * SLOT : (place + 1) * SLOT] = payload_of(key)
-        operation = cache.file.write(slots, [cache.address + place * SLOT for place in range(BATCH)], keys)
-        assert operation.wait(30)
-        cache.index.put(list(zip(keys, slots, strict=True)))
+        cache.write(slots, keys)
 
 
-def test_of_a_thousand_flipped_bits_a_thousand_are_detected(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_a_thousand_flipped_bits_a_thousand_are_detected(tmp_path, ranks):
+    """With two ranks the bit flips on one of them, and the block of neither is served."""
     chance = random.Random(6)
-    cache = Cache(tmp_path / "cache")
+    cache = Cache(tmp_path / "cache", ranks)
     flips = 0
     while flips < 1000:
         store(cache, chance, SLOTS)
         assert len(cache.good()) == SLOTS
-        with open(slab_path(tmp_path / "cache", 0), "r+b") as raw:
+        with ExitStack() as stack:
+            slabs = [slab_path(tmp_path / "cache", rank) for rank in range(ranks)]
+            files = [stack.enter_context(slab.open("r+b")) for slab in slabs]
             for slot in range(SLOTS):
+                raw = chance.choice(files)
                 at = slot * SLOT + chance.randrange(SLOT)
                 raw.seek(at)
                 byte = raw.read(1)[0]
                 raw.seek(at)
                 raw.write(bytes([byte ^ 1 << chance.randrange(8)]))
                 flips += 1
-            raw.flush()
-            os.fsync(raw.fileno())
+            for raw in files:
+                raw.flush()
+                os.fsync(raw.fileno())
         assert cache.good() == {}
     cache.close()
 
