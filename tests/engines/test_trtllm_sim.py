@@ -193,14 +193,15 @@ def test_blocks_that_decoding_fills_are_kept_unless_told_otherwise():
     assert counts(kept).offloaded_blocks > counts(less).offloaded_blocks
 
 
-@pytest.mark.parametrize(("pace", "loads"), [((0.0, 0.002), True), ((0.03, 0.0), False)], ids=["tokens", "steps"])
+@pytest.mark.parametrize(("pace", "loads"), [((0.0, 0.003), True), ((0.02, 0.0), False)], ids=["tokens", "steps"])
 def test_left_to_itself_it_loads_what_it_expects_to_gain_from(pace, loads):
     """A load costs a request one step more, so it pays where tokens take longer than that."""
-    work = Work(requests=40, seed=2)
-    result = serve(work, ranks=2, env={"KVBM_LOAD": "auto"}, pace=pace)
+    work = Work(requests=72, conversations=6, seed=2)
+    result = serve(work, ranks=2, env={"KVBM_LOAD": "auto"}, pace=pace, blocks=24)
     check(work, result)
-    refused = sum(counts(result).refused_load_blocks.values())
-    assert (onboarded(result) > 20, refused > 20) == (loads, not loads)
+    assert onboarded(result) > 100
+    # At first it knows nothing of the engine; and prompts that would take two steps are always worth a load.
+    assert (sum(counts(result).refused_load_blocks.values()) < 70) == loads
 
 
 @pytest.mark.parametrize("name", ["kvbm_llm_api_config.yaml", "kvbm_llm_api_config_older.yaml"])
