@@ -136,6 +136,27 @@ def test_more_memory_than_there_is(ask):
     assert_wrong(answer, "host-memory-short", "asks for 100 TB", "Set it to at most")
 
 
+def test_memory_that_is_kept_is_told_of_and_needs_room(ask, tmp_path, monkeypatch):
+    from kvbm.doctor import memory
+
+    place = tmp_path / "shm" / "kvbm-model-1"
+    place.mkdir(parents=True)
+    (place / "rank-0.slab").write_bytes(bytes(1 << 20))
+    kept = {"KVBM_HOST_PERSIST_DIR": place.parent, **GOOD}
+    code, found = ask("--quick", **kept)
+    assert (code, found["memory-kept"]["level"]) == (0, "note")
+    assert "kvbm cache clear" in found["memory-kept"]["cure"]
+    code, found = ask("--quick", KVBM_HOST_PERSIST="1", **kept)
+    assert code == 0
+    assert "memory-not-kept" not in found
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: memory.shutil._ntuple_diskusage(1 << 40, 1 << 40, 0))
+    answer = ask("--quick", KVBM_HOST_PERSIST="1", **kept)
+    assert_wrong(answer, "memory-not-kept", "has room for 1", "--shm-size")
+    monkeypatch.undo()
+    answer = ask("--quick", KVBM_HOST_PERSIST="1", KVBM_HOST_PERSIST_DIR=tmp_path / "missing", **GOOD)
+    assert_wrong(answer, "memory-not-kept", "cannot be used", "/dev/shm")
+
+
 def test_more_disk_than_there_is(ask, tmp_path):
     answer = ask("--quick", DYN_KVBM_DISK_CACHE_GB="1000000", DYN_KVBM_DISK_CACHE_DIR=tmp_path, **GOOD)
     assert_wrong(answer, "disk-space-short", "asks for 1000 TB", "Set it to at most")

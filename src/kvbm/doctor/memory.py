@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import seconds, size
@@ -35,7 +39,16 @@ class HostMemory:
                 "The engine refuses to start, and says what would fit, when it is too much.",
             )
             return
-        wanted, available = config.cpu_cache_gb * 1e9, available_memory()
+        wanted, available, kept = config.cpu_cache_gb * 1e9, available_memory(), kept_bytes(config.host_persist_dir)
+        if kept:
+            yield note(
+                "memory-kept",
+                f"{size(kept)} of memory are kept at {config.host_persist_dir} by engines that have ended.",
+                "An engine with the same model takes it over. `kvbm cache ls` shows it, `kvbm cache clear` frees it.",
+            )
+        if config.host_persist:
+            available += kept
+            yield from self._room_to_keep(config, wanted, kept)
         if wanted > 0.95 * available:
             yield bad(
                 "host-memory-short",
@@ -47,6 +60,25 @@ class HostMemory:
         yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available.")
         if not case.quick:
             yield from self._start_time(case, wanted)
+
+    def _room_to_keep(self, config: Config, wanted: float, kept: int) -> Iterator[Finding]:
+        folder = config.host_persist_dir
+        try:
+            room = shutil.disk_usage(folder).free + kept
+        except OSError as error:
+            yield bad(
+                "memory-not-kept",
+                f"KVBM_HOST_PERSIST_DIR={folder} cannot be used: {error.strerror}.",
+                "Choose a filesystem in memory: /dev/shm.",
+            )
+            return
+        if wanted > room:
+            yield bad(
+                "memory-not-kept",
+                f"KVBM_HOST_PERSIST keeps {size(wanted)} at {folder}, which has room for {size(room)}: the host tier "
+                "would end with the engine.",
+                f"Make it larger: mount -o remount,size={wanted / 1e9 + 1:.0f}G {folder}; in a container --shm-size.",
+            )
 
     def _start_time(self, case: Examination, wanted: float) -> Iterator[Finding]:
         """Memory is written to once before the engine serves; an engine that waits too long for it gives up."""
@@ -61,6 +93,15 @@ class HostMemory:
                 f"Set {READY_VARIABLE}={int(2 * takes) + 600}; for other engines "
                 "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS.",
             )
+
+
+def kept_bytes(folder: Path) -> int:
+    """What host tiers that have outlived their engines take, as far as this user may look."""
+    found = 0
+    for slab in folder.glob("kvbm-*/rank-*.slab"):
+        with contextlib.suppress(OSError):
+            found += slab.stat().st_blocks * 512
+    return found
 
 
 def fault_in_speed() -> float:

@@ -50,6 +50,8 @@ class KvbmStorage(HiCacheStorage):
         nvtx.switch(self._config.nvtx)
         for warning in self._config.warnings:
             logger.warning("%s", warning)
+        if self._config.host_persist:
+            logger.warning("KVBM_HOST_PERSIST has no effect under SGLang: the host tier ends with the engine")
         self._rank = 0 if storage_config.is_mla_model else storage_config.tp_rank
         # Where all ranks have the same bytes, one writes for all.
         self._shares = storage_config.is_mla_model and storage_config.tp_size > 1
