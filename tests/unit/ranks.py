@@ -87,6 +87,8 @@ class Party:
         worker.begin(step)
         if not skip_loads:
             worker.start_loads(step)
+        for layer in range(LAYERS):
+            worker.wait_layer(f"layer {layer}")
         worker.start_stores(step)
         loads, stores, faults = {}, {}, []
         waits = [] if skip_loads else [load.id for load in step.loads]

@@ -91,7 +91,7 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("ttft", ["--count", "3"]),
         ("ttft", ["--lengths", "10"]),
         ("ttft", ["--kinds", "lmcache"]),
-        ("disk", ["--count", "2"]),
+        ("disk", ["--count", "1"]),
         ("disk", ["--kinds", "native"]),
         ("interference", ["--rounds", "0"]),
         ("qps", ["--rates", "0"]),
@@ -446,9 +446,10 @@ def test_a_dry_run_from_disk_goes_through(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [row["cached"] for row in rows if row["what"] == "never"] == [0] * 3
+    assert [row["cached"] for row in rows if row["what"] == "never"] == [0] * 2
     always = [row for row in rows if row["what"] == "always"]
-    assert [(row["cached"], row["from_disk"], row["same"]) for row in always] == [(224, 7, True)] * 3
+    assert [(row["cached"], row["same"]) for row in always] == [(224, True)] * 2
+    assert all(row["from_disk"] >= 6 for row in always)  # host memory may still have one of the seven
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["qwen3-tiny-random-bench", "x.json"]
 
 

@@ -80,15 +80,16 @@ def test_a_shared_block_is_written_by_one_rank_and_all_take_turns(ranks):
     own = ranks.all("blocks")
 
     def writers(id, blocks):
-        targets = [block + 20 for block in blocks]
+        targets = [block + 19 for block in blocks]
         ranks.all("step", plan=store(id, blocks, blocks))
         assert loaded(ranks, load(100, blocks, targets), 100) == [[], []]
         first, second = ranks.all("blocks")
         assert [first[target] for target in targets] == [second[target] for target in targets]
-        return [next(rank for rank in (0, 1) if first[block + 20] == own[rank][block]) for block in blocks]
+        return [next(rank for rank in (0, 1) if first[block + 19] == own[rank][block]) for block in blocks]
 
-    assert writers(2, list(range(12))) == [0] * 6 + [1] * 6
-    assert writers(3, list(range(12))) == [1] * 6 + [0] * 6
+    blocks = list(range(1, 13))  # not the first one: it is what copiers warm up with, and the same on all since then
+    assert writers(2, blocks) == [0] * 6 + [1] * 6
+    assert writers(3, blocks) == [1] * 6 + [0] * 6
     assert sorted(writers(4, [1]) + writers(5, [1])) == [0, 1]
 
 
