@@ -3,8 +3,8 @@
     python benchmarks/gpu/disk.py --json results/disk.json
 
 Two prompts in turn, with host memory for little more than one of them and a disk for both: by a prompt's next turn the
-GPU and host memory have dropped it. One engine with KVBM runs every pass, and the choice between loading and computing is
-switched in it (`KVBM_LOAD`):
+GPU and host memory have dropped it. One engine with KVBM runs every pass, and the choice between loading and computing
+is switched in it (`KVBM_LOAD`):
 
     cold       each prompt for the first time; then, while it is still on the GPU, the tokens that loaded KV has to
                reproduce (`reference`); then all of it goes to disk
