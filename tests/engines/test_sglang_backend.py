@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 import subprocess
 import sys
 import threading
@@ -256,31 +257,40 @@ def test_a_tier_that_holds_no_page_is_refused_with_the_size_of_one(backends):
 # -- SGLang's own controller ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def controllers(tmp_path, monkeypatch):
-    """SGLang's controller with its storage threads. The scheduler, the radix tree and the GPU's pool are not there."""
+def stand_in(patch):
+    """For what SGLang's controller asks of the processes around it: there is one rank."""
     parallel = SimpleNamespace(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0, attn_tp_rank=0, attn_tp_size=1,
         attn_dp_rank=0,
     )  # fmt: skip
-    monkeypatch.setattr(cache_controller, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(cache_controller, "is_dp_attention_enabled", lambda: False)
+    patch(cache_controller, "get_parallel", lambda: parallel)
+    patch(cache_controller, "is_dp_attention_enabled", lambda: False)
+
+
+def attach(folder, pool, **extra):
+    """SGLang's controller with its storage threads. The scheduler, the radix tree and the GPU's pool are not there."""
+    controller = HiCacheController.__new__(HiCacheController)
+    vars(controller).update(
+        mem_pool_host=pool, storage_host_pool=pool, mem_pool_device=object(), page_size=PAGE, tp_group=None,
+        attn_cp_group=None, attn_tp_group=None, pp_group=None, host_memory_mode="cache", enable_storage=False,
+        enable_storage_metrics=False, storage_backend=None, prefetch_hits_sync_groups=[],
+        prefetch_completion_sync_groups=[], storage_stop_event=threading.Event(),
+    )  # fmt: skip
+    controller.attach_storage_backend(
+        "dynamic", prefetch_threshold=PAGE, model_name="org/model",
+        storage_backend_extra_config=storage_config(folder, **extra).extra_config,
+    )  # fmt: skip
+    return controller
+
+
+@pytest.fixture
+def controllers(tmp_path, monkeypatch):
+    stand_in(monkeypatch.setattr)
     made = []
 
     def make(pool, **extra):
-        controller = HiCacheController.__new__(HiCacheController)
-        vars(controller).update(
-            mem_pool_host=pool, storage_host_pool=pool, mem_pool_device=object(), page_size=PAGE, tp_group=None,
-            attn_cp_group=None, attn_tp_group=None, pp_group=None, host_memory_mode="cache", enable_storage=False,
-            enable_storage_metrics=False, storage_backend=None, prefetch_hits_sync_groups=[],
-            prefetch_completion_sync_groups=[], storage_stop_event=threading.Event(),
-        )  # fmt: skip
-        controller.attach_storage_backend(
-            "dynamic", prefetch_threshold=PAGE, model_name="org/model",
-            storage_backend_extra_config=storage_config(tmp_path, **extra).extra_config,
-        )  # fmt: skip
-        made.append(controller)
-        return controller
+        made.append(attach(tmp_path, pool, **extra))
+        return made[-1]
 
     yield make
     for controller in made:
@@ -322,6 +332,75 @@ def test_sglangs_threads_back_up_and_prefetch(controllers, layout):
     assert len(got) == len(tokens)
     for mine, theirs in zip(got[::PAGE], indices[::PAGE], strict=True):
         assert page_of(pool, mine) == page_of(pool, theirs, content)
+
+
+def prompt(number, pages):
+    return list(range(100_000 * number, 100_000 * number + pages * PAGE))
+
+
+def test_ten_thousand_pages_while_sglangs_threads_ask_read_and_write_at_once(controllers):
+    """Prompt after prompt is backed up while those before are prefetched. Every byte is looked at."""
+    prompts, pages = 100, 100
+    pool = host_pool(pages=(prompts + 2) * pages, layers=1)
+    controller = controllers(pool, disk_cache_override_num_blocks=prompts * pages)
+    indices = pool.alloc(prompts * pages * PAGE).view(prompts, pages * PAGE)
+    fill(pool)
+    kept = queue.Queue()
+
+    def keep():
+        for number in range(prompts):
+            kept.put((number, back_up(controller, prompt(number, pages), indices[number])))
+
+    writer = threading.Thread(target=keep)
+    writer.start()
+    equal = 0
+    for _ in range(prompts):
+        number, tokens = kept.get(timeout=60)
+        assert tokens == pages * PAGE
+        got = prefetch(controller, pool, prompt(number, pages))
+        for mine, theirs in zip(got[::PAGE], indices[number][::PAGE], strict=True):
+            equal += page_of(pool, mine) == page_of(pool, theirs)
+        pool.kv_buffer[:, got.min() : got.max() + 1] = 0
+        pool.free(got)
+    writer.join()
+    assert equal == prompts * pages
+    controller.storage_backend.clear()
+    assert len(prefetch(controller, pool, prompt(0, pages))) == 0
+
+
+def test_pages_outlive_an_engine_that_is_killed(controllers, tmp_path):
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "import test_sglang_backend as here, time\n"
+        "here.stand_in(setattr)\n"
+        "here.torch.manual_seed(1)\n"
+        "pool = here.host_pool()\n"
+        f"controller = here.attach({str(tmp_path)!r}, pool)\n"
+        "indices = pool.alloc(40 * here.PAGE)\n"
+        "here.fill(pool)\n"
+        "here.back_up(controller, here.prompt(7, 40), indices)\n"
+        "index = controller.storage_backend._store('kv')._index\n"
+        "while index._written < index._given: time.sleep(0.01)\n"
+        "print('kept', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        while engine.stdout.readline() not in (b"kept\n", b""):
+            pass
+    finally:
+        engine.kill()
+        engine.wait()
+        engine.stdout.close()
+    torch.manual_seed(1)
+    pool = host_pool()
+    content = fill(pool)
+    controller = controllers(pool)
+    pool.kv_buffer.zero_()
+    got = prefetch(controller, pool, prompt(7, 60))
+    assert len(got) == 40 * PAGE
+    for page, mine in enumerate(got[::PAGE]):
+        assert page_of(pool, mine) == page_of(pool, page * PAGE, content)
 
 
 def test_detached_and_attached_again_it_finds_its_pages(controllers):
