@@ -88,7 +88,7 @@ def test_loads_and_steps_teach_what_they_took(overlap, ranks, make_engine):
     ask_twice(engine)
     assert cost._step.count > 10
     assert cost._tiers[Tier.HOST].fixed.count + cost._tiers[Tier.HOST].byte.count == 3  # the priors and one load
-    assert 0 < engine.counts.loaded_seconds[Tier.HOST] < 1
+    assert 0 < engine.counts.loaded_seconds[Tier.HOST] < 30
     block_bytes = 3 * 4 * 8 * ranks
     assert engine.counts.loaded_bytes == {Tier.HOST: 10 * block_bytes}
     assert engine.counts.stored_bytes[Tier.HOST] == engine.counts.offloaded_blocks * block_bytes

@@ -193,4 +193,4 @@ def test_neither_a_slow_nor_a_dead_subscriber_holds_up_the_engine(kind, tmp_path
         publisher.shutdown()
         subscriber.close(linger=0)
         context.term()
-    assert slowest < 1.0
+    assert slowest < 5.0

@@ -161,10 +161,10 @@ def test_the_same_bytes_under_another_tag_are_not_served(path):
     file = DiskFile(path, 4, SLOT)
     memory = Memory(1)
     memory[0] = payload(1)
-    file.write([0], memory.addresses(1), [tag(1)]).wait(5)
-    assert file.read([0], memory.addresses(1), [tag(1)]).wait(5)
+    file.write([0], memory.addresses(1), [tag(1)]).wait(60)
+    assert file.read([0], memory.addresses(1), [tag(1)]).wait(60)
     operation = file.read([0], memory.addresses(1), [tag(2)])
-    operation.wait(5)
+    operation.wait(60)
     assert operation.bad == [0]
     assert operation.reason == "checksum mismatch"
     file.close()
@@ -345,7 +345,7 @@ def test_a_read_that_fails_costs_its_blocks_and_says_why(path, kind):
     fill(file, list(range(16)), list(range(16)))
     memory = Memory(16)
     operation = file.read(list(range(16)), memory.addresses(16), [tag(i) for i in range(16)])
-    assert operation.wait(5)
+    assert operation.wait(60)
     expected = {"disk-read": "EIO", "disk-read:errno=ENOSPC": "ENOSPC", "disk-flip": "checksum mismatch"}[kind]
     assert operation.reason.startswith(expected)
     assert operation.bad == ([0] if kind == "disk-flip" else list(range(16)))
@@ -370,7 +370,7 @@ def test_a_write_that_fails_is_reported_and_leaves_nothing_to_be_found(path, kin
     file = DiskFile(path, 16, SLOT, io=disk_io(kind, rank=0))
     memory = Memory(4)
     operation = file.write([0, 1, 2, 9], memory.addresses(4), [tag(i) for i in range(4)])
-    assert operation.wait(5)
+    assert operation.wait(60)
     assert operation.bad == [0, 1, 2, 3]
     assert operation.reason.startswith("EIO" if "EIO" in kind else "ENOSPC")
     assert check(file, [0, 1, 2, 9], [0, 1, 2, 3]) == [0, 1, 2, 3]
@@ -385,14 +385,12 @@ def test_a_torn_write_that_claims_success_is_seen_when_it_is_read(path):
 
 
 def test_a_stalled_write_does_not_hold_up_a_read(path):
-    file = DiskFile(path, 64, SLOT, io=disk_io("disk-slow-write:seconds=1", rank=0))
+    file = DiskFile(path, 64, SLOT, io=disk_io("disk-slow-write:seconds=3", rank=0))
     memory = Memory(64)
     writes = [file.write([i], [memory.address(i)], [tag(i)]) for i in range(20)]
     time.sleep(0.05)
-    began = time.monotonic()
     assert check(file, [63], [63]) == [0]
-    assert time.monotonic() - began < 0.5
-    assert not writes[0].done()
+    assert not any(write.done() for write in writes)
     file.close()
 
 
@@ -417,7 +415,7 @@ def test_after_it_was_closed_everything_fails_and_nothing_hangs(path):
     assert file.close()
     late = file.read([0], [memory.address(0)], [tag(0)])
     for operation in [*writes, late]:
-        assert operation.wait(1)
+        assert operation.wait(60)
     assert writes[-1].bad == late.bad == [0]
     assert "closed" in late.reason
 
@@ -428,9 +426,9 @@ def test_a_disk_that_hangs_is_left_behind(path):
     operation = file.write([0], memory.addresses(1), [tag(0)])
     time.sleep(0.1)
     assert not file.close(timeout=0.05)
-    assert operation.wait(5)
+    assert operation.wait(60)
     for thread in file._threads:
-        thread.join(5)
+        thread.join(60)
     assert file.close()
 
 
@@ -439,7 +437,7 @@ def test_a_slot_outside_of_the_slab_is_refused_without_touching_anything(path):
     memory = Memory(2)
     for slots in ([0, 4], [-1, 0]):
         operation = file.write(slots, memory.addresses(2), [tag(0), tag(1)])
-        assert operation.wait(5)
+        assert operation.wait(60)
         assert operation.bad
         assert "outside" in operation.reason
     assert path.stat().st_size == 4 * SLOT
@@ -449,7 +447,7 @@ def test_a_slot_outside_of_the_slab_is_refused_without_touching_anything(path):
 def test_nothing_is_done_at_once(path):
     file = DiskFile(path, 4, SLOT)
     operation = file.read([], [], [])
-    assert operation.wait(5)
+    assert operation.wait(60)
     assert operation.bad == []
     file.close()
 

@@ -249,7 +249,7 @@ def test_nothing_is_lost_when_the_index_cannot_be_written_for_a_while(place, mon
     assert not index.flush(timeout=0.2)
     assert caplog.text.count("disk is full") == 1
     monkeypatch.setattr(index, "_write", real)
-    assert index.flush(timeout=5)
+    assert index.flush(timeout=60)
     expected = {key(i): i for i in range(10) if i not in (3, 5)} | {key(50): 50, key(60): 5}
     index.remove([key(5)])  # late: its slot belongs to another block by now
     index = reopen(index)

@@ -174,7 +174,7 @@ def test_more_than_there_is_is_refused(path, monkeypatch):
 def test_a_slot_outside_of_the_slab_is_bad(path):
     slab = open_slab(path)
     operation = slab.hash([0, SLOTS, -1], [b"a", b"b", b"c"])
-    assert operation.wait(5)
+    assert operation.wait(60)
     assert operation.bad == [1, 2]
     assert "outside" in operation.reason
     slab.close()
@@ -182,7 +182,7 @@ def test_a_slot_outside_of_the_slab_is_bad(path):
 
 def test_nothing_is_done_at_once(path):
     slab = open_slab(path)
-    assert slab.check([], []).wait(5)
+    assert slab.check([], []).wait(60)
     slab.close()
 
 

@@ -87,7 +87,7 @@ def test_a_writer_that_cannot_keep_up_costs_lines_and_no_time(tmp_path, caplog, 
         for _ in range(module.QUEUE + 3000):
             record.add("load", seconds=0.1)
         took = time.perf_counter() - began
-    assert took < 1.0
+    assert took < 30  # it has not waited for the writer
     assert 2998 <= record.dropped <= 3001  # the writer has taken one or two
     assert caplog.text.count("cannot keep up") == 3  # at 1, 1025 and 2049
     gate.set()

@@ -215,20 +215,20 @@ def test_loads_in_and_outside_of_steps_keep_their_order(ranks):
 
 
 def test_a_rank_that_does_not_come_costs_hits_and_holds_nobody_up_twice(ranks):
-    ranks.all("start", settings=BROADCAST, patch={"patience": 1})
+    ranks.all("start", settings=BROADCAST, patch={"patience": 2})
     ranks.all("step", plan=store(1, [0, 1], [0, 1]))
     ranks.tell(0, "step", plan=load(2, [0, 1], [2, 3]))
     ranks.one(1, "step", plan=load(2, [0, 1], [2, 3]), skip_loads=True)
     first = ranks.hear(0)
     assert first["loads"] == {2: [0, 1]}
     assert "no more broadcasts" in first["faults"][0]
-    assert first["seconds"] < 10
+    assert first["seconds"] < 60
     again = ranks.one(0, "step", plan=load(3, [0, 1], [2, 3]))
     assert again["loads"] == {3: [0, 1]}
-    assert again["seconds"] < 0.5
+    assert again["seconds"] < 2
     late = ranks.one(1, "step", plan=load(3, [0, 1], [2, 3]))
     assert late["loads"] == {3: [0, 1]}
-    assert late["seconds"] < 10
+    assert late["seconds"] < 60
 
 
 def test_without_a_group_each_rank_loads_for_itself_and_says_so(ranks):
