@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What being looked at costs an engine: scraping ten times a second, the web page, and recording.
 
-    python benchmarks/observe.py
+    python benchmarks/observe.py --json benchmarks/results/observe.json
 
 Both share the interpreter with the engine's scheduler, so the worst case is an engine that never lets go of it. Here
 that is a loop of real bookkeeping (lookups, stores, loads, requests) with nothing else in it; an engine that spends its
@@ -19,12 +19,15 @@ import http.client
 import json
 import multiprocessing
 import os
+import platform
+import re
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -195,6 +198,17 @@ def measure_recording(pairs: int, requests: int) -> dict[str, Any]:
     }
 
 
+def circumstances() -> dict[str, Any]:
+    processors = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "taken": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": processors[0] if processors else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],  # in the last minute, this benchmark's own included
+        "python": platform.python_version(),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30, metavar="N", help="stretches with and without, each (30)")
@@ -217,7 +231,8 @@ def main() -> int:
         f"{recording['percent']:.3f} % at {BUSIEST_REQUESTS_A_SECOND} requests a second"
     )
     if options.json:
-        options.json.write_text(json.dumps([*results, recording], indent=2) + "\n")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({**circumstances(), "rows": [*results, recording]}, indent=2) + "\n")
     scraping = results[0]["cpu_percent"]
     return 1 if scraping > SCRAPE_LIMIT or recording["percent"] > RECORD_LIMIT else 0
 
