@@ -93,10 +93,11 @@ def story(prometheus, watched) -> dict[str, float]:
     prometheus.wait_for(f"kvbm_offload_blocks_h2d{KVBM}", 12)  # used twice, so the filter lets them pass to disk
     watched.stream(SECOND, 1)
     prometheus.wait_for(f"kvbm_offload_blocks_d2h{KVBM}", 18)
-    watched.stream([7] * 20, 1)  # too short to be looked up
     watched.stream(SECOND, 1)  # vLLM has it itself
     prometheus.wait_for('kvbm_requests_total{job="kvbm-metrics",outcome="on the device"}', 1)
-    prometheus.wait_for(f"kvbm_offload_blocks_h2d{KVBM}", 18)  # so have these, wherever they were found
+    prometheus.wait_for(f"kvbm_offload_blocks_h2d{KVBM}", 18)  # these were used twice too, wherever they were found
+    watched.stream([7] * 20, 1)  # too short to be looked up; its step brings all of that to vLLM's own page
+    prometheus.wait_for('kvbm_requests_total{job="kvbm-metrics",outcome="too short"}', 1)
     return {
         "kvbm_matched_tokens": 384,
         "kvbm_offload_blocks_d2h": 18,
@@ -172,7 +173,7 @@ def test_the_other_metrics_are_there_too(prometheus, story):
 
 
 def test_vllms_own_page_has_the_same_figures(prometheus, story):
-    time.sleep(1.5)  # two scrapes
+    prometheus.wait_for('kvbm_requests_total{job="vllm",outcome="too short"}', 1)
     for series, wanted in story.items():
         name, brace, labels = series.partition("{")
         kind = next(metric for metric in METRICS if metric.name == name).kind
