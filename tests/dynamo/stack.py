@@ -7,13 +7,14 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,16 +188,16 @@ class Stack:
         return found
 
     def kill_worker(self, worker: int) -> None:
-        """At once and with all its processes, found by the port in their environment."""
+        """At once and with all its processes: the session of the one that has the worker's port in its environment."""
         mark = f"DYN_KVBM_METRICS_PORT={self.metrics_ports[worker]}".encode()
+        processes = list(_processes())
+        (session,) = {session for _, session, environment in processes if mark in environment}
+        pids = [pid for pid, other, _ in processes if other == session]
         segments = set()
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    segments.update(re.findall(r"/dev/shm/psm_\w+", (entry / "maps").read_text()))
-                    os.kill(int(entry.name), 9)
-            except OSError:
-                continue
+        for pid in pids:
+            segments.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+", Path(f"/proc/{pid}/maps").read_text()))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         for segment in segments:  # vLLM's own, which nobody is left to remove
             Path(segment).unlink(missing_ok=True)
 
@@ -208,6 +209,17 @@ class Stack:
         finally:
             self.process.end()
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _processes() -> Iterator[tuple[int, int, list[bytes]]]:
+    """(number, session, environment) of all that may be looked into. A process that has renamed itself has no longer
+    the environment it was started with."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            yield int(entry.name), session, (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
 
 
 def _figures(text: str) -> dict[str, float]:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -44,12 +43,14 @@ def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
         before = [stack.figures(worker)["kvbm_offload_blocks_d2h"] for worker in (0, 1)]
         answers[instance], usage = stack.chat(prompt(i), nvext={"backend_instance_id": instance})
         blocks = usage["prompt_tokens"] // BLOCK
-        grown = wait_until("its blocks are offloaded", lambda before=before: growth(stack, before))
+        grown = wait_until(
+            "its blocks are offloaded", lambda before=before, blocks=blocks: growth(stack, before, blocks)
+        )
         (places[instance],) = [worker for worker, more in enumerate(grown) if more >= blocks]
         for filler in range(FILLERS):
             stack.chat(prompt(100 + 10 * i + filler), 1, nvext={"backend_instance_id": instance})
     assert sorted(places.values()) == [0, 1]
-    time.sleep(2)  # events on their way to the router
+    router_is_up_to_date(stack)
 
     for i, instance in enumerate(instances):
         router, ours = stack.frontend_figures(), [stack.figures(worker) for worker in (0, 1)]
@@ -75,10 +76,13 @@ def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
     check_orders(stack.env)
 
     lost, other = instances
+    before = stack.figures(places[other])["kvbm_requests_total"]
     stack.kill_worker(places[lost])
     answer, _ = stack.chat(prompt(0))
     assert answer == answers[lost]
-    assert stack.figures(places[other])["kvbm_requests_total"] > 0
+    with pytest.raises(OSError):
+        stack.figures(places[lost])
+    assert stack.figures(places[other])["kvbm_requests_total"] == before + 1
     wait_until("the lost one is not registered any more", lambda: cards(stack.env) == ["leader", "worker"], 60)
 
 
@@ -119,7 +123,7 @@ def test_the_consolidator_tells_the_router_as_much(mode, weight, model, tmp_path
             answer, usage = stack.chat(prompt(instance), nvext={"backend_instance_id": instance})
             for filler in range(FILLERS):
                 stack.chat(prompt(instance + 1 + filler), 1, nvext={"backend_instance_id": instance})
-            time.sleep(2)
+            router_is_up_to_date(stack)
             before, name = stack.frontend_figures(), "dynamo_component_router_kv_hit_rate_sum"
             again, usage = stack.chat(prompt(instance))
             assert again == answer
@@ -134,6 +138,18 @@ def test_the_consolidator_tells_the_router_as_much(mode, weight, model, tmp_path
         stack.close()
 
 
-def growth(stack: Stack, before: list[float]) -> list[float] | None:
+def growth(stack: Stack, before: list[float], blocks: int) -> list[float] | None:
+    """What both workers have offloaded since, once one of them has offloaded so much."""
     grown = [stack.figures(worker)["kvbm_offload_blocks_d2h"] - before[worker] for worker in (0, 1)]
-    return grown if any(grown) else None
+    return grown if max(grown) >= blocks else None
+
+
+def router_is_up_to_date(stack: Stack) -> None:
+    """No event has come for two seconds."""
+    counted = [-1.0]
+
+    def quiet() -> bool:
+        counted.append(sum(count for name, count in stack.frontend_figures().items() if name.startswith("events ")))
+        return len(set(counted[-5:])) == 1
+
+    wait_until("events have all arrived", quiet)
