@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stack import PROJECT, Servers, Stack, no_servers
+from stack import HOW, PROJECT, Servers, Stack, no_servers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,7 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model() -> str:
+def dynamo() -> None:
+    """Dynamo, its vLLM and NIXL are installed."""
+    for module, package in (("dynamo.vllm", "ai-dynamo"), ("vllm", "vllm"), ("nixl", "nixl")):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{package} is not installed for this Python; {HOW}")
+
+
+@pytest.fixture(scope="session")
+def model(dynamo: None) -> str:
     made = subprocess.run(
         [sys.executable, str(PROJECT / "scripts" / "models.py"), "tiny"], capture_output=True, text=True, timeout=600
     )

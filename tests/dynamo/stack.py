@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from processes import Process
 
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+HOW = "`make test-dynamo` installs it"  # what is missing
 START_SECONDS = 420  # several engines at once on a small, busy machine
 
 
@@ -69,6 +72,13 @@ def wait_until(what: str, is_so: Callable[[], Any], seconds: float = 30, process
         time.sleep(0.5)
 
 
+def server(name: str) -> str:
+    """The program, or the test ends here."""
+    if not (BIN / name).exists():
+        pytest.skip(f"{name} is not installed beside this Python; {HOW}")
+    return str(BIN / name)
+
+
 def tail(process: Process) -> str:
     """The last lines that a script and its processes have printed."""
     return "".join(f"\n{line[:300]}" for line in process.log.read_text(errors="replace").splitlines()[-100:])
@@ -81,7 +91,7 @@ class Servers:
         client, peer, nats, monitor = free_ports(4)
         self.etcd = f"http://127.0.0.1:{client}"
         self._etcd_command = [
-            str(BIN / "etcd"), "--data-dir", str(folder / "etcd"), "--listen-client-urls", self.etcd,
+            server("etcd"), "--data-dir", str(folder / "etcd"), "--listen-client-urls", self.etcd,
             "--advertise-client-urls", self.etcd, "--listen-peer-urls", f"http://127.0.0.1:{peer}",
             "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
             "--initial-cluster", f"default=http://127.0.0.1:{peer}", "--log-level", "error",
@@ -90,7 +100,7 @@ class Servers:
         self.processes: dict[str, Process] = {}
         self.start_etcd()
         self.processes["nats"] = Process(
-            [str(BIN / "nats-server"), "-a", "127.0.0.1", "-p", str(nats), "-m", str(monitor), "-js", "-sd",
+            [server("nats-server"), "-a", "127.0.0.1", "-p", str(nats), "-m", str(monitor), "-js", "-sd",
              str(folder / "nats")], folder / "nats.log",
         )  # fmt: skip
         self.env = {
