@@ -68,7 +68,7 @@ class EventFeed:
             run_keys = tuple(keys[start:stop])
             # vLLM's own hashes, whatever our keys are: a subscriber follows a prefix from tier to tier by them.
             names = tuple(request.block_hashes[start:stop])
-            parent = None
+            parent = request.block_hashes[start - 1] if start else None
             tokens = list(request.all_token_ids[start * size : stop * size])
             lora = getattr(request, "lora_request", None)
             about = (lora.adapter_id, lora.name) if lora else (None, None)
