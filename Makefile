@@ -61,7 +61,7 @@ test-observe: models ## run the tests with a real Prometheus, a real browser and
 	$(python) scripts/observe_tools.py > /dev/null
 	$(python) -m pytest -m observe tests/observe $(PYTEST)
 
-test-dynamo: models ## run the tests with a real Dynamo, etcd and NATS, on the CPU: ten minutes
+test-dynamo: models ## run the tests with a real Dynamo, etcd and NATS, on the CPU: a quarter of an hour
 	@$(PYTHON) scripts/setup_dynamo.py --venv $(DYNAMO_VENV) --base $(VENV)
 	PYTHONPATH=src $(DYNAMO_VENV)/bin/python -m pytest -m dynamo tests/dynamo $(PYTEST)
 

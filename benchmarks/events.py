@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import platform
 import random
 import sys
 import time
@@ -115,6 +117,16 @@ class Bench:
         }
 
 
+def machine() -> dict[str, object]:
+    """What the figures depend on. ``load``: processes that wanted a core, over the last minute and five and fifteen."""
+    import vllm
+
+    return {
+        "python": platform.python_version(), "vllm": vllm.__version__, "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+    }  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, default=200_000, help="blocks in the tier")
@@ -140,7 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"settings": vars(options), "figures": figures, "rounds": rounds}, file, indent=2)
+            sizes = {name: value for name, value in vars(options).items() if name not in ("json", "check")}
+            json.dump({"settings": sizes, "machine": machine(), "figures": figures, "rounds": rounds}, file, indent=2)
+            file.write("\n")
     return 1 if options.check and figures["percent_of_a_core"] > MOST_PERCENT else 0
 
 
