@@ -182,7 +182,7 @@ def books(tmp_path):
     yield make
     for each in opened:
         if each is not None:
-            each.close()
+            each.close()  # for some the second time
 
 
 def publish(manager, books, *numbers):

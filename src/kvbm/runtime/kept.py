@@ -30,7 +30,8 @@ class KeptHost:
 
     def __init__(self, manager: BlockManager, index: Index) -> None:
         self._manager = manager
-        self._index: Index | None = index
+        self._index = index
+        self._keeping = True  # False: what this engine stores from now on is not for the next
         self._verdicts: dict[int, bool] = {}
         manager.keeps_first = True
         manager.pools[Tier.HOST].on_gone = index.remove
@@ -73,7 +74,7 @@ class KeptHost:
     def settled(self, plan: StorePlan, keys: Sequence[Key]) -> None:
         """A store is over. ``keys``: the blocks that have become findable; none when it was forgotten."""
         self._verdicts[plan.id] = bool(keys)
-        if keys and self._index is not None:
+        if keys and self._keeping:
             self._index.put(list(zip(keys, plan.copy.slots, strict=True)))
 
     def take_verdicts(self) -> dict[int, bool]:
@@ -83,7 +84,7 @@ class KeptHost:
 
     def touch(self, keys: Sequence[Key]) -> None:
         """These blocks count as used by now: tell whoever starts after us."""
-        if self._index is not None:
+        if self._keeping:
             here = self._manager.pools[Tier.HOST]
             if known := [key for key in keys if key in here]:
                 self._index.touch(known)
@@ -93,15 +94,11 @@ class KeptHost:
         What is stored from now on bears another seal, and this engine keeps nothing more for the next."""
         self._manager.seal = os.urandom(8)
         self._manager.pools[Tier.HOST].on_gone = None
-        if self._index is not None:
-            self._index.clear()
-            self._index.close()
-            self._index = None
+        self._keeping = False
+        self._index.clear()
 
     def close(self) -> None:
-        if self._index is not None:
-            self._index.close()
-            self._index = None
+        self._index.close()
 
     @property
     def owes(self) -> bool:
