@@ -290,6 +290,18 @@ def test_a_plan_outside_of_the_tiers_moves_nothing(copy, make):
     assert outcome.bad_blocks == set(copy.blocks)
 
 
+def test_a_step_without_a_forward_pass_writes_to_disk_too(make):
+    """vLLM starts no stores in such a step, and asks for results all the same."""
+    engine = make()
+    plan = StepPlan(spills=[SpillPlan(5, [0, 1], [10, 20], tags(1, 2))])
+    engine.rank.worker.begin(plan)
+    engine.rank.worker.start_loads(plan)
+    ((result,), _) = engine.until(lambda o: o.report.spills)
+    assert (result.id, result.bad) == (5, [])
+    time.sleep(0.05)
+    assert not engine.rank.worker.poll().report.spills
+
+
 @pytest.mark.parametrize(("slots", "targets"), [([SLOTS], [1]), ([1], [64]), ([-1], [1]), ([], [])])
 def test_a_spill_outside_of_the_tiers_writes_nothing(slots, targets, make):
     engine = make()

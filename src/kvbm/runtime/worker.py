@@ -153,6 +153,7 @@ class Worker:
         self._late: dict[int, _Load] = {}  # over for the engine, while the disk still writes to their host slots
         self._spills: dict[int, Operation] = {}
         self._failed_spills: list[SpillPlan] = []
+        self._due_spills: list[SpillPlan] = []  # of the current step, not started yet
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, Ticket] = {}
         self._kept = kept
@@ -178,6 +179,7 @@ class Worker:
         """Before the engine writes anything in this step."""
         self._step_begun = True
         self._plan = plan
+        self._due_spills = plan.spills
         self._record(plan.keeps)
         if not plan:
             return
@@ -277,7 +279,11 @@ class Worker:
             except Exception as error:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
-        for spill in plan.spills:
+        self._start_spills(plan.spills)
+
+    def _start_spills(self, spills: list[SpillPlan]) -> None:
+        self._due_spills = []
+        for spill in spills:
             try:
                 self._spills[spill.id] = self._spill(spill)
             except Exception as error:
@@ -294,6 +300,7 @@ class Worker:
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
         self._start_put_off()
+        self._start_spills(self._due_spills)  # without a forward pass nobody has asked for this step's stores
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
         self._advance()
         loads = self._collect_late()
