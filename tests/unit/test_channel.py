@@ -378,7 +378,7 @@ def test_a_refusal_reaches_the_workers_although_the_leader_closes_at_once(reason
             leader.wait()
         leader.close()
         with pytest.raises(ChannelError, match=reason):
-            worker.wait(5)
+            worker.wait(60)
 
 
 def test_the_worker_of_another_engine_does_not_take_part_in_an_agreement():

@@ -260,14 +260,16 @@ def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypat
     engine.fill([3])
     engine.rank.close()
     monkeypatch.setattr("kvbm.runtime.disk._CLOSE_SECONDS", 0.1)
-    engine = make(inject_faults="disk-slow-read:seconds=0.5")
+    engine = make(inject_faults="disk-slow-read:seconds=2")
     engine.step(loads=[load([3], [20], [7])])
-    time.sleep(0.1)  # it has begun
+    time.sleep(0.5)  # it has begun
     address = engine.rank._slab.address + 7 * 12288
     engine.rank.close()
     gc.collect()
-    time.sleep(0.6)  # it ends, well after the engine
-    assert ctypes.string_at(address, 4) == (3 * 100_000).to_bytes(4, "little")
+    deadline = time.monotonic() + 60
+    while ctypes.string_at(address, 4) != (3 * 100_000).to_bytes(4, "little"):  # it ends, well after the engine
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
