@@ -108,7 +108,7 @@ bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
 	$(python) benchmarks/core.py
 
 bench-observe: env ## measure what being looked at costs: scraping and recording
-	$(python) benchmarks/observe.py
+	$(python) benchmarks/observe.py --json benchmarks/results/observe.json
 
 dashboard: env ## write the Grafana dashboard from its list of panels
 	@$(python) scripts/dashboard.py
