@@ -38,7 +38,7 @@ class Prometheus:
         assert len(found) <= 1, found
         return float(found[0]["value"][1]) if found else None
 
-    def wait_for(self, expr: str, wanted: float, seconds: float = 30) -> None:
+    def wait_for(self, expr: str, wanted: float, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while (value := self.value(expr)) != wanted:
             assert time.monotonic() < deadline, f"{expr} is {value}, not {wanted}"
@@ -67,7 +67,7 @@ def prometheus(start, tools, watched, tmp_path_factory) -> Prometheus:
         ]
     )
     server = Prometheus(f"http://127.0.0.1:{port}")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             if server.value('up{job="kvbm-metrics"}') == server.value('up{job="vllm"}') == 1:
@@ -184,7 +184,7 @@ def test_vllms_own_page_has_the_same_figures(prometheus, story):
 
 
 def test_vllm_logs_them(watched, story):
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and "KV Transfer metrics:" not in watched.process.log.read_text():
         time.sleep(0.5)
     log = watched.process.log.read_text()
@@ -226,7 +226,7 @@ QUERIES = [
 def test_every_panel_has_data(prometheus, story, watched, title, expr):
     if "Speed while moving" in title:  # only while something moves
         watched.stream(prompt(time.time_ns(), 200), 1)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (found := prometheus.query(expr)):
         assert time.monotonic() < deadline, "no data"
         time.sleep(0.5)
