@@ -6,13 +6,16 @@ engine is said where it is made.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import queue
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +159,23 @@ def test_ranks_and_layouts_have_caches_of_their_own(backends):
         assert backend.batch_set_v1(hashes(1), pool.alloc(PAGE)) == [True]
 
 
+def test_other_weights_under_the_same_name_find_nothing(backends, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"1")
+    args = SimpleNamespace(model_path=str(folder), revision=None, load_format="auto")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    pool = host_pool()
+    first = backends(pool)
+    first.batch_set_v1(hashes(1), pool.alloc(PAGE))
+    first.close()
+    again = backends(pool)
+    assert again.batch_exists(hashes(1)) == 1
+    again.close()
+    (folder / "model.safetensors").write_bytes(b"22")
+    assert backends(pool).batch_exists(hashes(1)) == 0
+
+
 def test_one_rank_keeps_for_all_what_all_have(backends):
     writer_pool, reader_pool = host_pool(), host_pool()
     writer = backends(writer_pool, mla=True, ranks=2)
@@ -252,6 +272,25 @@ def test_stats_are_sglangs(backends):
 def test_a_tier_that_holds_no_page_is_refused_with_the_size_of_one(backends):
     with pytest.raises(ValueError, match=r"DYN_KVBM_DISK_CACHE_GB=1e-06 holds no page: one takes 0\.00000"):
         backends(host_pool(), disk_cache_gb=0.000001, disk_cache_override_num_blocks=0)
+
+
+def test_the_documented_commands_are_sglangs(tmp_path):
+    from sglang.srt.server_args import ServerArgs
+
+    page = (Path(__file__).parents[2] / "docs/sglang.md").read_text()
+    commands = [block for block in re.findall(r"```bash\n(.*?)```", page, re.S) if "sglang.launch_server" in block]
+    assert commands
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    for command in commands:
+        # The shell puts it together, with this interpreter; what would start the server prints its arguments instead.
+        script = command.replace("python -m sglang.launch_server", "printf '%s\\0'").replace("python", sys.executable)
+        printed = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True, timeout=60).stdout
+        args = parser.parse_args(printed.rstrip("\0").split("\0"))
+        assert args.hicache_storage_backend == "dynamic"
+        config = storage_config(tmp_path)
+        config.extra_config = {**json.loads(args.hicache_storage_backend_extra_config), "disk_cache_gb": 0.001}
+        assert isinstance(StorageBackendFactory.create_backend("dynamic", config, None), KvbmStorage)
 
 
 # -- SGLang's own controller ------------------------------------------------------------------------------------------

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from kvbm import config as settings
 from kvbm.cli.main import build_parser
+from kvbm.engines.sglang.__main__ import extra_config
 from kvbm.observe.metrics import METRICS
 
 PROJECT = Path(__file__).parents[2]
@@ -76,3 +83,80 @@ def test_every_command_is_one(page):
         known = options(parsers[name])
         for option in re.findall(r"(?<=\s)--[a-z-]+", rest.split("#")[0]):
             assert option in known, f"kvbm {name} {option}"
+
+
+# -- what is to be copied from the pages ------------------------------------------------------------------------------
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+def every(language: str) -> list:
+    return [
+        pytest.param(text, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, text in enumerate(blocks(page, language))
+    ]
+
+
+@pytest.mark.parametrize("text", every("bash"))
+def test_every_command_is_one_for_a_shell(text):
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=30).stderr == ""
+
+
+@pytest.mark.parametrize("text", every("bash"))
+def test_every_setting_in_a_command_is_accepted(text):
+    """`export NAME=value` and `NAME=value command`: KVBM knows the name and takes the value."""
+    words = shlex.split(text.replace("…", ""), comments=True)
+    given = dict(re.findall(r"^((?:DYN_)?KVBM_[A-Z0-9_]+)=(.*)$", "\n".join(words), re.M))
+    known = {name: value for name, value in given.items() if name not in OF_SCRIPTS}
+    tier = {"DYN_KVBM_CPU_CACHE_GB": "1"}
+    assert settings.load(environ={**tier, **known}, files=()).warnings == ()
+
+
+# Of examples/, deploy/ and the tests.
+OF_SCRIPTS = {
+    "KVBM_GRAFANA_PASSWORD",
+    "KVBM_DEVICE",
+    "KVBM_DECODE",
+    "KVBM_DRY_RUN",
+    "KVBM_MODEL_CACHE",
+    "KVBM_TEST_CRASHES",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_in_the_text_exists(page):
+    known = {name for row in settings.SETTINGS for name in (row.env, *row.old_names)} | OF_SCRIPTS
+    named = set(re.findall(r"\b(?:DYN_)?KVBM_[A-Z0-9_]*[A-Z0-9]\b(?!\*)", page.read_text()))
+    assert sorted(named - known) == []
+
+
+@pytest.mark.parametrize("text", [*every("json"), *every("bash")])
+def test_every_json_is_one(text):
+    found = re.findall(r"""(?:-d|config) '(\{.*?\})'""", text, re.S) if not text.lstrip().startswith("{") else [text]
+    for document in found:
+        assert json.loads(document)
+
+
+@pytest.mark.parametrize("text", every("python"))
+def test_every_program_is_one(text):
+    compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_configuration_for_tensorrt_llm_is_the_one_that_is_tested():
+    [shell] = [text for text in blocks(DOCS / "tensorrt-llm.md", "bash") if "<<EOF" in text]
+    page = yaml.safe_load(re.search(r"<<EOF\n(.*?)^EOF", shell, re.S | re.M)[1])
+    example = yaml.safe_load((PROJECT / "examples/trtllm/kvbm_llm_api_config.yaml").read_text())
+    assert page == example
+    [program] = blocks(DOCS / "tensorrt-llm.md", "python")
+    call = ast.parse(program).body[-1].value
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    connector = {keyword.arg: keyword.value.value for keyword in given["kv_connector_config"].keywords}
+    assert connector == example["kv_connector_config"]
+
+
+def test_what_is_shown_for_sglang_is_what_is_printed():
+    [shown] = blocks(DOCS / "sglang.md", "json")
+    assert json.loads(shown) == json.loads(extra_config())

@@ -5,7 +5,7 @@
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config "$(python -m kvbm.engines.sglang)"
 
 SGLang's keys are hashes of tokens alone. What else makes the bytes of a page what they are is added here: model, pool,
-layout, dtype, and the rank, unless all ranks have the same bytes.
+weights, layout, dtype, and the rank, unless all ranks have the same bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import MAP, KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
+from kvbm.engines.weights import weights
 from kvbm.observe import nvtx
 
 logger = logging.getLogger("kvbm")
@@ -129,6 +130,7 @@ class KvbmStorage(HiCacheStorage):
         return {
             "engine": "sglang",
             "model": str(said.model_name or ""),
+            "weights": _weights(str(said.model_name or "")),
             "pool": name,
             "shape": shape,
             "block_bytes": size,
@@ -300,6 +302,18 @@ class KvbmStorage(HiCacheStorage):
             store.close()
         self._stores.clear()
         self._half = None
+
+
+def _weights(name: str) -> str:
+    """Which weights the server has. A backend is told the name that clients use, which may stand for anything; where
+    the server does not say more, that name has to do."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        args = get_server_args()
+        return f"{args.model_path} {weights(args.model_path, args.revision, str(args.load_format))}"
+    except Exception:
+        return weights(name, None)
 
 
 def _page(tensor: torch.Tensor) -> Page:
