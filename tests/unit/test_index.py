@@ -6,6 +6,8 @@ import os
 import random
 import sqlite3
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -187,6 +189,24 @@ def test_an_index_that_cannot_be_used_starts_clean_with_a_sentence(place, caplog
     index = reopen(index)
     assert list(index.entries()) == [(key(1), 1)]
     assert not index.started_clean
+    index.close()
+
+
+def test_what_was_put_just_before_a_process_ends_is_there(place):
+    """An engine may end without a word to its connector. A child that it has forked has nothing to write."""
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom kvbm.storage.index import Index\n"
+        f"index = Index.open(Path({str(place)!r}), {WHAT!r}, 100)\n"
+        "index.put([(bytes([i]) * 32, i) for i in range(50)])\n"
+        "if os.fork() == 0: sys.exit()\n"
+        "os.wait()\n"
+        "index.put([(bytes([i]) * 32, i) for i in range(50, 60)])\n"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    assert time.monotonic() - began < 2 * index_module._LAST_SECONDS
+    index = Index.open(place, WHAT, 100)
+    assert len(index) == 60
     index.close()
 
 

@@ -18,6 +18,7 @@ gives an error where a mapped one would kill the process. benchmarks/disk.py --i
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ import os
 import re
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -39,6 +41,7 @@ DATABASE = "index.sqlite"
 DESCRIPTION = "cache.json"
 LOCK = "lock"
 
+_LAST_SECONDS = 5.0  # that the end of a process waits for a disk
 _BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, used INTEGER NOT NULL)
@@ -109,6 +112,7 @@ class Index:
         self._closing = self._hurry = False
         self._thread = threading.Thread(target=self._run, name="kvbm-index", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     @classmethod
     def open(
@@ -215,6 +219,7 @@ class Index:
 
     def close(self, timeout: float = 30.0) -> None:
         """Write what is waiting and let the cache go. A disk that hangs is left behind, and the lock with it."""
+        _open.discard(self)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -272,6 +277,19 @@ class Index:
             _execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
             _execute(database, _INSERT, ((slot, key, changes.used[slot]) for slot, key in changes.keys.items()))
             _execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))
+
+
+_open: weakref.WeakSet[Index] = weakref.WeakSet()
+
+
+def _flush_all() -> None:
+    """Not every engine tells its connector that it ends."""
+    for index in list(_open):
+        index.flush(_LAST_SECONDS)
+
+
+atexit.register(_flush_all)
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def _execute(database: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
