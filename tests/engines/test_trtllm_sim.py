@@ -128,16 +128,16 @@ def test_a_store_that_is_late_keeps_what_was_in_a_block_before_the_engine_gave_i
 )
 def test_a_disk_beneath_and_whatever_happens_to_it(tmp_path, host, faults):
     disk = {
-        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host), "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "600",
+        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(host), "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "900",
         "DYN_KVBM_DISK_CACHE_DIR": str(tmp_path), "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
         "KVBM_DISK_BOUNCE_MB": "1",
     }  # fmt: skip
-    first = serve(SHORT, env=disk, blocks=24)
-    check(SHORT, first)
+    first = serve(RANDOM, env=disk, blocks=24)
+    check(RANDOM, first)
     assert counts(first).spilled_blocks > 50
     # The next engine finds them.
-    second = serve(SHORT, faults=faults, env=disk, blocks=24)
-    check(SHORT, second)
+    second = serve(RANDOM, faults=faults, env=disk, blocks=24)
+    check(RANDOM, second)
     assert counts(second).onboarded_blocks[Tier.DISK] > 20
     assert second["reused_tokens"] + counts(second).matched_tokens > first["reused_tokens"]
 
