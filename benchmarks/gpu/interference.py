@@ -88,10 +88,14 @@ def forget(llm: Any, source: random.Random) -> None:
     raise RuntimeError("vLLM does not let go of its prefix cache: some blocks are still in use")
 
 
+def decoded_tokens(task: Row) -> int:
+    """Of each request that decodes: more than the whole run takes."""
+    return 2 * (task["rounds"] + 2) * (task["quiet"] + 40)
+
+
 def child(task: Row, emit: Emit) -> None:
     shape = vllm_kinds.shape_of(task["dry"])
-    length, others, rounds, quiet = task["length"], task["others"], task["rounds"], task["quiet"]
-    decoded = 2 * (rounds + 2) * (quiet + 40)  # more than the whole run takes
+    length, others, decoded = task["length"], task["others"], decoded_tokens(task)
     short = min(SHORT_PROMPT, length)
     decoding_tokens = others * (short + decoded)
     llm = vllm_kinds.open_engine(
@@ -106,8 +110,15 @@ def child(task: Row, emit: Emit) -> None:
         blocks=int(decoding_tokens + 1.25 * length) // shape.block_size + others,
         disable_log_stats=False,  # for the engine's own times
     )
+    watch(llm, {**task, "guests": GUESTS}, emit)
+
+
+def watch(llm: Any, task: Row, emit: Emit) -> None:
+    """Sixteen that decode, and guests that come and go: more of them than the GPU has room for."""
+    length, others, rounds, quiet = task["length"], task["others"], task["rounds"], task["quiet"]
+    short, decoded = min(SHORT_PROMPT, length), decoded_tokens(task)
     source = random.Random(11)
-    prompts = [vllm_kinds.draw(source, length) for _ in range(GUESTS)]
+    prompts = [vllm_kinds.draw(source, length) for _ in range(task["guests"])]
     for prompt in prompts:
         llm.generate(vllm_kinds.as_prompt(prompt), vllm_kinds.greedy(1), use_tqdm=False)
     forget(llm, source)
@@ -149,7 +160,7 @@ def child(task: Row, emit: Emit) -> None:
     # The first return in an engine's life is not measured: it compiles what is left to compile.
     for number in range(rounds + 1):
         for what in ("onboarding", "on the GPU"):
-            row = come(f"{what} {number}", prompts[number % GUESTS])
+            row = come(f"{what} {number}", prompts[number % len(prompts)])
             if number:
                 emit({"what": what, "round": number, **row})
     llm.llm_engine.abort_request(decoding)

@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import vllm_kinds
 from child import Child, ChildError, Emit, orders, run_child, wait_for_memory
@@ -37,14 +38,19 @@ def child(task: Row, emit: Emit) -> None:
     )
     emit({"what": "ready"})
     for order in orders():
-        source = random.Random(order["seed"])
-        prompts = [vllm_kinds.as_prompt(vllm_kinds.draw(source, inputs)) for _ in range(requests)]
-        began = time.perf_counter()
-        results = llm.generate(prompts, vllm_kinds.greedy(outputs), use_tqdm=False)
-        seconds = time.perf_counter() - began
-        made = sum(len(result.outputs[0].token_ids) for result in results)
-        cached = sum(result.num_cached_tokens or 0 for result in results)
-        emit({"what": "run", "s": round(seconds, 4), "made": made, "computed": requests * inputs, "cached": cached})
+        emit(run_round(llm, order["seed"], requests, inputs, outputs))
+
+
+def run_round(llm: Any, seed: int, requests: int, inputs: int, outputs: int) -> Row:
+    """All requests at once, and how long they take."""
+    source = random.Random(seed)
+    prompts = [vllm_kinds.as_prompt(vllm_kinds.draw(source, inputs)) for _ in range(requests)]
+    began = time.perf_counter()
+    results = llm.generate(prompts, vllm_kinds.greedy(outputs), use_tqdm=False)
+    seconds = time.perf_counter() - began
+    made = sum(len(result.outputs[0].token_ids) for result in results)
+    cached = sum(result.num_cached_tokens or 0 for result in results)
+    return {"what": "run", "s": round(seconds, 4), "made": made, "computed": requests * inputs, "cached": cached}
 
 
 def summarise(rows: list[Row]) -> list[Row]:

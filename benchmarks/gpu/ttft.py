@@ -22,6 +22,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ from child import Child, ChildError, Emit, run_child, wait_for_memory
 from records import Record, Row, arguments, median
 
 REFERENCE_TOKENS = 8
+
+
+def _pass() -> None:
+    """The GPU forgets by itself."""
 
 
 def child(task: Row, emit: Emit) -> None:
@@ -64,6 +69,12 @@ def measure(task: Row, emit: Emit) -> None:
         blocks=int(2.5 * length / shape.block_size),
     )
     emit({"what": "start", "s": round(time.perf_counter() - began, 2)})
+    run_prompts(llm, length, count, task["passes"], emit)
+
+
+def run_prompts(llm: Any, length: int, count: int, passes: int, emit: Emit, forget: Callable[[], None] = _pass) -> None:
+    """All measurements of one length. ``forget`` is called before a prompt returns, where the GPU has room for more of
+    them than there are."""
     source = random.Random(7)
 
     def run(prompt: Any, tokens: int = 1) -> tuple[Row, list[int]]:
@@ -85,16 +96,19 @@ def measure(task: Row, emit: Emit) -> None:
         took, tokens = run(prompt, REFERENCE_TOKENS)
         emit({"what": "reference", "prompt": i, **took})
         references.append(tokens)
-    for number in range(1, task["passes"]):
+    for number in range(1, passes):
         for i, prompt in enumerate(prompts):
+            forget()
             emit({"what": "returned", "pass": number, "prompt": i, **run(prompt)[0]})
     same = 0
     for i, prompt in enumerate(prompts):
+        forget()
         took, tokens = run(prompt, REFERENCE_TOKENS)
         same += tokens == references[i]
         emit({"what": "again", "prompt": i, "same": tokens == references[i], **took})
     distinct = len({tuple(tokens) for tokens in references})
     emit({"what": "tokens", "same": same, "of": count, "distinct": distinct})
+    forget()
     began = time.perf_counter()
     llm.generate(prompts, vllm_kinds.greedy(1), use_tqdm=False)
     emit({"what": "batch", "prompts": count, "ms": round((time.perf_counter() - began) * 1e3, 3)})

@@ -18,8 +18,20 @@ import pytest
 from kvbm.bench import results as results_of
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-NAMES = ("records", "child", "vllm_kinds", "copies", "interference", "throughput", "ttft", "disk", "qps", "report")
-SCRIPTS = ("copies", "ttft", "disk", "qps", "interference", "throughput")
+NAMES = (
+    "records",
+    "child",
+    "vllm_kinds",
+    "copies",
+    "interference",
+    "throughput",
+    "ttft",
+    "disk",
+    "qps",
+    "suite",
+    "report",
+)
+SCRIPTS = ("copies", "ttft", "disk", "qps", "interference", "throughput", "suite")
 
 
 @pytest.fixture(scope="module")
