@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from records import SOURCE, Row
@@ -31,16 +31,19 @@ class ChildError(RuntimeError):
 class Child:
     """Use in a ``with``: whatever the child has started is gone afterwards."""
 
-    def __init__(self, script: str, task: Row, name: str) -> None:
+    def __init__(self, script: str, task: Row, name: str, path: Sequence[Path] = (SOURCE,)) -> None:
+        """``path``: folders that it imports from before all others."""
         self._log = tempfile.NamedTemporaryFile(prefix=f"kvbm-{name}-", suffix=".log", mode="wb")  # noqa: SIM115
         reading, writing = os.pipe()
-        path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        if SOURCE not in path:
+            others = [entry for entry in others if Path(entry).resolve() != SOURCE]
         self._process = subprocess.Popen(
             [sys.executable, "-u", script, "--child", json.dumps(task), str(writing)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *others])},
             pass_fds=(writing,),
             start_new_session=True,
             text=True,

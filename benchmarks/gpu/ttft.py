@@ -168,7 +168,7 @@ def main() -> int:
     if run_child(child):
         return 0
     parser = arguments(__doc__)
-    vllm_kinds.add_arguments(parser)
+    vllm_kinds.add_arguments(parser, peers=True)
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[32768], metavar="N", help="tokens of a prompt (32768)"
     )
@@ -187,6 +187,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.count < 4 or options.passes < 2 or min(options.lengths) < 64:
         parser.error("--count takes at least 4, --passes at least 2, --lengths at least 64")
+    if options.peers is None and set(options.kinds) & set(vllm_kinds.PEERS):
+        parser.error(f"{' and '.join(vllm_kinds.PEERS)} need --peers, the folder their packages were installed to")
     vllm_kinds.check(options)
     shape = vllm_kinds.shape_of(options.dry)
     names = ("kinds", "lengths", "modes", "count", "passes", "gb", "dry")
@@ -207,7 +209,7 @@ def main() -> int:
                 task = {**what, **common, "count": options.count, "passes": options.passes, "gigabytes": gigabytes}
                 wait_for_memory()
                 try:
-                    with Child(__file__, task, kind) as running:
+                    with Child(__file__, task, kind, vllm_kinds.import_path(kind, options.peers)) as running:
                         for row in running.rows(options.limit):
                             record.add({**what, "bytes": size, **row})
                 except ChildError as error:

@@ -1,4 +1,5 @@
-"""The engines that are compared: vLLM alone (base), with its own offloading (native), with KVBM (kvbm).
+"""The engines that are compared: vLLM alone (base), with its own offloading (native), with KVBM (kvbm); and, where a
+folder has them (``--peers``), with the KVBM of NVIDIA (upstream) and with LMCache (lmcache).
 
 All serve one model: Qwen3-8B's shape with random weights, written once to disk, whose output depends on the KV cache.
 
@@ -13,13 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from records import PROJECT
+from records import PROJECT, SOURCE
 
 sys.path.insert(0, str(PROJECT / "scripts"))
 from random_models import Dense
 from random_models import model_folder as model_folder
 
 KINDS = ("base", "native", "kvbm")
+PEERS = ("upstream", "lmcache")
 DRY_KINDS = ("base", "kvbm")  # vLLM's own offloading needs a GPU
 STEP_TOKENS = 8192
 FIRST_TOKEN, LAST_TOKEN = 10, 150_000  # prompts are drawn from these
@@ -39,7 +41,9 @@ def connector(kind: str, gigabytes: float) -> dict[str, Any] | None:
     if kind == "native":
         extra = {"cpu_bytes_to_use": int(gigabytes * 1e9)}
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    if kind == "kvbm":
+    if kind == "lmcache":
+        return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    if kind in ("kvbm", "upstream"):
         return {
             "kv_connector": "DynamoConnector",
             "kv_connector_module_path": "kvbm.vllm_integration.connector",
@@ -61,6 +65,9 @@ def set_environment(dry: bool, gigabytes: float) -> None:
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     os.environ["DYN_KVBM_CPU_CACHE_GB"] = f"{gigabytes:.6f}"
+    os.environ["LMCACHE_LOCAL_CPU"] = "True"
+    os.environ["LMCACHE_MAX_LOCAL_CPU_SIZE"] = f"{gigabytes:.6f}"
+    os.environ.setdefault("LMCACHE_CHUNK_SIZE", "256")
 
 
 def open_engine(
@@ -90,6 +97,11 @@ def open_engine(
     )
 
 
+def import_path(kind: str, peers: Path | None) -> list[Path]:
+    """Where a kind's packages lie, in front of everything else. Upstream's has the name of ours."""
+    return [peers.expanduser()] if kind in PEERS and peers is not None else [SOURCE]
+
+
 def greedy(tokens: int, **more: Any) -> Any:
     from vllm import SamplingParams
 
@@ -107,9 +119,14 @@ def as_prompt(tokens: Tokens) -> Any:
     return TokensPrompt(prompt_token_ids=tokens)
 
 
-def add_arguments(parser: Any, kinds: tuple[str, ...] = KINDS) -> None:
+def add_arguments(parser: Any, kinds: tuple[str, ...] = KINDS, peers: bool = False) -> None:
     """Arguments of every script that runs engines."""
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(kinds), help="engines, in this order")
+    choices = KINDS + PEERS if peers else KINDS
+    parser.add_argument("--kinds", nargs="+", choices=choices, default=list(kinds), help="engines, in this order")
+    if peers:
+        parser.add_argument(
+            "--peers", type=Path, metavar="DIR", help="a folder with the packages of upstream and lmcache"
+        )
     parser.add_argument(
         "--models", type=Path, default=Path("~"), metavar="DIR", help="where the model is or is put (16 GB)"
     )

@@ -102,7 +102,8 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("copies", ["--layouts", "sideways"]),
         ("ttft", ["--count", "3"]),
         ("ttft", ["--lengths", "10"]),
-        ("ttft", ["--kinds", "lmcache"]),
+        ("ttft", ["--kinds", "lmcache"]),  # without --peers
+        ("throughput", ["--kinds", "lmcache"]),
         ("disk", ["--count", "1"]),
         ("disk", ["--kinds", "native"]),
         ("interference", ["--rounds", "0"]),
