@@ -7,14 +7,17 @@ engine is said where it is made.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import queue
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -267,6 +270,22 @@ def test_stats_are_sglangs(backends):
     assert stats.backup_bandwidth[0] > 0
     assert backend.get_stats().backup_pgs == []
     assert backend.counts()["kv"].spilled_blocks == 4
+
+
+def test_metrics_are_on_a_port_of_their_own(backends):
+    pool = host_pool()
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    backend = backends(pool, metrics=True, metrics_port=port)
+    backend.batch_set_v1(hashes(1, 2), pool.alloc(2 * PAGE))
+    backend.batch_exists(hashes(1, 2, 3))
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    assert "kvbm_offload_blocks_d2d 2\n" in text
+    assert f"kvbm_matched_tokens {2 * PAGE}\n" in text
+    backend.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
 def test_a_tier_that_holds_no_page_is_refused_with_the_size_of_one(backends):

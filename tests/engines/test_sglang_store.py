@@ -7,6 +7,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,12 @@ import numpy as np
 import pytest
 
 from kvbm import config as settings
+from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.shared import MAP, KeyMap, Reader
 from kvbm.engines.sglang.store import Sizes, Store
+from kvbm.observe.findings import explain
+from kvbm.observe.metrics import render
+from kvbm.observe.snapshot import Identity
 from kvbm.plans import Tier
 
 PAGE = 3 * 4096 - 512  # no multiple of a disk's block
@@ -304,6 +309,43 @@ def test_nothing_is_left_pinned(stores):
         time.sleep(0.01)
     assert not store._manager.busy
     assert [(pool.pinned, pool.writing) for pool in store._manager.pools.values()] == [(0, 0), (0, 0)]
+
+
+def figures(store):
+    identity = Identity(
+        kvbm="", engine="sglang", engine_version="", model="m", ranks=1, block_tokens=16, block_bytes=PAGE,
+        engine_blocks=0,
+    )  # fmt: skip
+    snapshot = StoreSource(identity, store, dict).snapshot()
+    text = render(snapshot).decode()
+    found = {name: float(value) for name, value in re.findall(r"^(kvbm_\w+) (\S+)$", text, re.M)}
+    return snapshot, found
+
+
+def test_what_happens_to_pages_can_be_seen(stores):
+    store = stores(host=8, disk=64)
+    put(store, range(20))
+    end = time.monotonic() + 10
+    while store.counts.spilled_blocks < 20 and time.monotonic() < end:
+        time.sleep(0.01)
+    store.count(keys(*range(25)))
+    store.count(keys(99))
+    get(store, range(20))
+    snapshot, found = figures(store)
+    assert found["kvbm_offload_blocks_d2h"] == found["kvbm_offload_blocks_h2d"] == 20
+    assert found["kvbm_onboard_blocks_h2d"] + found["kvbm_onboard_blocks_d2d"] == 20
+    assert found["kvbm_matched_tokens"] == 20 * 16
+    assert found["kvbm_host_cache_hit_rate"] + found["kvbm_disk_cache_hit_rate"] == pytest.approx(20 / 26)
+    assert [(tier.tier, tier.slots) for tier in snapshot.tiers] == [("host", 8), ("disk", 64)]
+    assert explain(snapshot)[0].name == "gain"
+
+
+def test_memory_that_is_but_the_way_to_the_disk_is_no_tier(stores):
+    store = stores(host=0, disk=64)
+    put(store, range(4))
+    snapshot, found = figures(store)
+    assert [tier.tier for tier in snapshot.tiers] == ["disk"]
+    assert found["kvbm_offload_blocks_d2d"] == 4
 
 
 # -- one rank writes, all read ----------------------------------------------------------------------------------------

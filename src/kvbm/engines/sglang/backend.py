@@ -17,18 +17,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sglang
 import torch
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+import kvbm
 from kvbm import config as settings
 from kvbm.core.keys import Key
 from kvbm.engines.guard import Faults, guarded
+from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import MAP, KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
 from kvbm.engines.weights import weights
 from kvbm.observe import nvtx
+from kvbm.observe.observer import settings_given
+from kvbm.observe.server import Server, open_server
+from kvbm.observe.snapshot import Identity
 
 logger = logging.getLogger("kvbm")
 
@@ -67,6 +73,7 @@ class KvbmStorage(HiCacheStorage):
         self._slots: Sizes | None = None
         self._opening = threading.Lock()
         self._stats = _Stats()
+        self._server: Server | None = None
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -99,6 +106,13 @@ class KvbmStorage(HiCacheStorage):
         if self._slots is None:
             self._slots = self._share(size)
         cache = self._describe(name, shape, size)
+        store = self._make(name, cache, size)
+        if name == KV and self._config.metrics:
+            self._show(store)
+        return store
+
+    def _make(self, name: str, cache: dict[str, str | int], size: int) -> Store | Reader:
+        assert self._slots is not None
         if not self._writes:
             return Reader(self._config, cache, size)
         shown = (lambda directory, slots: KeyMap(directory / MAP, slots)) if self._shares else None
@@ -108,6 +122,24 @@ class KvbmStorage(HiCacheStorage):
             self._said.tp_rank, size, name, self._slots.host, self._slots.disk,
         )  # fmt: skip
         return store
+
+    def _show(self, store: Store | Reader) -> None:
+        """Let others see what is done with the pages of this rank."""
+        said, config = self._said, self._config
+        identity = Identity(
+            kvbm=kvbm.__version__,
+            engine="sglang",
+            engine_version=str(getattr(sglang, "__version__", "")),
+            model=str(said.model_name or ""),
+            ranks=1,
+            block_tokens=int(self._pools[KV].page_size),
+            block_bytes=store.page_bytes,
+            engine_blocks=0,  # what the engine has is above, and not what is kept here
+            settings=settings_given(config),
+        )
+        source = StoreSource(identity, store, lambda: self._faults.counts)
+        port = config.metrics_port + said.pp_rank * said.tp_size + said.tp_rank
+        self._server = open_server(source, config.metrics_host, port)
 
     def _share(self, size: int) -> Sizes:
         """How many pages this rank may keep. All pools have as many, so that a page is kept in all of them or none."""
@@ -298,6 +330,9 @@ class KvbmStorage(HiCacheStorage):
 
     @guarded(None)
     def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         for store in list(self._stores.values()):
             store.close()
         self._stores.clear()

@@ -22,6 +22,8 @@ import numpy as np
 
 from kvbm.config import Config
 from kvbm.core.keys import Key
+from kvbm.core.pool import Pool
+from kvbm.engines.sglang.observed import Lookups
 from kvbm.engines.sglang.store import Page, scatter
 from kvbm.plans import Tier
 from kvbm.runtime.counts import Counts
@@ -116,6 +118,8 @@ class Reader:
     def __init__(self, config: Config, cache: Mapping[str, str | int], page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.counts = Counts()
+        self.lookups = Lookups(config.cache_stats_max_requests)
+        self.tiers: Mapping[Tier, Pool] = {}  # all of them the writer's
         self.directory = cache_directory(config.disk_cache_dir, cache)
         self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         self._direct = 0 if config.disk_disable_o_direct else os.O_DIRECT
@@ -133,7 +137,10 @@ class Reader:
 
     def count(self, keys: Sequence[Key]) -> int:
         has = self.has(keys)
-        return has.index(False) if False in has else len(has)
+        found = has.index(False) if False in has else len(has)
+        self.lookups.add(len(keys), {Tier.DISK: found} if found else {})
+        self.counts.matched_blocks[Tier.DISK] = self.counts.matched_blocks.get(Tier.DISK, 0) + found
+        return found
 
     def has(self, keys: Sequence[Key]) -> list[bool]:
         there = self._open()

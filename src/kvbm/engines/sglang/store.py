@@ -21,6 +21,7 @@ from kvbm.config import Config
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
+from kvbm.engines.sglang.observed import Lookups
 from kvbm.plans import Copy, LoadPlan, SpillPlan, Tier
 from kvbm.runtime.counts import Counts
 from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError, Operation
@@ -83,6 +84,7 @@ class Store:
         opens what tells other processes which pages lie where on disk."""
         self.page_bytes = page_bytes
         self.counts = Counts()
+        self.lookups = Lookups(config.cache_stats_max_requests)
         self.directory: Path | None = None
         self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         self._persistent = not sizes.host  # a page counts as kept only when it is on disk
@@ -156,7 +158,24 @@ class Store:
     def count(self, keys: Sequence[Key]) -> int:
         """How many pages from the first on are there."""
         with self._lock:
-            return self._manager.lookup(keys, patient=False).blocks
+            match = self._manager.lookup(keys, patient=False)
+            found: dict[Tier, int] = {}
+            for run in match.runs:
+                found[run.tier] = found.get(run.tier, 0) + len(run.slots)
+            self._note(len(keys), found)
+            return match.blocks
+
+    def _note(self, asked: int, found: dict[Tier, int]) -> None:
+        self.lookups.add(asked, found)
+        for tier, pages in found.items():
+            self.counts.matched_blocks[tier] = self.counts.matched_blocks.get(tier, 0) + pages
+
+    @property
+    def tiers(self) -> Mapping[Tier, Pool]:
+        """Those that were asked for: host memory that is but the way to the disk is none."""
+        return {
+            tier: pool for tier, pool in self._manager.pools.items() if tier is not Tier.HOST or not self._persistent
+        }
 
     def has(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:
