@@ -41,7 +41,8 @@ def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
     answers: dict[int, str] = {}
     for i, instance in enumerate(instances):
         before = [stack.figures(worker)["kvbm_offload_blocks_d2h"] for worker in (0, 1)]
-        answers[instance], usage = stack.chat(prompt(i), nvext={"backend_instance_id": instance})
+        stack.chat(prompt(i), 1, nvext={"backend_instance_id": instance})
+        answers[instance], usage = stack.chat(longer(i), nvext={"backend_instance_id": instance})
         blocks = usage["prompt_tokens"] // BLOCK
         grown = wait_until(
             "its blocks are offloaded", lambda before=before, blocks=blocks: growth(stack, before, blocks)
@@ -54,7 +55,7 @@ def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
 
     for i, instance in enumerate(instances):
         router, ours = stack.frontend_figures(), [stack.figures(worker) for worker in (0, 1)]
-        answer, usage = stack.chat(prompt(i))
+        answer, usage = stack.chat(longer(i))
         assert answer == answers[instance]
         loaded = (usage["prompt_tokens"] - 1) // BLOCK
         now = [stack.figures(worker) for worker in (0, 1)]
@@ -78,12 +79,17 @@ def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
     lost, other = instances
     before = stack.figures(places[other])["kvbm_requests_total"]
     stack.kill_worker(places[lost])
-    answer, _ = stack.chat(prompt(0))
+    answer, _ = stack.chat(longer(0))
     assert answer == answers[lost]
     with pytest.raises(OSError):
         stack.figures(places[lost])
     assert stack.figures(places[other])["kvbm_requests_total"] == before + 1
     wait_until("the lost one is not registered any more", lambda: cards(stack.env) == ["leader", "worker"], 60)
+
+
+def longer(seed: int) -> str:
+    """Begins as the prompt of this seed does: what it adds has to be found behind what was known before."""
+    return f"{prompt(seed)} {prompt(50 + seed)}"
 
 
 def check_orders(env: dict[str, str]) -> None:
