@@ -203,13 +203,12 @@ class Stack:
         processes = list(_processes())
         (session,) = {session for _, session, environment in processes if mark in environment}
         pids = [pid for pid, other, _ in processes if other == session]
-        segments = set()
-        for pid in pids:
-            segments.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+", Path(f"/proc/{pid}/maps").read_text()))
+        mapped = {inode for pid in pids for inode in _shared_memory(pid)}
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        for segment in segments:  # vLLM's own, which nobody is left to remove
-            Path(segment).unlink(missing_ok=True)
+        for segment in Path("/dev/shm").iterdir():  # vLLM's own, which nobody is left to remove
+            if segment.stat().st_ino in mapped:
+                segment.unlink()
 
     def close(self) -> None:
         """As a user would: the script ends what it has started."""
@@ -230,6 +229,14 @@ def _processes() -> Iterator[tuple[int, int, list[bytes]]]:
             yield int(entry.name), session, (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
+
+
+def _shared_memory(pid: int) -> Iterator[int]:
+    """Numbers of the files in /dev/shm that a process has mapped. A semaphore was mapped before it had its name."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        _, _, _, _, inode, *name = line.split()
+        if name and name[0].startswith("/dev/shm/"):
+            yield int(inode)
 
 
 def _figures(text: str) -> dict[str, float]:
