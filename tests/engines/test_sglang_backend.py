@@ -494,8 +494,7 @@ def test_sglang_stops_at_a_page_that_was_spoiled(controllers):
     assert len(prefetch(again, pool, tokens)) == 3 * PAGE
 
 
-def test_a_disk_that_hangs_ends_a_prefetch_and_not_the_engine(controllers, monkeypatch):
-    monkeypatch.setattr("kvbm.engines.sglang.backend.GET_SECONDS", 0.2)
+def test_a_disk_that_hangs_ends_a_prefetch_and_not_the_engine(controllers):
     pool = host_pool()
     controller = controllers(pool)
     tokens = list(range(8 * PAGE))
@@ -503,7 +502,7 @@ def test_a_disk_that_hangs_ends_a_prefetch_and_not_the_engine(controllers, monke
     fill(pool)
     back_up(controller, tokens, indices)
     controller.detach_storage_backend()
-    again = controllers(pool, inject_faults="disk-slow-read:every=1:seconds=2")
+    again = controllers(pool, inject_faults="disk-slow-read:every=1:seconds=2", disk_load_timeout_secs=0.2)
     began = time.monotonic()
     got = prefetch(again, pool, tokens)
     assert len(got) == 0

@@ -40,8 +40,7 @@ logger = logging.getLogger("kvbm")
 
 KV = "kv"
 
-# How long a disk may give nothing until a request does without. Writing is in nobody's way and has more patience.
-GET_SECONDS = 3.0
+# Writing is in nobody's way and has more patience than reading has (KVBM_DISK_LOAD_TIMEOUT_SECS).
 PUT_SECONDS = 30.0
 
 
@@ -200,7 +199,7 @@ class KvbmStorage(HiCacheStorage):
 
     def _bring(self, store: Store | Reader, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
         began = time.monotonic()
-        came = store.get(keys, pages, GET_SECONDS)
+        came = store.get(keys, pages, self._config.disk_load_timeout_secs)
         arrived = came.index(False) if False in came else len(came)
         self._stats.prefetched(arrived, arrived * store.page_bytes, time.monotonic() - began)
         return came
