@@ -89,6 +89,13 @@ class Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def end(self, patience: float = 10) -> None:
+        """Ask it to end, so that it gives back its shared memory, and kill what is left of it."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        self.kill()
+
     def kill(self) -> None:
         """End it and all it has started, now."""
         with contextlib.suppress(ProcessLookupError):

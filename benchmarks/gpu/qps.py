@@ -49,7 +49,7 @@ WORDS = (
     "Just to warm up user says are"
 )
 # Seconds that are kept for the start of servers that come later, and for the end.
-LATER_START, END = 45.0, 6.0
+LATER_START, END = 45.0, 12.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -221,7 +221,7 @@ class Sweep:
                     later = len(servers) - i - 1 + sum(map(len, groups))
                     left = self._deadline - time.monotonic() - LATER_START * len(groups)
                     self._measure(server, time.monotonic() + left / (1 + later))
-                    server.process.kill()
+                    server.process.end()
 
     def _start(self, kind: str, port: int, running: contextlib.ExitStack) -> Server:
         task = {**self._common, "kind": kind, "port": port}

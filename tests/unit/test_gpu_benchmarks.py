@@ -656,6 +656,8 @@ class FakeServers:
             def kill(self):
                 fake.running.discard(self.kind)
 
+            end = kill
+
         def ready(endpoint, server, seconds):
             fake.now += 30
             if server.kind in sick and (len(fake.running) > 1 or "always" in sick):
