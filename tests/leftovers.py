@@ -90,8 +90,9 @@ class Watch:
 
 def _is_foreign(path: Path) -> bool:
     """What vLLM and torch leave behind without KVBM as well, on a busy machine at least, where vLLM kills workers that
-    are slow to end. It goes with the run's directory, or is removed."""
-    return path.is_socket() or path.name.startswith(("torchinductor_", "vllm_dist_"))
+    are slow to end. It goes with the run's directory, or is removed. Segments of Python's multiprocessing, which KVBM
+    has no use for, may even be those of another program that was killed meanwhile."""
+    return path.is_socket() or path.name.startswith(("torchinductor_", "vllm_dist_", "psm_", "sem.mp-"))
 
 
 def _segments() -> set[str]:
