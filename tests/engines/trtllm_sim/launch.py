@@ -258,9 +258,9 @@ def _state(scheduler: Any) -> dict[str, Any] | None:
 
 
 def _ports() -> dict[str, str]:
-    """A pair of free ports, and the port of events 1000 above the first."""
+    """A pair of free ports, and the port of events 1000 above the first. From 32768 on, any connection may take one."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 60_000)
+        port = random.SystemRandom().randrange(20_000, 31_000)
         try:
             for number in (port, port + 1):
                 with closing(socket.socket()) as probe:
