@@ -23,7 +23,7 @@ State = api.LlmRequestState
 
 def free_pair():
     while True:
-        port = random.SystemRandom().randrange(20_000, 60_000)
+        port = random.SystemRandom().randrange(20_000, 31_000)
         with closing(socket.socket()) as first, closing(socket.socket()) as second:
             try:
                 first.bind(("127.0.0.1", port))
