@@ -522,3 +522,29 @@ def test_a_match_that_changes_tiers_at_every_block_is_read_in_few_pieces():
         [0, 2, 4, 6, 8], [0, 1, 2, 3, 4], [50, 51, 52, 53, 54], [20, 21, 22, 23, 24], tags(*range(5))
     )
     assert ring == Stretch([10, 11, 12], [7, 8, 9], [1, 2, 3], [30], tags(7, 8, 9))
+
+
+def test_a_step_with_a_draft_model_writes_to_disk_once(make):
+    """vLLM asks for results first then, and has the stores started afterwards."""
+    engine = make()
+    worker, disk = engine.rank.worker, engine.rank.worker._disk
+    writes, write = [], disk.write
+    disk.write = lambda *arguments: (writes.append(arguments), write(*arguments))[1]
+    plan = StepPlan(spills=[SpillPlan(5, [0, 1], [10, 20], tags(1, 2))])
+    worker.begin(plan)
+    worker.start_loads(plan)
+    engine.last = worker.poll()
+    worker.start_stores(plan)
+    ((result,), _) = engine.until(lambda o: o.report.spills)
+    assert (result.id, result.bad, len(writes)) == (5, [], 1)
+
+
+def test_a_step_that_nobody_ends_has_its_spills_written_with_the_next(make):
+    engine = make()
+    engine.rank.worker.begin(StepPlan(spills=[SpillPlan(5, [0], [10], tags(1))]))
+    engine.step(spills=[SpillPlan(6, [1], [20], tags(2))])
+    found = []
+    while len(found) < 2:
+        results, _ = engine.until(lambda o: o.report.spills)
+        found += results
+    assert sorted((result.id, result.bad) for result in found) == [(5, []), (6, [])]

@@ -179,7 +179,7 @@ class Worker:
         """Before the engine writes anything in this step."""
         self._step_begun = True
         self._plan = plan
-        self._due_spills = plan.spills
+        self._due_spills = [*self._due_spills, *plan.spills]  # a step that nobody has ended loses nothing
         self._record(plan.keeps)
         if not plan:
             return
@@ -279,10 +279,18 @@ class Worker:
             except Exception as error:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
-        self._start_spills(plan.spills)
+        if plan is self._plan:
+            self._start_due_spills()
+        else:
+            self._start_spills(plan.spills)
+
+    def _start_due_spills(self) -> None:
+        """Once a step: at its end or, where that comes later or not at all, when somebody asks for results. vLLM asks
+        before the end where there is a draft model, and ends no step that has no forward pass."""
+        due, self._due_spills = self._due_spills, []
+        self._start_spills(due)
 
     def _start_spills(self, spills: list[SpillPlan]) -> None:
-        self._due_spills = []
         for spill in spills:
             try:
                 self._spills[spill.id] = self._spill(spill)
@@ -300,7 +308,7 @@ class Worker:
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
         self._start_put_off()
-        self._start_spills(self._due_spills)  # without a forward pass nobody has asked for this step's stores
+        self._start_due_spills()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
         self._advance()
         loads = self._collect_late()

@@ -10,6 +10,7 @@ outlive the engine: vLLM knows an adapter by name and path, and its files may be
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,25 @@ def scope_of(request: Any, persistent: bool = False) -> Scope:
     for feature in getattr(request, "mm_features", None) or ():
         identifier = getattr(feature, "identifier", None) or hashlib.sha256(repr(feature).encode()).hexdigest()
         images.append((feature.mm_position.offset, str(identifier)))
-    adapter = None if lora is None else lora.lora_name
-    if lora is not None and persistent:
-        path = getattr(lora, "lora_path", "")
-        adapter = f"{adapter}\0{path}\0{files(Path(path))}"
+    adapter = None if lora is None else adapter_name(lora) if persistent else lora.lora_name
     return Scope(
         lora=adapter,
         cache_salt=getattr(request, "cache_salt", None),
         multimodal=tuple(sorted(images)),
     )
+
+
+_first_seen: dict[tuple[int, str, str], str] = {}  # adapter -> its files when a request first asked for it
+_this_process = secrets.token_hex(16)
+
+
+def adapter_name(lora: Any) -> str:
+    """What tells an adapter's KV from all other, in this engine and in those after it.
+
+    vLLM reads the files once, and again when it has dropped the adapter meanwhile. Once they are no longer what they
+    were, nobody can tell which ones a block was computed with: then no other engine finds it.
+    """
+    path = getattr(lora, "lora_path", "")
+    now = files(Path(path))
+    first = _first_seen.setdefault((lora.lora_int_id, lora.lora_name, path), now)
+    return f"{lora.lora_name}\0{path}\0{now}" + ("" if now == first else f"\0{_this_process}")
