@@ -1,4 +1,4 @@
-"""What ttft.py, interference.py and throughput.py measure, with one start of each engine: for a GPU that is lent by the
+"""What ttft.py, interference.py and throughput.py measure, with one start of each engine: for a GPU that is paid by the
 minute.
 
     python benchmarks/gpu/suite.py --out results --name 2026-01-31

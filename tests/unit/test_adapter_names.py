@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvbm.engines.vllm import keys  # noqa: E402
+from kvbm.engines.vllm import keys
 
 
 @pytest.fixture
