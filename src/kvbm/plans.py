@@ -171,6 +171,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     # Of host memory that outlives the engine: a bit a slot, 1 for those that hold what the index of the last engine
     # says they do. Empty where it does not.
     kept: bytes = b""
+    # What tells that index from any other: the bits mean nothing beside a different one.
+    compared: bytes = b""
 
 
 _T = TypeVar("_T")

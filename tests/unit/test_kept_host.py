@@ -15,7 +15,9 @@ from kvbm.core.pool import Pool
 from kvbm.plans import Copy, Hello, StepPlan, StorePlan, Tier
 from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.rank import Rank
+from kvbm.runtime.tiers import make_manager
 from kvbm.storage.index import Index, cache_directory, fingerprint
+from kvbm.storage.kept import digest, rows_of
 
 CACHE = {"model": "some-model", "block_size": 16}
 SLOTS, BLOCKS = 16, 8
@@ -157,12 +159,8 @@ def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):
 # -- the leader's books -----------------------------------------------------------------------------------------------
 
 
-def bits(*slots):
-    return np.packbits([slot in slots for slot in range(SLOTS)]).tobytes()
-
-
-def hello(rank, kept, layout="L"):
-    return Hello(rank, 100, {Tier.HOST: SLOTS}, layout, kept=kept)
+def bits(*slots, of=SLOTS):
+    return np.packbits([slot in slots for slot in range(of)]).tobytes()
 
 
 @pytest.fixture
@@ -172,9 +170,14 @@ def books(tmp_path):
     )
     opened = []
 
-    def make(*kept, layouts="LL"):
+    def hello(rank, kept, layout, slots):
+        directory = cache_directory(tmp_path, fingerprint(CACHE, layout))
+        compared = digest(directory, rows_of(directory), slots)
+        return Hello(rank, 100, {Tier.HOST: slots}, layout, kept=kept, compared=compared)
+
+    def make(*kept, layouts="LL", slots=(SLOTS, SLOTS)):
         manager = BlockManager({Tier.HOST: Pool(SLOTS)})
-        hellos = [hello(rank, each, layouts[rank]) for rank, each in enumerate(kept)]
+        hellos = [hello(rank, each, layouts[rank], slots[rank]) for rank, each in enumerate(kept)]
         found = KeptHost.open(config, hellos, CACHE, manager)
         opened.append(found)
         return manager, found
@@ -246,3 +249,73 @@ def test_blocks_come_back_in_the_order_of_their_use(books):
     pool = manager.pools[Tier.HOST]
     pool.allocate([key_of(100 + i) for i in range(SLOTS - 1)])
     assert list(pool.findable) == [key_of(0)]
+
+
+def test_ranks_that_have_room_for_different_numbers_of_slots_agree_on_those_of_all(books):
+    """The stages of a pipeline have different layers: 16 slots here and 26 there from the same gigabytes."""
+    slots = (SLOTS, SLOTS + 10)
+    manager, kept = books(bits(), bits(of=slots[1]), slots=slots)
+    used = publish(manager, kept, 1, 2).copy.slots
+    kept.close()
+    manager, _ = books(bits(*used), bits(*used, 20, of=slots[1]), slots=slots)
+    assert set(manager.pools[Tier.HOST].findable) == {key_of(1), key_of(2)}
+
+
+def test_a_fault_while_taking_over_costs_the_blocks_and_not_the_engine(books, monkeypatch, caplog):
+    with monkeypatch.context() as broken:
+        broken.setattr(Pool, "adopt", lambda self, entries: 1 // 0)
+        manager, kept = books(bits())
+    assert kept is None
+    assert not manager.keeps_first
+    assert "the host tier is not kept: ZeroDivisionError" in caplog.text
+    assert books(bits())[1] is not None  # the index was let go of
+
+
+@pytest.fixture
+def two_caches(make, tmp_path):
+    """Two models, each with four blocks from before."""
+    caches = []
+    for weights, first in (("a", 0), ("b", 100)):
+        caches.append({**CACHE, "weights": weights})
+        engine = make(cache=caches[-1])
+        keys = [key_of(first + i) for i in range(4)]
+        engine.store(1, [0, 1, 2, 3], keys)
+        engine.step(keeps={1: True})
+        engine.rank.close()
+        name = fingerprint(caches[-1], engine.rank.layout.description)
+        enter((cache_directory(tmp_path, name), name), *((first + i, i) for i in range(4)))
+    return caches
+
+
+def take_over(engine, cache):
+    manager = make_manager([engine.hello], None)
+    kept = KeptHost.open(engine.config, [engine.hello], cache, manager)
+    if kept is not None:
+        kept.close()
+    return kept, set(manager.pools[Tier.HOST].findable)
+
+
+def test_the_leader_takes_over_only_what_the_ranks_have_compared(make, two_caches, caplog):
+    """Both work out which cache is theirs, at different times: the model's folder may have moved between them."""
+    a, b = two_caches
+    engine = make(cache=a)
+    assert take_over(engine, b) == (None, set())
+    assert "has compared its memory with another index" in caplog.text
+    assert take_over(engine, a)[1] == {key_of(i) for i in range(4)}
+
+
+def test_two_caches_without_blocks_are_still_two(make):
+    engine = make()
+    assert take_over(engine, {**CACHE, "weights": "b"})[0] is None
+    assert take_over(engine, CACHE)[0] is not None
+
+
+def test_an_index_that_has_changed_since_it_was_compared_is_not_taken_over(make, place):
+    engine = make()
+    engine.store(7, [3], [key_of(1)])
+    engine.step(keeps={7: True})
+    engine.rank.close()
+    enter(place, (1, 3))
+    engine = make()
+    enter(place, (2, 3))
+    assert take_over(engine, CACHE) == (None, set())

@@ -4,7 +4,9 @@ A block is entered when its store is published. The ranks have hashed it by then
 next plan tells them that it was good (:class:`~kvbm.storage.kept.KeptSlab`): a store that a failed load has tainted
 never has a checksum, so not even an index that is out of date can find it.
 
-At start the ranks say which slots hold what the index claims; the rest is forgotten before anybody looks.
+At start the ranks say which slots hold what the index claims; the rest is forgotten before anybody looks. They work out
+on their own which cache is theirs, and a model's folder may change meanwhile: so they also say what they have compared,
+and nothing is taken over unless that is what the leader finds.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.plans import Hello, StorePlan, Tier
 from kvbm.storage.index import Fingerprint, Index, cache_directory, fingerprint
+from kvbm.storage.kept import digest, rows_of
 from kvbm.storage.lock import PATIENCE_SECONDS
 
 logger = logging.getLogger("kvbm")
@@ -53,23 +56,37 @@ class KeptHost:
             "ranks": len(hellos),
             "block_bytes": sum(hello.block_bytes for hello in hellos),
         }
+        rows = rows_of(directory)
+        if any(hello.compared != digest(directory, rows, hello.slots[Tier.HOST]) for hello in hellos):
+            logger.warning(
+                "the host tier is not kept: a rank has compared its memory with another index than that in %s. The "
+                "model's files have changed while the engine started, or the ranks do not see the same directory",
+                directory,
+            )
+            return None
         try:
             index = Index.open(directory, names[0], pool.size, patience=PATIENCE_SECONDS, about=about, what="host tier")
         except OSError as error:
             logger.warning("the host tier is not kept: %s", error)
             return None
-        good = np.unpackbits(np.frombuffer(hellos[0].kept, np.uint8))
-        for hello in hellos[1:]:
-            good = good & np.unpackbits(np.frombuffer(hello.kept, np.uint8))
-        entries = list(index.entries())
-        lost = [key for key, slot in entries if not good[slot]]
-        index.remove(lost)
-        found = pool.adopt((key, slot) for key, slot in entries if good[slot])
-        logger.info(
-            "host tier: %d of %d blocks are there from before, %d were not whole, in %s",
-            found, pool.size, len(lost), directory,
-        )  # fmt: skip
-        return cls(manager, index)
+        try:
+            # The stages of a pipeline may have room for more slots than are used: those that all have count.
+            bits = [np.unpackbits(np.frombuffer(hello.kept, np.uint8), count=pool.size) for hello in hellos]
+            whole = np.logical_and.reduce(bits)
+            compared = {(key, slot) for slot, key in rows if slot < pool.size and whole[slot]}
+            entries = list(index.entries())
+            lost = [entry[0] for entry in entries if entry not in compared]
+            index.remove(lost)
+            found = pool.adopt(entry for entry in entries if entry in compared)
+            logger.info(
+                "host tier: %d of %d blocks are there from before, %d were not whole, in %s",
+                found, pool.size, len(lost), directory,
+            )  # fmt: skip
+            return cls(manager, index)
+        except Exception as error:
+            logger.warning("the host tier is not kept: %s: %s", type(error).__name__, error)
+            index.close()
+            return None
 
     def settled(self, plan: StorePlan, keys: Sequence[Key]) -> None:
         """A store is over. ``keys``: the blocks that have become findable; none when it was forgotten."""

@@ -66,7 +66,7 @@ class Rank:
         self._disk: Future[DiskFile | None] | None = None
         self._rates: dict[Tier, tuple[float, float]] = {}
         self._keeps_host = keeps_host
-        self._kept = b""
+        self._kept = self._compared = b""
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
@@ -216,7 +216,14 @@ class Rank:
         if (file := self._file()) is not None:
             slots[Tier.DISK] = file.slots
         return Hello(
-            self.rank, self.layout.block_bytes, slots, self.layout.description, self._shared_by, self._rates, self._kept
+            self.rank,
+            self.layout.block_bytes,
+            slots,
+            self.layout.description,
+            self._shared_by,
+            self._rates,
+            self._kept,
+            self._compared,
         )
 
     def open(self) -> Hello | None:
@@ -270,8 +277,8 @@ class Rank:
         if file is not None and not config.inject_faults and (rate := measure(file)) is not None:
             self._rates[Tier.DISK] = rate
         kept = slab if isinstance(slab, KeptSlab) else None
-        if kept is not None:
-            self._kept = held(kept, self._slots)  # after the copier, which has tried itself out on the slab
+        if kept is not None:  # after the copier, which has tried itself out on the slab
+            self._kept, self._compared = held(kept, self._slots)
         return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk, kept)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import logging
 import os
 import sqlite3
@@ -155,13 +156,17 @@ class KeptSlab(HostSlab):
         return checksum(self._slot.from_address(self.address + slot * self._bytes), tag)
 
 
-def held(slab: KeptSlab, slots: int) -> bytes:
-    """A bit a slot: 1 where it holds the block that the index beside the slab says. Waits until all have been hashed.
+Rows = list[tuple[int, bytes]]  # (slot, key)
+
+
+def held(slab: KeptSlab, slots: int) -> tuple[bytes, bytes]:
+    """A bit a slot: 1 where it holds the block that the index beside the slab says; and which index that was
+    (:func:`digest`). Waits until all have been hashed.
 
     The index is the last engine's: with the slab in our hands its workers are gone, and its leader is waited for.
     """
     bits = np.zeros(slots, dtype=np.uint8)
-    rows = [(slot, key) for slot, key in _entries(slab.path.parent) if slot < slots]
+    rows = [(slot, key) for slot, key in rows_of(slab.path.parent) if slot < slots]
     if rows:
         began = time.monotonic()
         operation = slab.check([slot for slot, _ in rows], [key for _, key in rows])
@@ -172,10 +177,20 @@ def held(slab: KeptSlab, slots: int) -> bytes:
             "host tier: %d blocks from before compared with their checksums in %.1f s, %d do not fit",
             len(rows), time.monotonic() - began, len(operation.bad),
         )  # fmt: skip
-    return np.packbits(bits).tobytes()
+    return np.packbits(bits).tobytes(), digest(slab.path.parent, rows, slots)
 
 
-def _entries(directory: Path) -> list[tuple[int, bytes]]:
+def digest(directory: Path, rows: Rows, slots: int) -> bytes:
+    """Tells the index of a cache from any other, as far as its blocks lie in the first ``slots``. With the name of the
+    directory: two indexes without a block are still of two caches."""
+    found = hashlib.sha256(directory.name.encode())
+    for slot, key in sorted(row for row in rows if row[0] < slots):
+        found.update(b"%d %d " % (slot, len(key)) + key)
+    return found.digest()
+
+
+def rows_of(directory: Path) -> Rows:
+    """What the index in the directory says. Nothing, with a sentence, when it cannot be read."""
     if not (directory / DATABASE).exists():
         return []
     try:
