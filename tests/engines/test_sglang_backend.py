@@ -259,6 +259,36 @@ def test_what_goes_wrong_costs_pages_and_not_the_engine(backends, monkeypatch):
     assert sum(backend._faults.counts.values()) >= 7
 
 
+def test_nobody_who_asks_or_reads_waits_for_a_slow_write(backends):
+    pool = host_pool()
+    backend = backends(pool, inject_faults="disk-slow-write:every=1:seconds=4")
+    indices = pool.alloc(4 * PAGE)
+    fill(pool)
+    assert backend.batch_exists(hashes(9)) == 0
+    writer = threading.Thread(target=backend.batch_set_v1, args=(hashes(0, 1, 2, 3), indices))
+    writer.start()
+    try:
+        time.sleep(0.5)
+        began = time.monotonic()
+        assert backend.batch_exists(hashes(7)) == 0
+        assert backend.batch_get_v1(hashes(7), pool.alloc(PAGE)) == [False]
+        took = time.monotonic() - began
+        assert writer.is_alive()
+    finally:
+        writer.join()
+    assert took < 2
+
+
+def test_a_call_that_comes_with_the_end_opens_nothing_again(backends):
+    """SGLang's threads may be in a call while it detaches the backend."""
+    backend = backends(host_pool())
+    backend.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        backend._store("kv")
+    assert backend._stores == {}
+    assert backend.batch_exists(hashes(1)) == 0
+
+
 def test_stats_are_sglangs(backends):
     pool = host_pool()
     backend = backends(pool)

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from kvbm.observe.nvtx import annotate
@@ -24,16 +25,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Faults:
     """Counts what went wrong and says each thing once."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: AbstractContextManager[Any] | None = None) -> None:
         # Held while the engine is in one of our calls: who carries out an order from outside waits for it.
-        self.turn = threading.RLock()
+        self.turn = threading.RLock() if turn is None else turn
+        self._counting = threading.Lock()
         self.counts: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
 
     def record(self, where: str, error: BaseException) -> None:
         kind = f"{where}: {type(error).__name__}"
-        self.counts[kind] += 1
-        if self.counts[kind] == 1:
+        with self._counting:
+            self.counts[kind] += 1
+            first = self.counts[kind] == 1
+        if first:
             logger.error(
                 "%s failed (%s); the engine goes on without this hit. Further failures of this kind are only counted.",
                 where, error, exc_info=error,

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import sglang
@@ -48,7 +49,8 @@ class KvbmStorage(HiCacheStorage):
     """KVBM under HiCache, on one rank. Made by SGLang with its storage configuration and a dict that is empty today."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        self._faults = Faults()
+        # Nobody gives orders here and the stores have locks of their own: asking never waits for a slow write.
+        self._faults = Faults(turn=nullcontext())
         self._half: KvbmStorage | None = self  # what :func:`guarded` asks
         self._said = storage_config
         self._config = settings.load(extra=storage_config.extra_config or {})
@@ -102,6 +104,8 @@ class KvbmStorage(HiCacheStorage):
         return store
 
     def _open(self, name: str, shape: str, size: int) -> Store | Reader:
+        if self._half is None:
+            raise RuntimeError("the backend is closed")
         if self._slots is None:
             self._slots = self._share(size)
         cache = self._describe(name, shape, size)
@@ -332,10 +336,12 @@ class KvbmStorage(HiCacheStorage):
         if self._server is not None:
             self._server.close()
             self._server = None
-        for store in list(self._stores.values()):
+        with self._opening:
+            self._half = None  # whoever is in a call opens no store any more
+            stores = list(self._stores.values())
+            self._stores.clear()
+        for store in stores:
             store.close()
-        self._stores.clear()
-        self._half = None
 
 
 def _weights(name: str) -> str:
