@@ -84,6 +84,14 @@ def test_single_blocks_are_forgotten_by_any_of_their_names(server, leader):
     assert held(leader)["HOST"] == {HOST_KEYS[0], *HOST_KEYS[4:]}
 
 
+def test_single_blocks_are_forgotten_in_every_tier_and_no_others(server, leader):
+    blocks = [number(HOST_KEYS[1]), number(HOST_KEYS[4]), number(DISK_KEYS[3]), 17]
+    answer = ask(server.address, {"do": "reset", "blocks": blocks})
+    assert answer == {"reset_blocks": blocks[:3], "not_found_blocks": [17], "not_reset_blocks": []}
+    gone = {HOST_KEYS[1], HOST_KEYS[4], DISK_KEYS[3]}
+    assert held(leader) == {"HOST": set(HOST_KEYS) - gone, "DISK": set(DISK_KEYS) - gone}
+
+
 def test_a_block_that_was_being_written_comes_in_after_a_reset(server, leader):
     plan = leader.offload([b"n" * 32], [7])
     ask(server.address, {"do": "reset"})
@@ -103,6 +111,8 @@ def test_a_block_that_was_being_written_comes_in_after_a_reset(server, leader):
         ({"do": "reset", "tier": "tape"}, "tier='tape': expected one of host, disk"),
         ({"do": "reset", "tier": "host", "blocks": ["no"]}, "block 'no': expected the number of a block"),
         ({"do": "reset", "tier": "host", "blocks": [1.5]}, "block 1.5: expected"),
+        ({"do": "reset", "blocks": ["no"]}, "block 'no': expected the number of a block"),
+        ({"do": "reset", "blocks": "17"}, "blocks='17': expected a list"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_changes_nothing(order, complaint, server, leader):
@@ -190,6 +200,8 @@ def test_the_command_shows_and_empties_tiers(server, leader, capsys):
     assert ["host", "1", "5", "2"] in [line.split() for line in shown.splitlines()]
     assert main(["control", "reset", "host", "--block", str(number(HOST_KEYS[1])), "--block", "1", *name]) == 0
     assert capsys.readouterr().out == "1 blocks forgotten, 1 were not there\n"
+    assert main(["control", "reset", "all", "--block", "17", *name]) == 0
+    assert capsys.readouterr().out == "0 blocks forgotten, 1 were not there\n"
     assert main(["control", "reset", "disk", *name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"reset_blocks": 4}
     assert main(["control", "reset", "all", *name]) == 0

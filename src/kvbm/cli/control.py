@@ -4,7 +4,7 @@
   kvbm control status                        blocks in use, evictable and empty, by tier
   kvbm control reset host                    forget every block of a tier
   kvbm control reset host --block 17 ...     forget these blocks, named as in events or by their hash
-  kvbm control reset all                     forget every block of every tier
+  kvbm control reset all                     forget every block of every tier; with --block these, wherever they are
   kvbm control announce                      tell subscribers of block events about every block again
 
 An engine takes orders from its own user and from root. With several engines on the machine, --engine says which: any

@@ -7,6 +7,8 @@ so is its answer::
     {"do": "status"}                                      {"do": "reset", "tier": "host"}
     {"do": "reset", "tier": "host", "blocks": [17, ...]}  {"do": "reset"}        {"do": "announce"}
 
+Without a tier it is for every tier.
+
 An order waits for its turn between two calls of the engine, and the engine for its, as it would for a reset of its own.
 """
 
@@ -97,23 +99,28 @@ class Controller:
 
     def _reset(self, leader: Leader, order: dict[str, Any]) -> dict[str, Any]:
         pools = leader.manager.pools
-        name = order.get("tier")
-        if name is None:
-            return {"reset_blocks": sum(leader.forget(tier) for tier in pools)}
-        tier = TIERS.get(str(name).lower())
-        if tier not in pools:
-            had = ", ".join(each.name.lower() for each in pools)
-            hint = "; the engine's own cache is reset by the engine" if tier is Tier.DEVICE else ""
-            raise OrderError(f"tier={name!r}: expected one of {had}{hint}")
+        tiers = list(pools)
+        if (name := order.get("tier")) is not None:
+            tier = TIERS.get(str(name).lower())
+            if tier is None or tier not in pools:
+                had = ", ".join(each.name.lower() for each in pools)
+                hint = "; the engine's own cache is reset by the engine" if tier is Tier.DEVICE else ""
+                raise OrderError(f"tier={name!r}: expected one of {had}{hint}")
+            tiers = [tier]
         if (blocks := order.get("blocks")) is None:
-            return {"reset_blocks": leader.forget(tier)}
+            return {"reset_blocks": sum(leader.forget(tier) for tier in tiers)}
+        if not isinstance(blocks, list):
+            raise OrderError(f"blocks={blocks!r}: expected a list of blocks")
         wanted = [_number(block) for block in blocks]
-        known = {int.from_bytes(key[-8:], "big"): key for key in pools[tier].findable}
-        found = [block for block in wanted if block in known]
-        leader.forget(tier, [known[block] for block in found])
+        endings = {block.to_bytes(8, "big") for block in wanted}
+        found: set[int] = set()
+        for tier in tiers:
+            keys = [key for key in pools[tier].findable if key[-8:] in endings]
+            leader.forget(tier, keys)
+            found.update(int.from_bytes(key[-8:], "big") for key in keys)
         return {
-            "reset_blocks": found,
-            "not_found_blocks": [block for block in wanted if block not in known],
+            "reset_blocks": [block for block in wanted if block in found],
+            "not_found_blocks": [block for block in wanted if block not in found],
             "not_reset_blocks": [],
         }
 
