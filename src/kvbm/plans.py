@@ -8,9 +8,10 @@ is a place in the engine's own KV cache, and the same number means the same plac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -110,6 +111,18 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return bool(
             self.loads or self.stores or self.fences or self.recompute or self.spills or self.settle or self.keeps
         )
+
+
+def joined(plans: Sequence[StepPlan]) -> StepPlan:
+    """What several plans ask for, in their order: none may be passed over."""
+    fields: dict[str, Any] = {}
+    for name in StepPlan.__struct_fields__:
+        parts = [getattr(plan, name) for plan in plans]
+        if all(isinstance(part, dict) for part in parts):
+            fields[name] = dict(chain.from_iterable(part.items() for part in parts))
+        else:
+            fields[name] = list(chain.from_iterable(parts))
+    return StepPlan(**fields)
 
 
 class LoadResult(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm import plans
-from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StorePlan, StoreResult, Tier
+from kvbm.plans import (
+    Copy,
+    Hello,
+    LoadPlan,
+    LoadResult,
+    Recompute,
+    Report,
+    SpillPlan,
+    StepPlan,
+    StorePlan,
+    StoreResult,
+    Tier,
+)
 
 numbers = st.integers(0, 2**63 - 1)
 lists = st.lists(numbers, max_size=4)
@@ -148,3 +160,25 @@ def test_messages_do_not_share_their_defaults():
 def test_a_load_lists_the_engine_blocks_it_fills_in_order():
     plan = LoadPlan(1, "r", [Copy(Tier.HOST, [0, 1], [7, 5]), Copy(Tier.DISK, [0], [6])], in_step=False)
     assert plan.blocks == [7, 5, 6]
+
+
+ONE_OF_EACH = {
+    "loads": [LoadPlan(1, "r", [Copy(Tier.HOST, [1], [2])], False)],
+    "stores": [StorePlan(2, Copy(Tier.HOST, [3], [4]))],
+    "fences": [5],
+    "recompute": [Recompute(6, "r", 7)],
+    "spills": [SpillPlan(8, [9], [10], [b"k"])],
+    "settle": [11],
+    "keeps": {12: True},
+}
+
+
+def test_nothing_of_several_plans_is_lost_when_they_are_joined():
+    assert set(ONE_OF_EACH) == set(StepPlan.__struct_fields__)
+    parts = [StepPlan(**{name: value}) for name, value in ONE_OF_EACH.items()]
+    assert plans.joined([StepPlan(), *parts]) == StepPlan(**ONE_OF_EACH)
+
+
+def test_joined_plans_keep_their_order():
+    both = plans.joined([StepPlan(fences=[3], keeps={1: True}), StepPlan(fences=[2, 1], keeps={2: False})])
+    assert both == StepPlan(fences=[3, 2, 1], keeps={1: True, 2: False})

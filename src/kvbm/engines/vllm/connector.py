@@ -24,7 +24,7 @@ from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures
 from kvbm.engines.vllm.worker import WorkerHalf
 from kvbm.observe import nvtx
 from kvbm.observe.nvtx import annotate
-from kvbm.plans import Report, StepPlan, decode_hello, encode
+from kvbm.plans import Report, StepPlan, decode_hello, encode, joined
 from kvbm.runtime.channel import InBandLeader, InBandWorker
 from kvbm.runtime.worker import Outcome
 
@@ -196,7 +196,7 @@ class DynamoConnector(KVConnectorBase_V1):
             assert isinstance(metadata, DynamoConnectorMetadata)
             self._worker_channel.unpack(metadata.metadata)
             plans = self._worker_channel.receive()
-            self._plan = plans[0] if len(plans) == 1 else _joined(plans)
+            self._plan = plans[0] if len(plans) == 1 else joined(plans)
             self._received = metadata
 
     def clear_connector_metadata(self) -> None:
@@ -281,18 +281,6 @@ class DynamoConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._half is not None:
             self._half.close()
-
-
-def _joined(plans: list[StepPlan]) -> StepPlan:
-    """What several plans ask for, in their order: none may be passed over."""
-    return StepPlan(
-        [load for plan in plans for load in plan.loads],
-        [store for plan in plans for store in plan.stores],
-        [fence for plan in plans for fence in plan.fences],
-        [order for plan in plans for order in plan.recompute],
-        [spill for plan in plans for spill in plan.spills],
-        [store for plan in plans for store in plan.settle],
-    )
 
 
 def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
