@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 
@@ -143,6 +144,23 @@ def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, mon
     assert engine.hello.slots[Tier.HOST] == SLOTS
     assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     assert "mount -o remount" in caplog.text
+
+
+def test_ranks_that_find_no_room_together_go_on_with_memory_that_ends_with_them(make, monkeypatch, caplog, tmp_path):
+    """Each has seen room for its own share, and the pages run out while they come."""
+
+    def full(fd, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr("kvbm.storage.kept.os.posix_fallocate", full)
+        engine = make()
+    assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+    assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
+    engine.store(1, [0, SLOTS - 1], [key_of(0), key_of(1)])
+    (slab,) = tmp_path.glob("kvbm-*/rank-0.slab")
+    assert slab.stat().st_blocks == 0  # nothing stays taken
+    assert make().hello.kept  # and nobody holds the file
 
 
 def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):

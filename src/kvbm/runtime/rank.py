@@ -74,7 +74,7 @@ class Rank:
         tensors = [_spec(name, tensor) for name, tensor in kv_caches.items()]
         self.layout = layout = describe(tensors, num_blocks)
         self._device = str(next(iter(kv_caches.values())).device)
-        node = None if self._config.disable_numa else _numa_node(self._device)
+        node = self._node()
         self._open_disk(layout)
         if not self._join(layout):
             self._replicas = None
@@ -232,6 +232,7 @@ class Rank:
         layout, slab = self.layout, self._slab
         if layout is not None and slab is not None and self.worker is None:
             self.worker = self._open(layout, slab)
+            slab = self._slab or slab
             logger.info(
                 "rank %d: %d layers, %d bytes a block in pieces of %d, %d host slots, %s copies%s", self.rank,
                 len(layout.layers), layout.block_bytes, layout.merged()[0].size, slab.slots, self.worker.copies,
@@ -267,7 +268,7 @@ class Rank:
         if self._wire is not None:
             share = share._replace(writers=1)
             passing = Passing(self._wire, config.max_transfer_batch_size, config.max_concurrent_transfers)
-        slab.carve(slab.size // layout.slot_bytes, layout.slot_bytes)
+        slab = self._carve(layout, slab)
         copier = open_copier(
             self._device, layout, slab, self.rank, config.inject_faults, config.staging_mb << 20, config.stores, passing
         )
@@ -280,6 +281,24 @@ class Rank:
         if kept is not None:  # after the copier, which has tried itself out on the slab
             self._kept, self._compared = held(kept, self._slots)
         return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk, kept)
+
+    def _carve(self, layout: BlockLayout, slab: HostSlab) -> HostSlab:
+        """The slab in slots. Another one, which ends with this engine, where it cannot be kept after all: each rank has
+        found room for its own share, and there may not be room for all of them."""
+        slots = slab.size // layout.slot_bytes
+        try:
+            return slab.carve(slots, layout.slot_bytes)
+        except OSError as error:
+            if not isinstance(slab, KeptSlab):
+                raise
+            logger.warning("rank %d: the host tier ends with this engine: %s", self.rank, error.strerror or error)
+            self._slab = None
+            slab.give_up()
+        self._slab = HostSlab(slots * layout.slot_bytes, node=self._node())
+        return self._slab.carve(slots, layout.slot_bytes)
+
+    def _node(self) -> int | None:
+        return None if self._config.disable_numa else _numa_node(self._device)
 
     def close(self) -> None:
         if self.worker is not None:

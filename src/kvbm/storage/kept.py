@@ -93,6 +93,13 @@ class KeptSlab(HostSlab):
             raise _no_room(mapped_bytes(self.size), _free(self._fd), self.path, self._setting) from error
         return self
 
+    def give_up(self) -> None:
+        """Close it and give the memory back with all that was kept: who cannot use it needs it for something else."""
+        self._pool.shutdown()
+        super().close()
+        os.ftruncate(self._fd, 0)
+        self._let_go()
+
     def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Hashes:
         """The slots hold the blocks that the tags name; bad is what cannot be. Nothing is recorded by this."""
         hashes = Hashes("hash", slots, tags, self._bytes)
