@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import subprocess
 import threading
@@ -52,6 +54,50 @@ def test_the_card_of_a_dead_process_is_not_there(tmp_path):
     assert discovery.find(config(tmp_path)) == []
 
 
+def test_an_engine_that_comes_again_takes_the_place_of_its_killed_forerunner(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = FileRegistry(tmp_path)
+    left.enter({card(pid=gone.pid).name("dynamo"): msgspec.json.encode(card(pid=gone.pid))})
+    kept = Registration(FileRegistry(tmp_path), [card()], "dynamo")
+    assert [each.pid for each in entered(tmp_path, 1)] == [os.getpid()]
+    left.withdraw()  # and who withdraws late takes nothing but its own
+    assert len(discovery.find(config(tmp_path))) == 1
+    kept.close()
+    assert discovery.find(config(tmp_path)) == []
+
+
+def test_a_card_is_not_written_again_while_it_is_there(tmp_path):
+    place = FileRegistry(tmp_path)
+    cards = {card().name("dynamo"): msgspec.json.encode(card())}
+    place.enter(cards)
+    (file,) = tmp_path.rglob("*.json")
+    before = file.stat().st_ino
+    place.enter(cards)
+    assert file.stat().st_ino == before
+
+
+def test_nobody_else_enters_our_directories_at_any_level(tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "kvbm").mkdir(mode=0o755)  # of an earlier release
+    place = FileRegistry(tmp_path)
+    place.enter({card("worker").name("dynamo"): b"{}"})
+    ours = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(ours) == 4
+    assert {stat.S_IMODE(path.stat().st_mode) for path in ours} == {0o700}
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the place of another user")
+@pytest.mark.parametrize("level", ["kvbm", "kvbm/dynamo"])
+def test_a_directory_of_somebody_else_is_not_used(tmp_path, level):
+    (tmp_path / level).mkdir(parents=True)
+    os.chown(tmp_path / level, 12345, 12345)
+    with pytest.raises(OSError, match="DYN_FILE_KV"):
+        FileRegistry(tmp_path).enter({card().name("dynamo"): b"{}"})
+    assert list(tmp_path.rglob("*.json")) == []
+
+
 def test_a_card_that_was_taken_away_comes_back(tmp_path):
     kept = Registration(FileRegistry(tmp_path), [card()], "dynamo", every=0.05)
     try:
@@ -89,6 +135,66 @@ def test_a_registry_that_cannot_be_reached_costs_a_sentence(tmp_path, caplog):
     etcd = Registration(discovery.EtcdRegistry("http://127.0.0.1:1"), [card()], "dynamo", every=0.05)
     wait_for_complaints(2)
     etcd.close()
+
+
+@pytest.fixture
+def stranger():
+    """Answers whatever it is asked with what is no HTTP, as a port of TLS does."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listening.accept()
+                with client:
+                    client.recv(1000)
+                    client.sendall(b"\x15\x03\x01\x00\x02\x02\x50\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield f"127.0.0.1:{listening.getsockname()[1]}"
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join()
+
+
+def tried_again(place, caplog):
+    """How often the registry was tried, once it has been said that it cannot be reached."""
+    tries = []
+    enter = place.enter
+    place.enter = lambda cards: (tries.append(1), enter(cards))
+    kept = Registration(place, [card()], "dynamo", every=0.02)
+    deadline = time.monotonic() + 60
+    while len(tries) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kept.close()
+    assert caplog.text.count("KVBM is not registered for now") == 1
+    return len(tries)
+
+
+def test_an_etcd_that_is_none_costs_a_sentence_and_is_tried_again(stranger, caplog):
+    assert tried_again(discovery.EtcdRegistry(stranger), caplog) >= 4
+    assert "BadStatusLine" in caplog.text
+    with pytest.raises(OSError, match="ETCD_ENDPOINTS wants addresses"):
+        discovery.EtcdRegistry(stranger).entries("kvbm/")
+
+
+@pytest.mark.parametrize("answer", [{}, {"result": None}, KeyError("ID"), ["?"]])
+def test_an_etcd_that_talks_nonsense_is_tried_again(answer, caplog):
+    place = discovery.EtcdRegistry("http://127.0.0.1:1")
+
+    def call(method, body):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    place._call = call
+    assert tried_again(place, caplog) >= 4
+
+
+def test_an_address_that_is_none_is_named(caplog):
+    assert tried_again(discovery.EtcdRegistry("http://etcd:port"), caplog) >= 4
+    assert "http://etcd:port" in caplog.text
 
 
 def controller():

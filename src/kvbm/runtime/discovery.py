@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import logging
 import os
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbm.config import Config
+from kvbm.storage.lock import private_directory
 
 logger = logging.getLogger("kvbm")
 
@@ -71,7 +73,10 @@ class EtcdRegistry:
             if int(answer.get("result", {}).get("TTL", 0)) > 0:
                 return
             self._lease = None  # it ran out while etcd was not to be reached
-        lease = str(self._call("lease/grant", {"TTL": self._lease_seconds})["ID"])
+        granted = self._call("lease/grant", {"TTL": self._lease_seconds})
+        if "ID" not in granted:
+            raise OSError(f"etcd grants no lease: {granted}")
+        lease = str(granted["ID"])
         for name, card in cards.items():
             self._call("kv/put", {"key": _text(name.encode()), "value": _text(card), "lease": lease})
         self._lease = lease
@@ -100,8 +105,10 @@ class EtcdRegistry:
                 if method == "lease/keepalive":
                     return {}
                 error = OSError(f"{endpoint}: {refused}")
-            except (OSError, ValueError, msgspec.MsgspecError) as failed:
+            except OSError as failed:
                 error = failed
+            except (ValueError, http.client.HTTPException, msgspec.MsgspecError) as failed:
+                error = OSError(f"{endpoint}: {failed!r}; ETCD_ENDPOINTS wants addresses such as http://localhost:2379")
         raise OSError(str(error)) from error
 
 
@@ -110,31 +117,37 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class FileRegistry:
-    """A file a card, that only its owner can read. Those of processes that are gone are not there."""
+    """A file a card, that only its owner can read. Those of processes that are gone are not there.
+
+    The directory is Dynamo's; what is below ``kvbm`` is ours, and nobody else's.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._made: list[Path] = []
+        self._made: dict[Path, bytes] = {}
 
     def enter(self, cards: dict[str, bytes]) -> None:
         for name, card in cards.items():
             path = self._directory / f"{name}.json"
-            if path.exists():
+            # A process that was killed may have left a card of the same name.
+            if _content(path) == card:
                 continue
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for level in reversed(path.relative_to(self._directory).parents[:-1]):
+                private_directory(self._directory / level, "DYN_FILE_KV")
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
             with os.fdopen(handle, "wb") as file:
                 file.write(card)
             os.replace(temporary, path)
-            self._made.append(path)
+            self._made[path] = card
 
     def withdraw(self) -> None:
-        for path in self._made:
-            path.unlink(missing_ok=True)
+        for path, card in self._made.items():
+            if _content(path) == card:
+                path.unlink(missing_ok=True)
             for parent in list(path.parents)[: len(path.relative_to(self._directory).parts) - 1]:
                 with contextlib.suppress(OSError):
                     parent.rmdir()  # only if it is empty
-        self._made = []
+        self._made = {}
 
     def entries(self, prefix: str) -> dict[str, bytes]:
         found = {}
@@ -145,6 +158,13 @@ class FileRegistry:
                 if name.startswith(prefix) and Path(f"/proc/{msgspec.json.decode(card, type=Card).pid}").exists():
                     found[name] = card
         return found
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def registry(config: Config) -> Registry | None:
@@ -184,7 +204,7 @@ class Registration:
                 if not well:
                     logger.info("KVBM is registered again")
                 well = True
-            except OSError as error:
+            except Exception as error:
                 if well:
                     logger.warning("KVBM is not registered for now: %s. Nothing else depends on it.", error)
                 well = False
@@ -194,7 +214,7 @@ class Registration:
     def close(self) -> None:
         self._over.set()
         self._thread.join(timeout=10)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self._place.withdraw()
 
 
