@@ -75,6 +75,13 @@ def test_everything_is_emptied(server, leader):
     assert held(leader) == {"HOST": set(), "DISK": set()}
 
 
+def test_an_emptied_tier_is_told_of_once_and_not_block_by_block(server, leader):
+    told = []
+    leader.manager.pools[Tier.HOST].on_gone = lambda keys: told.append(set(keys))
+    ask(server.address, {"do": "reset", "tier": "host"})
+    assert told == [set(HOST_KEYS)]
+
+
 def test_single_blocks_are_forgotten_by_any_of_their_names(server, leader):
     blocks = [number(HOST_KEYS[1]), str(number(HOST_KEYS[2])), HOST_KEYS[3].hex(), 12345]
     answer = ask(server.address, {"do": "reset", "tier": "host", "blocks": blocks})

@@ -279,6 +279,24 @@ def test_a_dropped_block_is_gone_and_its_slot_free():
     assert not pool.drop(b"a")
 
 
+def test_many_dropped_blocks_are_told_of_in_one_go():
+    """Whoever keeps an index of them takes a lock and wakes a thread for each call, while the engine waits."""
+    pool = Pool(4)
+    slots = pool.allocate([b"a", b"b", b"c", b"d"])
+    pool.publish(slots[:3])
+    pool.pin(slots[1:2])
+    told, gone = [], []
+    pool.on_change = lambda keys, findable: told.append((list(keys), findable))
+    pool.on_gone = lambda keys: gone.append(list(keys))
+    assert pool.drop_many([b"a", b"b", b"x", b"d", b"a"]) == 2
+    assert told == [([b"a", b"b"], False)]
+    assert gone == [[b"a", b"b"]]
+    assert list(pool.findable) == [b"c"]
+    assert (pool.free, pool.pinned, pool.writing) == (1, 1, 1)
+    assert pool.drop_many([b"x"]) == 0
+    assert len(told) == len(gone) == 1
+
+
 def test_a_block_dropped_under_its_reader_is_gone_at_once_and_its_slot_later():
     pool = filled("ab")
     pool.pin([0])

@@ -233,12 +233,15 @@ class Pool:
 
     def drop(self, key: Key) -> bool:
         """Make a published block unfindable at once (it turned out bad). True when there was one."""
-        if not self._forget(key):
-            return False
-        self._changed((key,), False)
-        if self.on_gone is not None:
-            self.on_gone((key,))
-        return True
+        return self.drop_many((key,)) == 1
+
+    def drop_many(self, keys: Iterable[Key]) -> int:
+        """Drop those of the blocks that are published and return how many there were; all are told of in one go."""
+        gone = list(filter(self._forget, keys))
+        self._changed(gone, False)
+        if gone and self.on_gone is not None:
+            self.on_gone(gone)
+        return len(gone)
 
     def _forget(self, key: Key) -> bool:
         slot = self._published.pop(key, None)

@@ -342,7 +342,7 @@ class Leader:
         Unlike a reset it says nothing of the weights: other tiers keep theirs, and what is under way comes in as usual.
         """
         pool = self.manager.pools[tier]
-        return sum(map(pool.drop, list(pool.findable) if keys is None else keys))
+        return pool.drop_many(list(pool.findable) if keys is None else keys)
 
     def used(self, keys: Sequence[Key]) -> None:
         """A request has found these blocks, on whatever tier or on the device, and did not have to compute them."""
