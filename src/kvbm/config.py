@@ -761,6 +761,7 @@ class _Reading:
         sources[row.key] = ", ".join(sorted({given.source for given in self.backends.values()})) or DEFAULT
         if not self.problems:
             self._check_ports(values)
+            self._check_directories(values)
         if self.problems:
             raise ConfigError(*self.problems)
         unused = [given.name for key, given in self.given.items() if not _BY_KEY[key].used]
@@ -777,9 +778,24 @@ class _Reading:
             self.problems.append(f"{label}: expected {setting.kind.accepts()}{example}{hint}")
             return None
 
+    def _label(self, key: str, values: Mapping[str, Any]) -> str:
+        return _label(self.given.get(key, _Given(_BY_KEY[key].env, values[key], DEFAULT)))
+
+    def _check_directories(self, values: Mapping[str, Any]) -> None:
+        """One model has one directory in either place: in the same place, its two tiers would want the same files."""
+        host, disk = "host_persist_dir", "disk_cache_dir"
+        if not values["host_persist"] or not (values["disk_cache_gb"] or values["disk_cache_override_num_blocks"]):
+            return
+        if os.path.realpath(values[host]) == os.path.realpath(values[disk]):
+            self.problems.append(
+                f"{self._label(host, values)} and {self._label(disk, values)}: the host tier and the disk tier cannot "
+                "be kept in the same directory; leave KVBM_HOST_PERSIST_DIR at /dev/shm, or choose another filesystem "
+                "in memory, and a directory on disk for DYN_KVBM_DISK_CACHE_DIR"
+            )
+
     def _check_ports(self, values: Mapping[str, Any]) -> None:
         def label(key: str) -> str:
-            return _label(self.given.get(key, _Given(_BY_KEY[key].env, values[key], DEFAULT)))
+            return self._label(key, values)
 
         pub, ack = "leader_zmq_pub_port", "leader_zmq_ack_port"
         if values[pub] == values[ack]:

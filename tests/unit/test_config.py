@@ -602,3 +602,16 @@ def test_repr_has_what_was_set_and_no_more():
     assert repr(from_env(DYN_KVBM_CPU_CACHE_GB="2.5", KVBM_OFFLOAD_DECODE="0")) == (
         "Config(cpu_cache_gb=2.5, offload_decode=off)"
     )
+
+
+# ---- directories ----
+
+
+def test_host_memory_and_disk_are_not_kept_in_one_directory(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    both = {"disk_cache_dir": str(tmp_path), "host_persist_dir": str(tmp_path / "link"), "cpu_cache_gb": 1}
+    with pytest.raises(ConfigError, match=r"host_persist_dir=.* and disk_cache_dir=.*: .* cannot be kept in the same"):
+        from_extra(**both, host_persist=True, disk_cache_gb=1)
+    from_extra(**both, disk_cache_gb=1)
+    from_extra(**both, host_persist=True)
+    from_extra(**both | {"host_persist_dir": str(tmp_path / "other")}, host_persist=True, disk_cache_gb=1)

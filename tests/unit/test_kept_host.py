@@ -322,6 +322,18 @@ def test_the_leader_takes_over_only_what_the_ranks_have_compared(make, two_cache
     assert take_over(engine, a)[1] == {key_of(i) for i in range(4)}
 
 
+def test_who_cannot_keep_the_books_is_told_which_setting_to_change(make, place, monkeypatch, caplog):
+    monkeypatch.setattr("kvbm.runtime.kept.PATIENCE_SECONDS", 0)
+    engine = make()
+    monkeypatch.setattr("kvbm.runtime.kept.rows_of", lambda directory: [])
+    index = Index.open(*place, SLOTS)  # another leader
+    assert take_over(engine, CACHE)[0] is None
+    index.close()
+    assert "is in use by another engine" in caplog.text
+    assert "KVBM_HOST_PERSIST_DIR" in caplog.text
+    assert "DYN_KVBM_DISK_CACHE_DIR" not in caplog.text
+
+
 def test_two_caches_without_blocks_are_still_two(make):
     engine = make()
     assert take_over(engine, {**CACHE, "weights": "b"})[0] is None

@@ -22,7 +22,7 @@ from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.plans import Hello, StorePlan, Tier
 from kvbm.storage.index import Fingerprint, Index, cache_directory, fingerprint
-from kvbm.storage.kept import digest, rows_of
+from kvbm.storage.kept import DIRECTORY_SETTING, digest, rows_of
 from kvbm.storage.lock import PATIENCE_SECONDS
 
 logger = logging.getLogger("kvbm")
@@ -65,7 +65,15 @@ class KeptHost:
             )
             return None
         try:
-            index = Index.open(directory, names[0], pool.size, patience=PATIENCE_SECONDS, about=about, what="host tier")
+            index = Index.open(
+                directory,
+                names[0],
+                pool.size,
+                patience=PATIENCE_SECONDS,
+                about=about,
+                what="host tier",
+                setting=DIRECTORY_SETTING,
+            )
         except OSError as error:
             logger.warning("the host tier is not kept: %s", error)
             return None

@@ -526,8 +526,9 @@ def read_sums(path: Path) -> tuple[int, np.ndarray]:
     return 0, np.zeros(0, "<u8")
 
 
-def open_sums(path: Path, slots: int, slot_bytes: int) -> tuple[int, np.ndarray]:
-    """The file of checksums and what is in it. Of another geometry, or none of ours: every slot is empty."""
+def open_sums(path: Path, slots: int, slot_bytes: int, what: str = "disk tier") -> tuple[int, np.ndarray]:
+    """The file of checksums and what is in it. Of another geometry, or none of ours: every slot is empty. ``what`` it
+    belongs to goes into the log."""
     header = (_MAGIC + f"slot_bytes {slot_bytes}\n".encode()).ljust(_HEADER, b"\0")
     sums = np.zeros(slots, dtype="<u8")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -538,7 +539,7 @@ def open_sums(path: Path, slots: int, slot_bytes: int) -> tuple[int, np.ndarray]
             whole = len(records) // sums.itemsize
             sums[:whole] = np.frombuffer(records, "<u8", whole)
         elif os.fstat(fd).st_size:
-            logger.warning("disk tier: %s is not of slots of %d bytes; starting clean", path, slot_bytes)
+            logger.warning("%s: %s is not of slots of %d bytes; starting clean", what, path, slot_bytes)
             os.ftruncate(fd, 0)
         size = _HEADER + sums.nbytes
         if os.fstat(fd).st_size > size:

@@ -124,16 +124,17 @@ class Index:
         patience: float = 0.0,
         about: Mapping[str, str | int] | None = None,
         what: str = "disk tier",
+        setting: str = "DYN_KVBM_DISK_CACHE_DIR",
     ) -> Index:
         """Take the cache in ``directory`` (see :func:`cache_directory`) into use, or make one.
 
         Raises :class:`~kvbm.storage.lock.CacheInUse` when another engine uses it, and OSError when the directory cannot
         be used at all. Whatever else is wrong with the index, it is started clean and :attr:`started_clean` says why.
         ``about`` goes into cache.json beside the fingerprint; it is for people and not compared. ``what`` it is of goes
-        into the log.
+        into the log, and errors name the ``setting`` that the directory comes from.
         """
-        private_directory(directory)
-        lock = FileLock(directory / LOCK, patience)
+        private_directory(directory, setting)
+        lock = FileLock(directory / LOCK, patience, setting)
         database = None
         try:
             why = _compare(directory, fingerprint)

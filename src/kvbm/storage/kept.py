@@ -72,7 +72,7 @@ class KeptSlab(HostSlab):
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             _reserve(self._fd, path, length, setting)
             sums_path = path.with_name(path.name + SUMS_SUFFIX)
-            self._sums_fd, self._sums = open_sums(sums_path, slots, slot_bytes)
+            self._sums_fd, self._sums = open_sums(sums_path, slots, slot_bytes, "host tier")
             self._sums[there:] = 0
             super().__init__(slots * slot_bytes, setting, node, Shared(self._fd, 0, 1))
         except BaseException:
