@@ -18,6 +18,7 @@ from kvbm.cli.main import main
 from kvbm.doctor import gpu, memory, setup, tiers
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import HitRates, Saved
+from kvbm.storage.lock import FileLock
 from servers import free_port
 
 GOOD = {"DYN_KVBM_CPU_CACHE_GB": "0.1"}
@@ -155,6 +156,21 @@ def test_memory_that_is_kept_is_told_of_and_needs_room(ask, tmp_path, monkeypatc
     monkeypatch.undo()
     answer = ask("--quick", KVBM_HOST_PERSIST="1", KVBM_HOST_PERSIST_DIR=tmp_path / "missing", **GOOD)
     assert_wrong(answer, "memory-not-kept", "cannot be used", "/dev/shm")
+
+
+def test_memory_of_a_running_engine_is_not_called_left_over(ask, tmp_path):
+    place = tmp_path / "kvbm-model-1"
+    place.mkdir()
+    slabs = [place / f"rank-{rank}.slab" for rank in range(2)]
+    for slab in slabs:
+        slab.write_bytes(bytes(1 << 20))
+    lock = FileLock(slabs[0])
+    _, found = ask("--quick", KVBM_HOST_PERSIST_DIR=tmp_path, **GOOD)
+    assert found["memory-kept"]["text"].startswith("1.05 MB of memory are kept")
+    other = FileLock(slabs[1])
+    assert "memory-kept" not in ask("--quick", KVBM_HOST_PERSIST_DIR=tmp_path, **GOOD)[1]
+    lock.release()
+    other.release()
 
 
 def test_more_disk_than_there_is(ask, tmp_path):

@@ -16,6 +16,7 @@ from kvbm.doctor.base import Examination, bad, good, note
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import seconds, size
 from kvbm.storage.host import available_memory
+from kvbm.storage.lock import is_locked
 
 PROBE = 256 << 20
 READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0
@@ -100,7 +101,7 @@ def kept_bytes(folder: Path) -> int:
     found = 0
     for slab in folder.glob("kvbm-*/rank-*.slab"):
         with contextlib.suppress(OSError):
-            found += slab.stat().st_blocks * 512
+            found += 0 if is_locked(slab) else slab.stat().st_blocks * 512
     return found
 
 
