@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,8 +14,9 @@ import torch
 
 from kvbm import config as settings
 from kvbm.plans import Copy, LoadPlan, SpillPlan, StepPlan, StorePlan, Tier
-from kvbm.runtime.disk import Ascent, Disk, Stretch, behind, joined
+from kvbm.runtime.disk import Ascent, Disk, Stretch, behind, joined, measure
 from kvbm.runtime.rank import Rank
+from kvbm.storage.disk import DiskFile, FileIO
 from kvbm.transfer.base import Ticket
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -548,3 +551,30 @@ def test_a_step_that_nobody_ends_has_its_spills_written_with_the_next(make):
         results, _ = engine.until(lambda o: o.report.spills)
         found += results
     assert sorted((result.id, result.bad) for result in found) == [(5, []), (6, [])]
+
+
+class _Stuck(FileIO):
+    """A disk that takes no write to its end before the gate is open."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.written = []  # where
+
+    def write(self, fd, buffers, offset):
+        self.written.append(offset)
+        self.gate.wait(60)
+        return super().write(fd, buffers, offset)
+
+
+def test_what_was_to_be_tried_on_a_disk_that_hangs_is_not_written_later(tmp_path, monkeypatch):
+    """It would come on top of the blocks that lie there by then."""
+    monkeypatch.setattr("kvbm.runtime.disk._MEASURE_SECONDS", 0.05)
+    size, io = 256 << 10, _Stuck()
+    file = DiskFile(tmp_path / "rank-0.slab", 128, size, threads=1, io=io)
+    assert measure(file) is None
+    io.gate.set()
+    memory = mmap.mmap(-1, size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert file.write([100], [address], [b"tag"]).wait(60)
+    assert io.written == [0, 100 * size]  # of the trial only what had begun
+    file.close()

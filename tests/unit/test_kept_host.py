@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import logging
@@ -17,8 +18,11 @@ from kvbm.plans import Copy, Hello, StepPlan, StorePlan, Tier
 from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import make_manager
-from kvbm.storage.index import Index, cache_directory, fingerprint
+from kvbm.storage.index import LOCK, Index, cache_directory, fingerprint
 from kvbm.storage.kept import digest, rows_of
+from kvbm.storage.lock import CacheInUse, FileLock
+from kvbm.transfer import open_copier
+from kvbm.transfer.base import slots_tried
 
 CACHE = {"model": "some-model", "block_size": 16}
 SLOTS, BLOCKS = 16, 8
@@ -128,6 +132,35 @@ def test_a_store_that_began_on_top_of_a_kept_block_makes_it_unfit(make, place):
     engine.rank.close()
     enter(place, (1, 3), (2, 2))
     assert make().good == [2]
+
+
+def test_blocks_outlive_a_copier_that_tries_itself_out_on_their_slots(make, place, monkeypatch):
+    """As one for CUDA does when it is made, on as many slots as there are blocks in the engine's cache."""
+    engine = make()
+    engine.cache += 5
+    engine.store(7, [0, 3, BLOCKS - 1], [key_of(1), key_of(2), key_of(3)])
+    engine.step(keeps={7: True})
+    engine.rank.close()
+    enter(place, (1, 0), (2, 3), (3, BLOCKS - 1))
+
+    def open_and_try(device, layout, slab, *rest):
+        tried = slots_tried(layout.block_bytes, layout.num_blocks, slab.slots)
+        assert tried == BLOCKS
+        ctypes.memset(slab.address, 77, tried * layout.slot_bytes)
+        return open_copier(device, layout, slab, *rest)
+
+    monkeypatch.setattr("kvbm.runtime.rank.open_copier", open_and_try)
+    assert make().good == [0, 3, BLOCKS - 1]
+
+
+def test_ranks_read_the_index_side_by_side(place):
+    enter(place, (1, 3))
+    other = FileLock(place[0] / LOCK, shared=True)
+    assert rows_of(place[0]) == [(3, key_of(1))]
+    with pytest.raises(CacheInUse):
+        FileLock(place[0] / LOCK)
+    other.release()
+    FileLock(place[0] / LOCK).release()
 
 
 def test_another_model_has_memory_of_its_own(make, tmp_path):

@@ -99,6 +99,7 @@ _unsafe: list[object] = []
 def _over(operation: Operation, memory: object) -> bool:
     if operation.wait(_MEASURE_SECONDS):
         return True
+    operation.cancel()  # what was only to be tried shall not come on top of blocks later
     _unsafe.append(memory)
     return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.storage.lock import PATIENCE_SECONDS, private_directory
 from kvbm.storage.shared import SharingError
 from kvbm.transfer import open_copier
+from kvbm.transfer.base import slots_tried
 from kvbm.transfer.broadcast import Passing
 from kvbm.transfer.wire import Wire
 
@@ -269,16 +271,25 @@ class Rank:
             share = share._replace(writers=1)
             passing = Passing(self._wire, config.max_transfer_batch_size, config.max_concurrent_transfers)
         slab = self._carve(layout, slab)
-        copier = open_copier(
-            self._device, layout, slab, self.rank, config.inject_faults, config.staging_mb << 20, config.stores, passing
-        )
+        kept = slab if isinstance(slab, KeptSlab) else None
+        tried = slots_tried(layout.block_bytes, layout.num_blocks, slab.slots)
+        with nullcontext() if kept is None else kept.spared(tried):
+            copier = open_copier(
+                self._device,
+                layout,
+                slab,
+                self.rank,
+                config.inject_faults,
+                config.staging_mb << 20,
+                config.stores,
+                passing,
+            )
         file = self._file()
         disk = None if file is None else Disk(file, slab.address, config.disk_load_timeout_secs)
         # A disk with faults on purpose counts its calls, and shall strike those of a test.
         if file is not None and not config.inject_faults and (rate := measure(file)) is not None:
             self._rates[Tier.DISK] = rate
-        kept = slab if isinstance(slab, KeptSlab) else None
-        if kept is not None:  # after the copier, which has tried itself out on the slab
+        if kept is not None:
             self._kept, self._compared = held(kept, self._slots)
         return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk, kept)
 

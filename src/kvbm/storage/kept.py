@@ -93,6 +93,16 @@ class KeptSlab(HostSlab):
             raise _no_room(mapped_bytes(self.size), _free(self._fd), self.path, self._setting) from error
         return self
 
+    @contextlib.contextmanager
+    def spared(self, slots: int) -> Iterator[None]:
+        """Whatever is done to the first so many slots meanwhile, they hold after it what they did before."""
+        size = min(slots * self._bytes, self.size) if self.kept else 0
+        before = ctypes.string_at(self.address, size)
+        try:
+            yield
+        finally:
+            ctypes.memmove(self.address, before, size)
+
     def give_up(self) -> None:
         """Close it and give the memory back with all that was kept: who cannot use it needs it for something else."""
         self._pool.shutdown()
@@ -201,7 +211,8 @@ def rows_of(directory: Path) -> Rows:
     if not (directory / DATABASE).exists():
         return []
     try:
-        lock = FileLock(directory / LOCK, PATIENCE_SECONDS, DIRECTORY_SETTING)
+        # Shared: the ranks of an engine read it side by side, however many there are.
+        lock = FileLock(directory / LOCK, PATIENCE_SECONDS, DIRECTORY_SETTING, shared=True)
     except OSError as error:
         logger.warning("host tier: what is there from before cannot be used: %s", error.strerror or error)
         return []

@@ -25,12 +25,14 @@ class CacheRefused(OSError):  # noqa: N818
 
 
 class FileLock:
-    """An exclusive lock that ends with the process, however it ends.
+    """A lock that ends with the process, however it ends: of one owner, or of several who only read.
 
     A child made by fork would keep the lock after its parent's death, so it closes its copy at once.
     """
 
-    def __init__(self, path: Path, patience: float = 0.0, setting: str = "DYN_KVBM_DISK_CACHE_DIR") -> None:
+    def __init__(
+        self, path: Path, patience: float = 0.0, setting: str = "DYN_KVBM_DISK_CACHE_DIR", *, shared: bool = False
+    ) -> None:
         """Raises :class:`CacheInUse` when somebody else has the lock and keeps it for ``patience`` seconds.
 
         The workers of an engine that was killed may live a little longer than it did: who starts right after it waits.
@@ -38,7 +40,7 @@ class FileLock:
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                _take(self._fd, path, patience, setting)
+                _take(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, path, patience, setting)
                 if _is_at(self._fd, path):
                     break
                 os.close(self._fd)  # its last owner removed it: what is locked here is nothing any more
@@ -53,11 +55,11 @@ class FileLock:
             self._fd = -1
 
 
-def _take(fd: int, path: Path, patience: float, setting: str) -> None:
+def _take(fd: int, kind: int, path: Path, patience: float, setting: str) -> None:
     deadline = time.monotonic() + patience
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
             return
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):

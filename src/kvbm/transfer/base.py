@@ -18,6 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+_TRIED_BYTES = 256 << 20
+
+
+def slots_tried(block_bytes: int, num_blocks: int, slots: int) -> int:
+    """How many slots, from the first on, a copier may write to when it is made: it tries itself out on them."""
+    return max(1, min(num_blocks, slots, _TRIED_BYTES // block_bytes))
+
 
 class When(Enum):
     """By when the engine needs what a load brings."""

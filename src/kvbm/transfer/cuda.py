@@ -23,7 +23,7 @@ import torch
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout
-from kvbm.transfer.base import Copier, Ticket, When
+from kvbm.transfer.base import Copier, Ticket, When, slots_tried
 from kvbm.transfer.bulk_loads import BulkLoads, Fetch
 from kvbm.transfer.cuda_calls import batch_function, pin, unpin, wait_until
 from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
@@ -274,7 +274,8 @@ class CudaCopier(Copier):
     # -- start --------------------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """Compile every kernel now. Block 0 goes to slot 0 and back: nobody has put anything in either yet."""
+        """Compile every kernel now. Block 0 goes to slot 0 and back: nobody has put anything into either yet, or who
+        has will put it there again (:func:`~kvbm.transfer.base.slots_tried`)."""
         self.begin_step([])
         self._store_by_kernel([0], [0], self._engine_stream).wait()
         if self._engine is not None:
@@ -294,7 +295,7 @@ class CudaCopier(Copier):
     def _engine_is_enough(self) -> bool:
         """Store some blocks both ways and compare."""
         assert self._engine is not None
-        count = max(1, min(self._layout.num_blocks, self._slab.slots, (256 << 20) // self._layout.block_bytes))
+        count = slots_tried(self._layout.block_bytes, self._layout.num_blocks, self._slab.slots)
         blocks = list(range(count))
         rates = []
         for store in (self._store_by_kernel, self._engine.store):
