@@ -441,6 +441,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("runtime_enabled", "DYN_RUNTIME_ENABLED_KVBM", _SWITCH, False, EVENTS,
             "Register leader and workers where Dynamo's parts find each other, and take orders through Dynamo; without "
             "it neither etcd nor NATS is needed.", used=True),
+    Setting("control_dynamo", "KVBM_CONTROL_DYNAMO", _SWITCH, True, EVENTS,
+            "Take these orders through Dynamo, of anybody who reaches its request plane, which checks nobody. Off: "
+            "`kvbm control` alone gives orders.", used=True),
     # Dynamo's own variables, which it checks itself: whatever is in them, no engine ends for it.
     Setting("discovery_backend", "DYN_DISCOVERY_BACKEND", _TEXT, "etcd", EVENTS,
             "Where that is, as Dynamo reads it: etcd, or file for files on this machine. With anything else KVBM is "
@@ -538,6 +541,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     trtllm_zmq_port: int | None
     control: bool
     runtime_enabled: bool
+    control_dynamo: bool
     discovery_backend: str
     etcd_endpoints: str
     discovery_dir: str

@@ -14,7 +14,11 @@ import pytest
 import zmq
 
 from kvbm import config as settings
+from kvbm.core.keys import Scope
+from kvbm.core.pool import Pool
 from kvbm.events import launch
+from kvbm.events.outlet import Outlet
+from kvbm.plans import Tier
 
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(settings.__file__)))
 
@@ -28,6 +32,41 @@ def stored(names, tokens, parent=None, medium="GPU"):
 
 def removed(names, medium="GPU"):
     return {"type": "BlockRemoved", "block_hashes": names, "medium": medium}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the place of another user")
+def test_our_own_events_are_for_processes_of_the_same_user():
+    script = (
+        "import os, sys, zmq\nos.setuid(int(sys.argv[2]))\ncontext = zmq.Context()\nsocket = context.socket(zmq.SUB)\n"
+        "socket.subscribe(b'')\nsocket.connect(sys.argv[1])\nprint('connected', flush=True)\n"
+        "print('heard' if socket.poll(int(sys.argv[3]) * 1000) else 'nothing')\ncontext.destroy(linger=0)"
+    )
+    pool = Pool(1)
+    outlet = Outlet({Tier.HOST: pool}, block_size=2, rank=77)
+    key = b"k" * 32
+    pool.publish(pool.allocate([key]))
+    outlet.follow([key], [1, 2], 0, 1, Scope())
+    # The stranger comes first and waits until our own user has heard something.
+    listeners = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, outlet.endpoint, user, seconds], stdout=subprocess.PIPE, text=True
+        )
+        for user, seconds in (("12345", "3"), (str(os.getuid()), "60"))
+    ]
+    try:
+        assert [listener.stdout.readline() for listener in listeners] == ["connected\n"] * 2
+        deadline = time.monotonic() + 60
+        while any(listener.poll() is None for listener in listeners) and time.monotonic() < deadline:
+            outlet.tell_again()
+            outlet.pump()
+            time.sleep(0.02)
+        assert [listener.stdout.read() for listener in listeners] == ["nothing\n", "heard\n"]
+    finally:
+        for listener in listeners:
+            listener.kill()
+            listener.wait()
+            listener.stdout.close()
+        outlet.close()
 
 
 class Setup:

@@ -222,6 +222,31 @@ def test_with_the_switch_leader_and_workers_are_entered(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "heard"),
+    [
+        ({}, False),
+        ({"runtime_enabled": True}, True),
+        ({"runtime_enabled": True, "control_dynamo": False}, False),
+        ({"runtime_enabled": True, "control": False}, False),
+    ],
+)
+def test_orders_through_dynamo_are_taken_where_nothing_forbids_it(given, heard, tmp_path, monkeypatch):
+    opened = []
+
+    class Endpoint:
+        def __init__(self, control, namespace):
+            opened.append(control)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("kvbm.runtime.dynamo.is_installed", lambda: True)
+    monkeypatch.setattr("kvbm.runtime.dynamo.DynamoEndpoint", Endpoint)
+    Presence(config(tmp_path, **given), controller(), "e", "m", 1).close()
+    assert len(opened) == heard
+
+
 def test_a_backend_that_is_not_ours_costs_a_sentence(tmp_path, caplog):
     presence = Presence(config(tmp_path, runtime_enabled=True, discovery_backend="mem"), controller(), "e", "m", 1)
     presence.close()

@@ -1,6 +1,7 @@
 """Our tiers' events on a socket of our own, for engines whose publisher cannot carry them; the consolidator listens.
 
-In vLLM's format. Called from the engine's scheduler thread; a socket that drops rather than waits.
+In vLLM's format. Called from the engine's scheduler thread; a socket that drops rather than waits. Events carry the
+tokens of prompts and the names of tenants: only processes of the same user are let in.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Outlet:
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(MOST_WAITING)
         try:
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             self._socket.bind(self.endpoint)
         except zmq.ZMQError:
             self.close()

@@ -4,7 +4,7 @@
 
 A process of its own beside the engine: Dynamo's runtime may end its process when it has lost etcd, and no engine ends
 for that. Dynamo itself registers it, as ``<namespace>.kvbm.control`` and with a lease; :class:`BlockManagerClient` is
-the other end.
+the other end. Nobody who asks is checked here: whoever reaches Dynamo's request plane is heard (KVBM_CONTROL_DYNAMO).
 """
 
 from __future__ import annotations

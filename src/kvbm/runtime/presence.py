@@ -44,7 +44,7 @@ class Presence:
             more = {"role": "leader", "model": model, "control": address, "metrics": metrics}
             cards.append(msgspec.structs.replace(worker, **more))
             self._registration = discovery.Registration(place, cards, config.dynamo_namespace)
-        if self.control is None:
+        if self.control is None or not config.control_dynamo:
             return
         if dynamo.is_installed():
             self._endpoint = dynamo.DynamoEndpoint(address, config.dynamo_namespace)
