@@ -186,6 +186,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     kept: bytes = b""
     # What tells that index from any other: the bits mean nothing beside a different one.
     compared: bytes = b""
+    # The name of the directory that its blocks on disk lie in, where it has a disk.
+    disk: str = ""
 
 
 _T = TypeVar("_T")

@@ -1,5 +1,7 @@
 """The leader's start: which disk all ranks can use together, and what it holds from the engine before."""
 
+from pathlib import Path
+
 import pytest
 
 from kvbm import config as settings
@@ -7,6 +9,7 @@ from kvbm.core.cost import Rate
 from kvbm.plans import Hello, Tier
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.tiers import DiskTier, make_manager, measured
+from kvbm.storage.index import cache_directory, fingerprint
 
 HOST, DISK = Tier.HOST, Tier.DISK
 CACHE = {"model": "m", "pipeline_parallel": 1}
@@ -18,9 +21,10 @@ def config(folder, **values):
     )
 
 
-def hello(rank=0, disk=20, layout="2*x", rate=None):
+def hello(rank=0, disk=20, layout="2*x", rate=None, cache=CACHE):
     rates = {} if rate is None else {DISK: rate}
-    return Hello(rank, 100, {HOST: 10, **({DISK: disk} if disk else {})}, layout, rates=rates)
+    name = cache_directory(Path(), fingerprint(cache, layout)).name
+    return Hello(rank, 100, {HOST: 10, **({DISK: disk} if disk else {})}, layout, rates=rates, disk=name)
 
 
 def test_the_disk_is_as_large_as_that_of_the_poorest_rank(tmp_path):
@@ -42,7 +46,16 @@ def test_what_the_engine_before_has_written_is_found(tmp_path):
     second = DiskTier.open(config(tmp_path), [hello()], CACHE)
     assert [second.pool.find(key) for key in (b"a", b"b")] == [3, 7]
     second.index.close()
-    assert DiskTier.open(config(tmp_path), [hello()], {**CACHE, "model": "other"}).pool.published == 0
+    other = {**CACHE, "model": "other"}
+    assert DiskTier.open(config(tmp_path), [hello(cache=other)], other).pool.published == 0
+
+
+def test_the_leader_reads_no_index_but_that_of_the_ranks(tmp_path, caplog):
+    """Both work out which cache is theirs, at different times: the model's folder may have moved between them."""
+    moved = {**CACHE, "weights": "moved"}
+    assert DiskTier.open(config(tmp_path), [hello(0), hello(1, cache=moved)], CACHE) is None
+    assert "The model's files have changed while the engine started" in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_in_use_is_left_alone_with_a_sentence(tmp_path, caplog, monkeypatch):
@@ -55,14 +68,15 @@ def test_a_cache_in_use_is_left_alone_with_a_sentence(tmp_path, caplog, monkeypa
 
 
 def test_ranks_of_different_layouts_share_a_cache_only_as_stages_of_a_pipeline(tmp_path, caplog):
+    stages = {**CACHE, "pipeline_parallel": 2}
     hellos = [hello(0, layout="3*x"), hello(1, layout="2*x")]
     assert DiskTier.open(config(tmp_path), hellos, CACHE) is None
     assert "different kinds" in caplog.text
-    disk = DiskTier.open(config(tmp_path), hellos, {**CACHE, "pipeline_parallel": 2})
+    disk = DiskTier.open(config(tmp_path), [hello(i, layout=f"{3 - i}*x", cache=stages) for i in range(2)], stages)
     assert disk is not None
     disk.index.close()
-    hellos = [hello(0, layout="3*x"), hello(1, layout="2*y")]
-    assert DiskTier.open(config(tmp_path), hellos, {**CACHE, "pipeline_parallel": 2}) is None
+    hellos = [hello(0, layout="3*x", cache=stages), hello(1, layout="2*y", cache=stages)]
+    assert DiskTier.open(config(tmp_path), hellos, stages) is None
 
 
 @pytest.mark.parametrize(

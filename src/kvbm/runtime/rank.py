@@ -215,8 +215,10 @@ class Rank:
         if self.layout is None or self._slab is None:
             return None
         slots = {Tier.HOST: self._slots}
+        disk = ""
         if (file := self._file()) is not None:
             slots[Tier.DISK] = file.slots
+            disk = file.path.parent.name
         return Hello(
             self.rank,
             self.layout.block_bytes,
@@ -226,6 +228,7 @@ class Rank:
             self._rates,
             self._kept,
             self._compared,
+            disk,
         )
 
     def open(self) -> Hello | None:

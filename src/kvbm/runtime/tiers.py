@@ -38,6 +38,13 @@ class DiskTier:
             logger.warning("there is no disk tier: the ranks have layers of different kinds, and no common cache")
             return None
         directory = cache_directory(config.disk_cache_dir, names[0])
+        if others := {hello.disk for hello in hellos} - {directory.name}:
+            logger.warning(
+                "there is no disk tier: the leader's cache is %s, and ranks have %s. The model's files have changed "
+                "while the engine started: start it again",
+                directory.name, ", ".join(sorted(others)),
+            )  # fmt: skip
+            return None
         try:
             index = Index.open(
                 directory,
