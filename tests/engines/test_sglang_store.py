@@ -389,6 +389,35 @@ def test_other_ranks_read_what_one_has_written(stores, tmp_path):
     reader.close()
 
 
+def test_a_reader_is_closed_while_others_ask_and_read(stores, tmp_path):
+    store = stores(0, 50, shown=lambda directory, slots: KeyMap(directory / MAP, slots))
+    put(store, range(50))
+    for _ in range(10):
+        reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+        began, errors = threading.Barrier(4), []
+
+        def use(what, reader=reader, began=began, errors=errors):
+            began.wait()
+            try:
+                while any(what(reader)):
+                    pass
+            except Exception as error:
+                errors.append(error)
+
+        ways = (lambda it: it.has(keys(*range(50))), lambda it: [it.count(keys(*range(50)))], lambda it: get(it, [3]))
+        threads = [threading.Thread(target=use, args=(way,)) for way in ways]
+        for thread in threads:
+            thread.start()
+        began.wait()
+        time.sleep(0.01)
+        reader.close()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert errors == []
+        reader.close()
+
+
 def test_a_reader_that_comes_too_late_for_a_slot_gets_nothing_of_another_page(stores, tmp_path):
     store = stores(disk=32, shown=lambda directory, slots: KeyMap(directory / MAP, slots))
     put(store, range(32))

@@ -138,49 +138,52 @@ class Reader:
     def count(self, keys: Sequence[Key]) -> int:
         has = self.has(keys)
         found = has.index(False) if False in has else len(has)
-        self.lookups.add(len(keys), {Tier.DISK: found} if found else {})
-        self.counts.matched_blocks[Tier.DISK] = self.counts.matched_blocks.get(Tier.DISK, 0) + found
+        with self._lock:
+            self.lookups.add(len(keys), {Tier.DISK: found} if found else {})
+            self.counts.matched_blocks[Tier.DISK] = self.counts.matched_blocks.get(Tier.DISK, 0) + found
         return found
 
     def has(self, keys: Sequence[Key]) -> list[bool]:
-        there = self._open()
-        return [there is not None and there.find(key) is not None for key in keys]
+        with self._lock:
+            there = self._open()
+            return [there is not None and there.find(key) is not None for key in keys]
 
     def _open(self) -> KeyMap | None:
-        """The writer's files, once it has made them."""
-        with self._lock:
-            now = time.monotonic()
-            if self._keys is None and now - self._looked > 1.0:
-                self._looked = now
-                try:
-                    slab = slab_path(self.directory, 0)
-                    self._file = os.open(slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
-                    self._sums = os.open(f"{slab}{SUMS_SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                    self._keys = KeyMap(self.directory / MAP)
-                except (OSError, ValueError):
-                    self._close_files()
-            return self._keys
+        """The writer's files, once it has made them. With the lock: nobody closes them meanwhile."""
+        now = time.monotonic()
+        if self._keys is None and now - self._looked > 1.0:
+            self._looked = now
+            try:
+                slab = slab_path(self.directory, 0)
+                self._file = os.open(slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+                self._sums = os.open(f"{slab}{SUMS_SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                self._keys = KeyMap(self.directory / MAP)
+            except (OSError, ValueError):
+                self._close_files()
+        return self._keys
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[Key], pages: Sequence[Page], patience: float) -> list[bool]:
         """As the store's: up to the first page that cannot be had, and nothing is written to a page afterwards."""
         arrived: list[bool] = []
-        there = self._open()
-        while there is not None and len(arrived) < len(keys) and all(arrived):
-            group = self._begin(there, keys[len(arrived) :])
+        while len(arrived) < len(keys) and all(arrived):
+            group = self._begin(keys[len(arrived) :])
             if not group:
                 break
             arrived += self._end(group, pages[len(arrived) :], patience)
-        self.counts.add_onboarded(Tier.DISK, sum(arrived))
+        with self._lock:
+            self.counts.add_onboarded(Tier.DISK, sum(arrived))
+            self.counts.failed_load_blocks += arrived.count(False)
         return arrived + [False] * (len(keys) - len(arrived))
 
-    def _begin(self, there: KeyMap, keys: Sequence[Key]) -> list[tuple[int, Future[bool]]]:
+    def _begin(self, keys: Sequence[Key]) -> list[tuple[int, Future[bool]]]:
         """Reads of as many pages as there is memory for."""
         reads: list[tuple[int, Future[bool]]] = []
         with self._lock:
+            there = self._open()
             for key in keys:
-                slot = there.find(key)
+                slot = there.find(key) if there is not None else None
                 if slot is None or not self._free:
                     break
                 place = self._free.pop()
@@ -196,8 +199,6 @@ class Reader:
                 good = False
             if good:
                 scatter(self._address + place * self._slot_bytes, page)
-            else:
-                self.counts.failed_load_blocks += 1
             arrived.append(good)
             # While a read is under way its place is nobody else's.
             read.add_done_callback(lambda _, place=place: self._free.append(place))
@@ -220,13 +221,14 @@ class Reader:
         """Nothing: the writer clears what is its own."""
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
         with self._lock:
             if self._keys is not None:
                 self._keys.close()
                 self._keys = None
-            self._close_files()
             self._looked = float("inf")
+        # Reads that are under way still have the files.
+        self._threads.shutdown(cancel_futures=True)
+        self._close_files()
 
     def _close_files(self) -> None:
         for fd in (self._file, self._sums):
