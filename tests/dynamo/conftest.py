@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stack import HOW, PROJECT, Servers, Stack, no_servers
+from stack import ANSWER, HOW, PROJECT, Servers, Stack, no_servers, prompt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,12 +49,12 @@ def without_servers(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def aggregated(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """`agg_kvbm.sh`: one worker that does everything, whose answers are the measure for all others."""
+def aggregated(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Prompt -> what `agg_kvbm.sh` answers, one worker that does everything: the measure for all others."""
     folder = tmp_path_factory.mktemp("aggregated")
     stack = Stack("agg_kvbm.sh", 1, model, folder, no_servers(folder))
     try:
         stack.ready(1)
-        yield stack
+        return {text: stack.chat(text, ANSWER)[0] for text in map(prompt, range(1, 5))}
     finally:
         stack.close()

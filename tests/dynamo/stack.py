@@ -25,6 +25,7 @@ from processes import Process
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 HOW = "`make test-dynamo` installs it"  # what is missing
+ANSWER = 12  # tokens of an answer that is compared
 START_SECONDS = 420  # several engines at once on a small, busy machine
 
 

@@ -39,6 +39,8 @@ case $KVBM_DEVICE in
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+    export PYTHONPATH=$here/cpu${PYTHONPATH:+:$PYTHONPATH} # NIXL must not take all cores for itself
     # float32: CPUs without AMX compute bfloat16 several times slower. 32: the attention kernel takes no smaller block.
     engine_args=(--dtype float32 --block-size 32 --max-model-len 2048 "${engine_args[@]}")
     ;;
