@@ -48,6 +48,15 @@ def without_servers(tmp_path: Path) -> dict[str, str]:
     return no_servers(tmp_path)
 
 
+@pytest.fixture
+def patient_servers(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Where four engines share two cores one of them may have no turn for longer than a lease lasts, or an entry in a
+    file, which never comes back."""
+    made = Servers(tmp_path)
+    yield {**made.env, "ETCD_LEASE_TTL": "300"}
+    made.close()
+
+
 @pytest.fixture(scope="session")
 def aggregated(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Prompt -> what `agg_kvbm.sh` answers, one worker that does everything: the measure for all others."""

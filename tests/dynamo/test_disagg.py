@@ -13,10 +13,10 @@ DECODE, PREFILL = 0, 1  # in the order of the script
 
 @pytest.mark.parametrize("decode_kvbm", ["0", "1"])
 def test_a_prefill_worker_brings_back_what_it_has_computed_before(
-    decode_kvbm, aggregated, model, tmp_path, without_servers
+    decode_kvbm, aggregated, model, tmp_path, patient_servers
 ):
     expected = aggregated[prompt(1)]
-    env = {**without_servers, "KVBM_DECODE": decode_kvbm}
+    env = {**patient_servers, "KVBM_DECODE": decode_kvbm}
     stack = Stack("disagg_kvbm.sh", 2, model, tmp_path, env)
     try:
         stack.ready(2)
@@ -44,8 +44,8 @@ def test_a_prefill_worker_brings_back_what_it_has_computed_before(
 
 
 @pytest.mark.parametrize("script", ["disagg_kvbm_2p2d.sh", "disagg_kvbm_router.sh"])
-def test_two_of_each_answer_as_one_does(script, aggregated, model, tmp_path, without_servers):
-    stack = Stack(script, 4, model, tmp_path, without_servers)
+def test_two_of_each_answer_as_one_does(script, aggregated, model, tmp_path, patient_servers):
+    stack = Stack(script, 4, model, tmp_path, patient_servers)
     try:
         stack.ready(4)
         for seed in range(1, 5):

@@ -35,7 +35,8 @@ NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 case $KVBM_DEVICE in
   cuda) ;;
   cpu)
-    NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+    # 300 s: on few cores a worker may have no turn for longer than the usual 30 s.
+    NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu","kv_connector_extra_config":{"kv_lease_duration":300}}'
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
