@@ -1,15 +1,17 @@
-"""Read by Python at its start: without a GPU NIXL's progress thread waits a millisecond between two looks.
+"""Read by Python at its start: without a GPU, whoever waits in a loop lets the others have a turn.
 
-Left to itself it does not wait at all, and vLLM has no setting for it: with such a thread in every worker a machine
-with few cores has no time left for anything else, and workers fall out of Dynamo's list because they cannot say in time
-that they live.
+NIXL's progress thread does not wait at all between two looks, and vLLM has no setting for it. vLLM's processes wait for
+each other with `sched_yield`, which some kernels take so literally that other programs stand still for half a minute.
+With two cores and two workers that ends Dynamo's leases. Here the first waits a millisecond and the others a tenth.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import os
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -41,4 +43,5 @@ def _patient(load: Any) -> Any:
     return exec_module
 
 
+os.sched_yield = lambda: time.sleep(1e-4)
 sys.meta_path.insert(0, _Finder())
