@@ -29,6 +29,30 @@ def model() -> str:
     return made.stdout.strip()
 
 
+@pytest.fixture
+def make_clockwork(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Makes engines that are stepped by hand: ``make_clockwork(kvbm={...}, heir=True, **options)``.
+
+    ``heir``: what its cache holds may be from requests of the engines before it.
+    """
+    pytest.importorskip("vllm")
+    from clockwork import Clockwork  # imports vLLM, which takes seconds
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    made: list[Clockwork] = []
+
+    def make(kvbm: dict[str, Any] | None = None, heir: bool = False, **options: Any) -> Clockwork:
+        engine = Clockwork(model, kvbm or {}, **options)
+        if heir and made:
+            engine._requests = made[-1]._requests
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
 @pytest.fixture(scope="session")
 def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFactory):
     """Runs steps in an engine of their own: ``run_scenario(steps, kvbm={...}, engine={...}, env={...})``.

@@ -119,6 +119,12 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [source.randrange(100, 49_000) for _ in range(tokens)]
 
 
+def numbers(seed: int, count: int) -> list[int]:
+    """Tokens for :class:`clockwork.Clockwork`."""
+    source = random.Random(seed)
+    return [source.randrange(1000, 9000) for _ in range(count)]
+
+
 def do(what: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
     """A step of a scenario: a method of driver.Scenario, and the name under which its result is found."""
     return {"do": what, "name": name, **arguments}

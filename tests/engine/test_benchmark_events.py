@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "events.py"
 SMALL = ["--blocks", "600", "--step", "40", "--steps", "5", "--rounds", "1"]
 
 
 @pytest.fixture
-def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmark_events", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def benchmark(benchmark_script):
+    return benchmark_script("events")
 
 
 def test_figures_are_written_down_and_a_missed_limit_fails_the_check(benchmark, monkeypatch, tmp_path, capsys):

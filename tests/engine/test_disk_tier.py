@@ -10,7 +10,7 @@ import random
 import subprocess
 
 import pytest
-from engines import EngineFailedError, do, generate, prompt
+from engines import EngineFailedError, do, generate, numbers, prompt
 
 from kvbm.plans import Tier
 
@@ -21,33 +21,13 @@ BLOCK = 4
 
 
 @pytest.fixture
-def make_engine(model, monkeypatch, tmp_path):
-    pytest.importorskip("vllm")
-    from clockwork import Clockwork  # imports vLLM, which takes seconds
-
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    made = []
-
-    def make(kvbm=None, **options):
-        disk = {
-            "disk_cache_override_num_blocks": 200,
-            "disk_cache_dir": str(tmp_path),
-            "disable_disk_offload_filter": True,
-        }
-        engine = Clockwork(model, {**disk, **(kvbm or {})}, **options)
-        if made:  # what its cache holds may be from requests of the engines before it
-            engine._requests = made[-1]._requests
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def numbers(seed: int, count: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(1000, 9000) for _ in range(count)]
+def make_engine(make_clockwork, tmp_path):
+    disk = {
+        "disk_cache_override_num_blocks": 200,
+        "disk_cache_dir": str(tmp_path),
+        "disable_disk_offload_filter": True,
+    }
+    return lambda kvbm=None, **options: make_clockwork({**disk, **(kvbm or {})}, heir=True, **options)
 
 
 PROMPT = numbers(1, 42)

@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from engines import EngineFailedError, do, generate, prompt
+from engines import EngineFailedError, do, generate, numbers, prompt
 
 from kvbm.plans import Tier
 from kvbm.storage import caches
@@ -18,29 +18,10 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
-def make_engine(model, monkeypatch, tmp_path):
-    pytest.importorskip("vllm")
-    from clockwork import Clockwork  # imports vLLM, which takes seconds
-
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+def make_engine(make_clockwork, monkeypatch, tmp_path):
     monkeypatch.setattr("kvbm.runtime.rank.PATIENCE_SECONDS", 0.1)
-    made = []
-
-    def make(kvbm=None, **options):
-        engine = Clockwork(model, {"host_persist": True, "host_persist_dir": str(tmp_path), **(kvbm or {})}, **options)
-        if made:  # what its cache holds may be from requests of the engines before it
-            engine._requests = made[-1]._requests
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def numbers(seed: int, count: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(1000, 9000) for _ in range(count)]
+    kept = {"host_persist": True, "host_persist_dir": str(tmp_path)}
+    return lambda kvbm=None, **options: make_clockwork({**kept, **(kvbm or {})}, heir=True, **options)
 
 
 PROMPT = numbers(1, 42)  # of ten blocks and a half

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from engines import numbers
 
 pytestmark = pytest.mark.engine
 
@@ -15,25 +16,8 @@ BLOCK = 4
 
 
 @pytest.fixture
-def make_engine(model, monkeypatch):
-    pytest.importorskip("vllm")
-    from clockwork import Clockwork  # imports vLLM, which takes seconds
-
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    made = []
-
-    def make(kvbm=None, **options):
-        made.append(Clockwork(model, kvbm or {}, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def numbers(seed: int, count: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(1000, 9000) for _ in range(count)]
+def make_engine(make_clockwork):
+    return make_clockwork
 
 
 PROMPT = numbers(1, 42)

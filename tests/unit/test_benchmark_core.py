@@ -1,22 +1,15 @@
 """The benchmark of the core still runs: small sizes, so that it says nothing about speed."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "core.py"
 SMALL = ["--blocks", "600", "--tokens", "1024", "--rounds", "2"]
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    spec = importlib.util.spec_from_file_location("benchmark_core", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "benchmark_core", module)
-    spec.loader.exec_module(module)
+def benchmark(benchmark_script, monkeypatch):
+    module = benchmark_script("core")
     monkeypatch.setattr(module, "LIMITS", dict.fromkeys(module.LIMITS, 1e9))
     return module
 

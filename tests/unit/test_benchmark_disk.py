@@ -1,23 +1,15 @@
 """The benchmark of the disk tier still runs: small sizes, so that it says nothing about speed."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "disk.py"
 SMALL = ["--gb", "0.01", "--slot-kb", "64", "--rounds", "1"]
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    spec = importlib.util.spec_from_file_location("benchmark_disk", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "benchmark_disk", module)
-    spec.loader.exec_module(module)
-    return module
+def benchmark(benchmark_script):
+    return benchmark_script("disk")
 
 
 def test_both_directions_are_measured_and_written_down(benchmark, monkeypatch, tmp_path, capsys):

@@ -17,10 +17,13 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from kvbm.config import Config
 from kvbm.plans import Copy
 from kvbm.storage.disk import DiskFile, Operation
+from kvbm.storage.faults import disk_io
 from kvbm.transfer.base import Ticket
 
 # Read as one: large enough for full speed, small enough for the copy of one part to run under the reading of the next.
@@ -34,7 +37,30 @@ _MEASURE_SECONDS = 3.0
 # How long the end of an engine waits for a disk that hangs.
 _CLOSE_SECONDS = 10.0
 
+# Host slots that blocks pass through, where no host tier is asked for.
+_FEWEST_BOUNCE_SLOTS = 8
+
 Send = Callable[[list[int], list[int]], Ticket]
+
+
+def open_file(config: Config, path: Path, slots: int, slot_bytes: int, rank: int, patience: float) -> DiskFile:
+    """A rank's file as the settings want it. ``patience``: for whoever still holds it."""
+    return DiskFile(
+        path,
+        slots,
+        slot_bytes,
+        allocator=config.disk_allocator_type,
+        direct=not config.disk_disable_o_direct,
+        zerofill=config.disk_zerofill_fallback,
+        threads=config.disk_threads,
+        patience=patience,
+        io=disk_io(config.inject_faults, rank),
+    )
+
+
+def bounce_slots(config: Config, slot_bytes: int) -> int:
+    """Slots of host memory that is but the way to the disk."""
+    return max(_FEWEST_BOUNCE_SLOTS, (config.disk_bounce_mb << 20) // slot_bytes)
 
 
 class Disk:

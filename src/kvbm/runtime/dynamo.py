@@ -21,7 +21,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from kvbm.runtime.control import OrderError, ask
+from kvbm.runtime.control import TIERS, OrderError, ask
 
 logger = logging.getLogger("kvbm")
 
@@ -47,8 +47,8 @@ class BlockManagerClient:
 
     async def status(self, level: str) -> dict[str, int]:
         pools = (await self._ask({"do": "status"}))["pools"]
-        names = {"g1": "device", "g2": "host", "g3": "disk", "g4": "object"}
-        name = names.get(level.lower(), level.lower())
+        tier = TIERS.get(level.lower())
+        name = "" if tier is None else tier.name.lower()
         if name not in pools:
             raise OrderError(f"level={level!r}: expected one of {', '.join(pools)}")
         return dict(pools[name])

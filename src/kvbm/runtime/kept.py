@@ -21,7 +21,7 @@ from kvbm.config import Config
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.plans import Hello, StorePlan, Tier
-from kvbm.storage.index import Fingerprint, Index, cache_directory, fingerprint
+from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.kept import DIRECTORY_SETTING, digest, rows_of
 from kvbm.storage.lock import PATIENCE_SECONDS
 
@@ -46,12 +46,12 @@ class KeptHost:
         """Take over what is there from before. None, with a sentence, when host memory ends with this engine."""
         if not all(hello.kept for hello in hellos):
             return None  # a rank that does not keep its own has said why
-        names = [fingerprint(cache, hello.layout) for hello in hellos]
-        if any(name != names[0] for name in names):
+        name = common_fingerprint(cache, (hello.layout for hello in hellos))
+        if name is None:
             logger.warning("the host tier is not kept: the ranks have layers of different kinds")
             return None
         pool = manager.pools[Tier.HOST]
-        directory = cache_directory(config.host_persist_dir, names[0])
+        directory = cache_directory(config.host_persist_dir, name)
         about: dict[str, str | int] = {
             "ranks": len(hellos),
             "block_bytes": sum(hello.block_bytes for hello in hellos),
@@ -67,7 +67,7 @@ class KeptHost:
         try:
             index = Index.open(
                 directory,
-                names[0],
+                name,
                 pool.size,
                 patience=PATIENCE_SECONDS,
                 about=about,

@@ -17,12 +17,11 @@ import torch
 
 from kvbm.config import Config, slots_for
 from kvbm.plans import Hello, Tier
-from kvbm.runtime.disk import Disk, measure
+from kvbm.runtime.disk import Disk, bounce_slots, measure, open_file
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import gds, numa
 from kvbm.storage.disk import DiskFile, DiskSpaceError
-from kvbm.storage.faults import disk_io
 from kvbm.storage.host import HostSlab
 from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
 from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, held
@@ -35,8 +34,6 @@ from kvbm.transfer.broadcast import Passing
 from kvbm.transfer.wire import Wire
 
 logger = logging.getLogger("kvbm")
-
-_FEWEST_BOUNCE_SLOTS = 8
 
 
 class Rank:
@@ -140,12 +137,21 @@ class Rank:
         """Slots for the memory that the user grants all ranks together."""
         config, kept = self._config, self.ranks // self._shared_by
         if self._disk is not None and not config.has_host_tier:
-            return max(_FEWEST_BOUNCE_SLOTS, (config.disk_bounce_mb << 20) // layout.slot_bytes)
-        slots = slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, layout.block_bytes * kept)
+            return bounce_slots(config, layout.slot_bytes)
+        return self._slots_for(
+            "DYN_KVBM_CPU_CACHE_GB",
+            config.cpu_cache_gb,
+            config.cpu_cache_override_num_blocks,
+            layout.block_bytes * kept,
+        )
+
+    def _slots_for(self, setting: str, gigabytes: float, override: int, block_bytes: int) -> int:
+        """Slots of a tier; ``block_bytes`` are those of all ranks together. Raises when there is not even one."""
+        slots = slots_for(gigabytes, override, block_bytes)
         if slots < 1:
             raise ValueError(
-                f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} holds no block: one block takes "
-                f"{layout.block_bytes * kept / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
+                f"{setting}={gigabytes:g} holds no block: one block takes {block_bytes / 1e9:.6f} GB over all "
+                f"{self.ranks} ranks. Set it to more than that."
             )
         return slots
 
@@ -159,12 +165,10 @@ class Rank:
                 raise ValueError("there is no disk tier for this engine yet: set DYN_KVBM_CPU_CACHE_GB")
             self._tell("there is no disk tier for this engine yet: DYN_KVBM_DISK_CACHE_GB has no effect")
             return
-        slots = slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, layout.block_bytes * self.ranks)
-        if slots < 1:
-            raise ValueError(
-                f"DYN_KVBM_DISK_CACHE_GB={config.disk_cache_gb:g} holds no block: one block takes "
-                f"{layout.block_bytes * self.ranks / 1e9:.6f} GB over all {self.ranks} ranks. Set it to more than that."
-            )
+        block_bytes = layout.block_bytes * self.ranks
+        slots = self._slots_for(
+            "DYN_KVBM_DISK_CACHE_GB", config.disk_cache_gb, config.disk_cache_override_num_blocks, block_bytes
+        )
         directory = cache_directory(config.disk_cache_dir, fingerprint(self._cache, layout.description))
         opener = ThreadPoolExecutor(1, thread_name_prefix="kvbm-disk-open")
         self._disk = opener.submit(self._make_file, directory, slots, layout.slot_bytes)
@@ -175,17 +179,7 @@ class Rank:
         config = self._config
         try:
             private_directory(directory)
-            return DiskFile(
-                slab_path(directory, self.rank),
-                slots,
-                slot_bytes,
-                allocator=config.disk_allocator_type,
-                direct=not config.disk_disable_o_direct,
-                zerofill=config.disk_zerofill_fallback,
-                threads=config.disk_threads,
-                patience=PATIENCE_SECONDS,
-                io=disk_io(config.inject_faults, self.rank),
-            )
+            return open_file(config, slab_path(directory, self.rank), slots, slot_bytes, self.rank, PATIENCE_SECONDS)
         except DiskSpaceError:
             raise
         except OSError as error:

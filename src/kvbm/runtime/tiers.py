@@ -14,7 +14,7 @@ from kvbm.core.pool import Pool
 from kvbm.plans import Hello, Tier
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.spills import Spills
-from kvbm.storage.index import Fingerprint, Index, cache_directory, fingerprint
+from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.lock import PATIENCE_SECONDS
 
 logger = logging.getLogger("kvbm")
@@ -33,11 +33,11 @@ class DiskTier:
         slots = min((hello.slots.get(Tier.DISK, 0) for hello in hellos), default=0)
         if slots < 1:
             return None  # a rank that has none has said why
-        names = [fingerprint(cache, hello.layout) for hello in hellos]
-        if any(name != names[0] for name in names):
+        name = common_fingerprint(cache, (hello.layout for hello in hellos))
+        if name is None:
             logger.warning("there is no disk tier: the ranks have layers of different kinds, and no common cache")
             return None
-        directory = cache_directory(config.disk_cache_dir, names[0])
+        directory = cache_directory(config.disk_cache_dir, name)
         if others := {hello.disk for hello in hellos} - {directory.name}:
             logger.warning(
                 "there is no disk tier: the leader's cache is %s, and ranks have %s. The model's files have changed "
@@ -48,7 +48,7 @@ class DiskTier:
         try:
             index = Index.open(
                 directory,
-                names[0],
+                name,
                 slots,
                 patience=PATIENCE_SECONDS,
                 about={"ranks": len(hellos), "block_bytes": sum(hello.block_bytes for hello in hellos)},

@@ -78,6 +78,12 @@ def fingerprint(cache: Fingerprint, layout: str) -> Fingerprint:
     return {**cache, "layout": layout.partition("*")[2] if cache.get("pipeline_parallel", 1) != 1 else layout}
 
 
+def common_fingerprint(cache: Fingerprint, layouts: Iterable[str]) -> Fingerprint | None:
+    """That of all ranks; None when their layers are of different kinds, so that no cache can be theirs together."""
+    first, *others = (fingerprint(cache, layout) for layout in layouts)
+    return first if all(other == first for other in others) else None
+
+
 def slab_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.slab"
 

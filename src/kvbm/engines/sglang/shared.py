@@ -27,6 +27,7 @@ from kvbm.engines.sglang.observed import Lookups
 from kvbm.engines.sglang.store import Page, scatter
 from kvbm.plans import Tier
 from kvbm.runtime.counts import Counts
+from kvbm.runtime.disk import bounce_slots
 from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
 from kvbm.storage.index import cache_directory, slab_path
 
@@ -127,7 +128,7 @@ class Reader:
         self._keys: KeyMap | None = None
         self._file = self._sums = -1
         self._looked = 0.0
-        slots = max(8, (config.disk_bounce_mb << 20) // self._slot_bytes)
+        slots = bounce_slots(config, self._slot_bytes)
         self._memory = mmap.mmap(-1, slots * self._slot_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = list(range(slots))  # places of the memory that no read writes to

@@ -24,8 +24,8 @@ from kvbm.core.pool import Pool
 from kvbm.engines.sglang.observed import Lookups
 from kvbm.plans import Copy, LoadPlan, SpillPlan, Tier
 from kvbm.runtime.counts import Counts
+from kvbm.runtime.disk import bounce_slots, open_file
 from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError, Operation
-from kvbm.storage.faults import disk_io
 from kvbm.storage.host import HostSlab
 from kvbm.storage.index import Index, cache_directory, slab_path
 
@@ -34,7 +34,6 @@ logger = logging.getLogger("kvbm")
 # A page, piece by piece: (address, bytes).
 Page = Sequence[tuple[int, int]]
 
-_FEWEST_SLOTS = 8
 _PATIENCE_SECONDS = 10.0  # for a cache that an engine which has just been killed still holds
 
 
@@ -88,8 +87,7 @@ class Store:
         self.directory: Path | None = None
         self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         self._persistent = not sizes.host  # a page counts as kept only when it is on disk
-        bounce = max(_FEWEST_SLOTS, (config.disk_bounce_mb << 20) // self._slot_bytes)
-        slots = sizes.host or bounce
+        slots = sizes.host or bounce_slots(config, self._slot_bytes)
         self._group = max(1, min(slots // 4, 32))  # pages that are moved together
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -121,17 +119,7 @@ class Store:
             self._index = Index.open(
                 directory, cache, slots, patience=_PATIENCE_SECONDS, about={"block_bytes": self.page_bytes}
             )
-            self._file = DiskFile(
-                slab_path(directory, rank),
-                slots,
-                self._slot_bytes,
-                allocator=config.disk_allocator_type,
-                direct=not config.disk_disable_o_direct,
-                zerofill=config.disk_zerofill_fallback,
-                threads=config.disk_threads,
-                patience=_PATIENCE_SECONDS,
-                io=disk_io(config.inject_faults, rank),
-            )
+            self._file = open_file(config, slab_path(directory, rank), slots, self._slot_bytes, rank, _PATIENCE_SECONDS)
         except OSError as error:
             if self._index is not None:
                 self._index.close()
