@@ -51,6 +51,10 @@ class FakeCopier(Copier):
     def begin_step(self, tickets):
         self._call("begin_step", list(tickets))
 
+    def prefetch(self, slots, tokens=0, whole=False):
+        self._call("prefetch", list(slots), tokens, whole)
+        return True
+
     def load(self, slots, blocks, after, when, tokens=0):
         self._call("load", list(slots), list(blocks), list(after), when)
         return self.ticket
@@ -245,3 +249,31 @@ def test_a_load_outside_the_step_may_be_started_early_too(worker, copier):
     outcome = step(worker, early)
     assert [call[0] for call in copier.calls].count("load") == 1
     assert outcome.arrived == {"request-1"}
+
+
+def test_a_load_outside_the_step_begins_to_come_near_before_the_forward_pass(worker, copier):
+    outside, inside = load(in_step=False), load(id=2, in_step=True)
+    plan = StepPlan([outside, inside])
+    worker.begin(plan)
+    worker.start_loads(plan)
+    assert [call[0] for call in copier.calls] == ["begin_step", "load", "prefetch"]  # what the step waits for is first
+    assert copier.calls[-1] == ("prefetch", [5, 6], 0, True)
+    worker.start_stores(plan)
+    worker.poll()
+    assert copier.calls[-1][0] == "load"
+    assert copier.calls[-1][-1] is When.LATER
+
+
+@pytest.mark.parametrize("slots", [[-1, -1], [5, 100]])
+def test_slots_that_are_none_are_not_fetched(slots, worker, copier):
+    outcome = step(worker, load(slots=slots))
+    assert not [call for call in copier.calls if call[0] == "prefetch"]
+    assert outcome.bad_blocks == {7, 8}
+
+
+def test_a_load_that_cannot_come_near_comes_all_the_same(worker, copier):
+    copier.fails = {"prefetch"}
+    outcome = step(worker, load())
+    assert outcome.arrived == {"request-1"}
+    assert not outcome.bad_blocks
+    assert sum(outcome.report.faults.values()) == 1

@@ -176,6 +176,10 @@ class CostModel:
         known = self._tiers[tier]
         return Rate(1 / known.byte.value, known.fixed.value)
 
+    def load_seconds(self, tier: Tier, size: int) -> float:
+        """To load ``size`` bytes, of one rank."""
+        return self._tiers[tier].seconds(size)
+
     def is_measured(self, tier: Tier) -> bool:
         """Whether :meth:`rate` comes from loads that were seen."""
         known = self._tiers[tier]

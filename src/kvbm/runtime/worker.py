@@ -196,10 +196,10 @@ class Worker:
             if store in self._stores:
                 self._stores[store].wait()
 
-    def prefetch(self, slots: list[int], tokens: int) -> bool:
+    def prefetch(self, slots: list[int], tokens: int, whole: bool = False) -> bool:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
         with annotate("copier.prefetch"):
-            return self._copier.prefetch(slots, tokens)
+            return self._copier.prefetch(slots, tokens, whole)
 
     def end_prefetch(self) -> None:
         self._copier.end_prefetch()
@@ -231,9 +231,21 @@ class Worker:
         for when in (When.NOW, When.BY_LAYER):
             if when in groups:
                 self._start(groups[when], when)
+        if self._put_off:
+            self._fetch_ahead(self._put_off[0])
 
     def _when(self, load: LoadPlan) -> When:
         return When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
+
+    def _fetch_ahead(self, load: LoadPlan) -> None:
+        """Begin with a load that was put off, as far as that takes no time: the bus need not wait for it."""
+        if len(load.copies) != 1 or load.copies[0].tier is not Tier.HOST:
+            return
+        try:
+            self._check_slots(Tier.HOST, load.copies[0].slots)
+            self.prefetch(load.copies[0].slots, 0, whole=True)
+        except Exception as error:
+            self._fault("prefetch", error)  # the load itself will show what can be had
 
     def _start_put_off(self) -> None:
         """Start the loads that no step waits for: milliseconds of work, which the requests that decode would notice

@@ -77,11 +77,12 @@ class Copier(ABC):
         """A load is about to come between two steps: it may begin when what the engine has submitted so far is over."""
         return
 
-    def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
-        """Begin to bring slots near, for a ``BY_LAYER`` load of the same slots that is expected in milliseconds.
+    def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
+        """Begin to bring slots near, for a load of the same slots that is expected in milliseconds.
 
-        False when this copier has no room of its own near the engine, or would not use it for such a load. The slots
-        must not change until that load, or until :meth:`end_prefetch`; a load of other slots ends it too.
+        ``whole``: no step will wait for its layers. False when this copier has no room of its own near the engine, or
+        would not use it for such a load. The slots must not change until that load, or until :meth:`end_prefetch`; a
+        load of other slots ends it too.
         """
         return False
 

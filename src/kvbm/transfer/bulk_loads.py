@@ -82,6 +82,7 @@ class BulkLoads:
         self._fetched = [torch.cuda.Event() for _ in self._buffers]
         self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0  # the buffer that is filled next
+        self._tail_read = torch.cuda.Event()  # the last layers of the load before
 
     def can_take(self) -> bool:
         """Whether there is more than one layer, and a block fits a buffer."""
@@ -91,6 +92,8 @@ class BulkLoads:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
         segments, row = self._all if whole else self._front
         fetch = Fetch(slots, segments, row, self._size // row)
+        # The copy engine would leave a kernel a third of the bus, and the request before this one waits for its layers.
+        self._fetch_stream.wait_event(self._tail_read)
         with annotate("copier.fetch"):
             for _ in self._buffers:
                 self._fetch(fetch)
@@ -114,6 +117,7 @@ class BulkLoads:
         kernel.release(indices)
         if fetch.segments < self._all[0]:
             kernel.to_device(fetch.sorted, targets, first=fetch.segments, signal=signal)
+            self._tail_read.record(stream)
 
     def drop(self, fetch: Fetch) -> None:
         """What was fetched is not wanted after all."""

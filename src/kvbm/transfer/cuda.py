@@ -173,10 +173,10 @@ class CudaCopier(Copier):
             ticket.hold(self._engine_stream)
         return ticket
 
-    def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
+    def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
         if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens):
             return False
-        self._prefetched = self._bulk.begin(slots)
+        self._prefetched = self._bulk.begin(slots, whole)
         return True
 
     def _take_prefetched(self, slots: Sequence[int]) -> Fetch | None:

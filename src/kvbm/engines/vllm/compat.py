@@ -135,6 +135,21 @@ def resumed_requests(cached: Any) -> set[str]:
     return set(getattr(cached, "resumed_req_ids", ()) or ())
 
 
+def tokens_left(request: Any) -> int:
+    """Tokens that a request may still be given."""
+    return int(request.max_tokens - request.num_output_tokens)
+
+
+def has_its_last_token(request: Any) -> bool:
+    """Whether a step that is under way computes a request's last token, so that no further one will have it.
+
+    What the scheduler itself asks when steps overlap; otherwise no step is under way when it schedules the next.
+    """
+    guessed = getattr(request, "num_output_placeholders", 0)
+    computed = request.num_computed_tokens + 2 - guessed
+    return bool(guessed and computed >= request.num_prompt_tokens + request.max_tokens)
+
+
 def layer_hooks(vllm_config: Any) -> tuple[int, bool]:
     """(tokens a request has at most in a decode step, whether every attention layer calls us in all other steps).
 

@@ -310,6 +310,8 @@ class SchedulerHalf:
             refused[reason] = refused.get(reason, 0) + found.blocks - decision.blocks
         if not decision.blocks:
             return 0, False
+        if decision.in_step and self._step_is_full(decision.blocks):
+            return None, False
         state.match = found.cut(decision.blocks)
         state.in_step = decision.in_step
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
@@ -319,9 +321,29 @@ class SchedulerHalf:
     def _decide(self, request: Any, found: Match) -> Decision:
         """How much of a match to load, and where."""
         computed = found.start * self._block_size
-        others = bool(self._active - {request.request_id})
+        others = self._others_go_on(request.request_id)
         rest = request.num_tokens - computed
         return self._cost.decide(found, self._block_bytes, self._block_size, computed, rest, others)
+
+    def _others_go_on(self, request_id: str) -> bool:
+        """Whether others would notice if the step took long. Who has its last token in a step under way would not."""
+        for other in self._active:
+            state = self._requests.get(other)
+            if other != request_id and not (state is not None and compat.has_its_last_token(state.request)):
+                return True
+        loading = (self._requests.get(load.request) for load in self._loads)
+        return any(state is not None and compat.tokens_left(state.request) > 1 for state in loading)
+
+    def _step_is_full(self, blocks: int) -> bool:
+        """Whether a load of so many blocks should wait for the next step, rather than hold up the loads of this one.
+
+        The bus brings one prompt after the other, whichever steps they are in, and the first to arrive can be answered
+        while the second is on its way. Only short ones share a step: it has a length of its own.
+        """
+        if not self._loads:
+            return False
+        blocks += sum(len(copy.blocks) for load in self._loads if load.in_step for copy in load.copies)
+        return self._cost.load_seconds(Tier.HOST, blocks * self._block_bytes) > self._cost.step_seconds
 
     def _may_wait(self, state: _Request, found: Match, tokens: int) -> bool:
         """Whether to ask again soon. What another request is bringing up from disk takes longer than a store does: it
