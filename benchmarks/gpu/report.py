@@ -4,7 +4,8 @@
 
 Reads what copies.py, ttft.py, disk.py, qps.py, interference.py and throughput.py have written. Writes ``DATE.md`` and,
 where matplotlib is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are shown one after the
-other, none is left out and none is averaged away.
+other, none is left out and none is averaged away. What somebody has to say of a run goes into its file, as a list of
+paragraphs called ``notes``.
 """
 
 from __future__ import annotations
@@ -211,8 +212,18 @@ def ttft_plot(axes: Any, record: dict[str, Any]) -> None:
         if floors[at] is not None:
             axes.plot([at - 0.3, at + 0.3], [floors[at]] * 2, color="black", linestyle="--")
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_yscale("log")
+    _log_scale(axes)
     axes.set_ylabel("ms to the first token of a returned prompt; dashed: the floor")
+
+
+def _log_scale(axes: Any) -> None:
+    """With plain numbers beside it, a few to a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def disk_plot(axes: Any, record: dict[str, Any]) -> None:
@@ -233,7 +244,7 @@ def qps_plot(axes: Any, record: dict[str, Any]) -> None:
     for kind in dict.fromkeys(line["kind"] for line in lines):
         mine = [line for line in lines if line["kind"] == kind and line["ttft_mean"] is not None]
         axes.plot([line["qps"] for line in mine], [line["ttft_mean"] for line in mine], "o-", label=kind)
-    axes.set_yscale("log")
+    _log_scale(axes)
     axes.set_xlabel("requests a second")
     axes.set_ylabel("mean seconds to the first token")
     if lines:
@@ -317,6 +328,7 @@ def page(records: list[tuple[Path, dict[str, Any]]], plots: dict[Path, str], fol
             command = " ".join(record.get("command", [name]))
             parts.append(f"`{command}`, {record['taken']}, all rows in [{path.name}]({link}).{dry}")
             parts.append(TABLES[name](record))
+            parts += record.get("notes", [])
             if path in plots:
                 parts.append(f"![{TITLES[name]}]({plots[path]})")
     return "\n\n".join(parts) + "\n"

@@ -75,7 +75,7 @@ def measure(task: Row, emit: Emit) -> None:
 def run_prompts(llm: Any, length: int, count: int, passes: int, emit: Emit, forget: Callable[[], None] = _pass) -> None:
     """All measurements of one length. ``forget`` is called before a prompt returns, where the GPU has room for more of
     them than there are."""
-    source = random.Random(7)
+    source = random.Random(length)  # no prompt begins like one of another length
 
     def run(prompt: Any, tokens: int = 1) -> tuple[Row, list[int]]:
         began = time.perf_counter()
