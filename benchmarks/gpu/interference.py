@@ -12,6 +12,9 @@ With vLLM alone the prompt is computed anew beside the others: that is what all 
 Right after it has been brought back the same prompt comes once more, its blocks still on the GPU. Then nothing is
 copied, and what the others notice (`on the GPU`) is vLLM's own work for a prompt of that length: taking in its tokens,
 giving it its blocks.
+
+The 99th percentile of a dozen steps is their worst. `stretch` is that of all quiet steps before a prompt and of those it
+takes, against the quiet ones alone: what one such prompt does to somebody who gets 250 tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -134,6 +137,7 @@ def watch(llm: Any, task: Row, emit: Emit) -> None:
 
     def come(guest: str, prompt: vllm_kinds.Tokens) -> Row:
         """Let a prompt come after some quiet steps, and see what the others notice."""
+        before = stepper.times[decoding[0]][-1]
         target = length_of(decoding[0]) + quiet
         stepper.step_until(lambda: length_of(decoding[0]) >= target, task["limit"])
         came = max(stepper.times[name][-1] for name in decoding)
@@ -155,6 +159,8 @@ def watch(llm: Any, task: Row, emit: Emit) -> None:
             "engine_ms": round((first - came) * 1e3, 3),
             "with_ms": [round(gap, 3) for gap in during],
             "without_ms": [round(gap, 3) for gap in gaps(ours, start, came)],
+            "steps_ms": [round(gap, 3) for gap in gaps({"": stepper.times[decoding[0]]}, came, left)],
+            "quiet_steps_ms": [round(gap, 3) for gap in gaps({"": stepper.times[decoding[0]]}, before, came)],
         }
 
     # The first return in an engine's life is not measured: it compiles what is left to compile.
@@ -189,11 +195,20 @@ def summarise(rows: list[Row]) -> list[Row]:
         line["on_gpu_cached"] = percentile([row["cached"] for row in own], 50) if own else None
         both = (line["with_p99_ms"], line["without_p99_ms"])
         line["p99_raised_percent"] = (both[0] / both[1] - 1) * 100 if all(both) else None
+        for name, some in (("", rounds), ("on_gpu_", own)):
+            line[f"{name}stretch_raised_percent"] = _raised_over_a_stretch(some)
         summary.append(line)
     return summary
 
 
-_COLUMNS = ("p50 without", "p50 with", "p99 without", "p99 on GPU", "p99 with", "max with", "p99 raised", "TTFT")
+def _raised_over_a_stretch(rounds: list[Row]) -> float | None:
+    """By how many per cent one return raises the p99 of a stretch of steps: those before it and those it takes."""
+    with_it = [percentile(row["quiet_steps_ms"] + row["steps_ms"], 99) for row in rounds if "steps_ms" in row]
+    without = [percentile(row["quiet_steps_ms"], 99) for row in rounds if "steps_ms" in row]
+    return (percentile(with_it, 50) / percentile(without, 50) - 1) * 100 if with_it else None
+
+
+_COLUMNS = ("p50 without", "p50 with", "p99 without", "p99 on GPU", "p99 with", "max with", "p99 raised", "stretch", "on GPU", "TTFT")
 HEADER = f"{'mode':<8}{'engine':<8}" + "".join(f"{name:>12}" for name in _COLUMNS)
 
 
@@ -208,6 +223,8 @@ def show(line: Row) -> str:
         "with_p99_ms",
         "with_max_ms",
         "p99_raised_percent",
+        "stretch_raised_percent",
+        "on_gpu_stretch_raised_percent",
         "ttft_ms",
     )
     cells = [
@@ -227,7 +244,7 @@ def main() -> int:
     )
     parser.add_argument("--others", type=int, default=16, metavar="N", help="requests that decode (16)")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="how often a prompt returns (8)")
-    parser.add_argument("--quiet", type=int, default=60, metavar="N", help="steps without it before each (60)")
+    parser.add_argument("--quiet", type=int, default=240, metavar="N", help="steps without it before each (240)")
     parser.add_argument(
         "--modes", nargs="+", choices=("eager", "graphs"), default=["graphs"], help="with CUDA graphs, or eager"
     )

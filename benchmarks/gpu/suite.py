@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--guest", type=int, default=32768, metavar="N", help="tokens of a prompt that returns (32768)")
     parser.add_argument("--others", type=int, default=16, metavar="N", help="requests that decode meanwhile (16)")
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="how often one returns (6)")
-    parser.add_argument("--quiet", type=int, default=30, metavar="N", help="steps without it before each (30)")
+    parser.add_argument("--quiet", type=int, default=240, metavar="N", help="steps without it before each (240)")
     parser.add_argument("--requests", type=int, default=64, metavar="N", help="of throughput (64)")
     parser.add_argument("--inputs", type=int, default=2048, metavar="N", help="tokens of each (2048)")
     parser.add_argument("--outputs", type=int, default=128, metavar="N", help="tokens it decodes (128)")

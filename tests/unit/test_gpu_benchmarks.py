@@ -531,7 +531,17 @@ def test_what_the_others_notice(gpu):
     assert (line["without_p99_ms"], line["with_p50_ms"], line["with_p99_ms"]) == (10.0, 11.0, 12.0)
     assert line["p99_raised_percent"] == pytest.approx(20.0)
     assert (line["rounds"], line["with_gaps"], line["without_gaps"], line["ttft_ms"]) == (3, 9, 6, 92.0)
+    assert line["stretch_raised_percent"] is None  # not in older files
     assert len(gpu.interference.show(line)) <= len(gpu.interference.HEADER)
+
+
+@pytest.mark.parametrize(("during", "raised"), [([15.0, 16.0], 0.0), ([50.0, 50.0, 50.0], 150.0)])
+def test_over_a_stretch_of_steps_one_slow_one_in_a_hundred_is_nobodys_business(gpu, during, raised):
+    quiet = [10.0] * 196 + [20.0] * 4
+    rows = [{**row, "quiet_steps_ms": quiet, "steps_ms": during} for row in interference_rows()]
+    (line,) = gpu.interference.summarise(rows)
+    assert line["stretch_raised_percent"] == pytest.approx(raised)
+    assert line["on_gpu_stretch_raised_percent"] is None
 
 
 # -- throughput -------------------------------------------------------------------------------------------------------
