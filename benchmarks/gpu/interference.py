@@ -13,8 +13,8 @@ Right after it has been brought back the same prompt comes once more, its blocks
 copied, and what the others notice (`on the GPU`) is vLLM's own work for a prompt of that length: taking in its tokens,
 giving it its blocks.
 
-The 99th percentile of a dozen steps is their worst. `stretch` is that of all quiet steps before a prompt and of those it
-takes, against the quiet ones alone: what one such prompt does to somebody who gets 250 tokens meanwhile.
+The 99th percentile of a dozen steps is their worst. `stretch` is that of all quiet steps before a prompt and of those
+it takes, against the quiet ones alone: what one such prompt does to somebody who gets 250 tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -208,7 +208,18 @@ def _raised_over_a_stretch(rounds: list[Row]) -> float | None:
     return (percentile(with_it, 50) / percentile(without, 50) - 1) * 100 if with_it else None
 
 
-_COLUMNS = ("p50 without", "p50 with", "p99 without", "p99 on GPU", "p99 with", "max with", "p99 raised", "stretch", "on GPU", "TTFT")
+_COLUMNS = (
+    "p50 without",
+    "p50 with",
+    "p99 without",
+    "p99 on GPU",
+    "p99 with",
+    "max with",
+    "p99 raised",
+    "stretch",
+    "on GPU",
+    "TTFT",
+)
 HEADER = f"{'mode':<8}{'engine':<8}" + "".join(f"{name:>12}" for name in _COLUMNS)
 
 

@@ -49,7 +49,7 @@ class Record:
         return {
             "benchmark": self.benchmark,
             "taken": self._taken,
-            "command": [Path(word).name if os.path.isabs(word) else word for word in sys.argv],
+            "command": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv],
             "machine": self._machine,
             "settings": self.settings,
             "rows": self.rows,

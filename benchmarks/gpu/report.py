@@ -145,7 +145,8 @@ def interference_table(record: dict[str, Any]) -> str:
         "p99 without": "without_p99_ms", "p99 on the GPU": "on_gpu_p99_ms", "p99 with": "with_p99_ms",
         "worst with": "with_max_ms",
         "p99 raised by %": "p99_raised_percent", "over a stretch, by %": "stretch_raised_percent",
-        "on the GPU, by %": "on_gpu_stretch_raised_percent", "TTFT of the prompt": "ttft_ms", "its cached tokens": "cached",
+        "on the GPU, by %": "on_gpu_stretch_raised_percent", "TTFT of the prompt": "ttft_ms",
+        "its cached tokens": "cached",
         "rounds": "rounds",
     }  # fmt: skip
     settings = record["settings"]

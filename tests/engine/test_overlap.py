@@ -104,11 +104,13 @@ def test_blocks_that_change_hands_are_read_first(mode, make_engine):
 
 def test_a_fence_names_the_stores_of_reallocated_blocks_and_no_others(make_engine):
     engine = make_engine({"inject_faults": "slow-store"}, blocks=31)
-    engine.add("first", numbers(2, 16), 1)
-    engine.add("second", numbers(3, 16), 1)
-    engine.submit()
-    stores = {store.id: set(store.copy.blocks) for store in engine.ranks[0].plan.stores}
+    stores = {}
+    for name, seed in (("first", 2), ("second", 3)):
+        engine.add(name, numbers(seed, 16), 1)
+        engine.submit()
+        stores |= {store.id: set(store.copy.blocks) for store in engine.ranks[0].plan.stores}
     assert len(stores) == 2
+    engine.process()
     engine.process()  # both are done, and their eight blocks free again, behind 22 that nobody has used
     engine.add("third", numbers(4, 60), 1)
     engine.submit()

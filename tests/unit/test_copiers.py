@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import product
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -162,6 +163,30 @@ def test_scribbling_destroys_just_the_blocks_named(cache):
     for block in range(BLOCKS):
         wanted = [torch.zeros_like(part) for part in before[block]] if block in (2, 9) else before[block]
         assert same(cache.read(block), wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("blocks", [[3], [5, 4, 17, 0]], ids=["one", "several"])
+def test_the_pieces_of_blocks_are_all_of_them(layout, blocks):
+    """What the copy engine is told, carried out by hand."""
+    import ctypes
+
+    from kvbm.transfer.engine_copies import Pieces
+
+    cache = Cache(layout, "cpu")
+    slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
+    try:
+        slots = [SLOTS - 1, 0, 7, 8][: len(blocks)]
+        cache.store(blocks, slots)
+        expected = [ctypes.string_at(cache.copier._slab.address + i * slab.slot_bytes, slab.slot_bytes) for i in slots]
+        targets, sources, sizes = Pieces(cache.layout, slab).of(np.array(blocks), np.array(slots))
+        assert len(targets) == len(sources) == len(sizes)
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+        assert [ctypes.string_at(slab.address + i * slab.slot_bytes, slab.slot_bytes) for i in slots] == expected
+    finally:
+        cache.copier.close()
+        slab.close()
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

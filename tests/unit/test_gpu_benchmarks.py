@@ -813,7 +813,7 @@ def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_pat
         assert f"## {title}" in page
     assert "| 1000 | eager | kvbm | 102.0 | 6.0 | 20.0 | 23.0 | 6.0 | 33.0 | 99.0 | 3 of 4 | 12.5 |" in page
     assert "- 1000 eager kvbm: 10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 22.0, 23.0" in page
-    assert "| graphs | kvbm | 10.0 | 11.0 | 10.0 | – | 12.0 | 12.0 | 20.0 | 92.0 | 990 | 3 |" in page
+    assert "| graphs | kvbm | 10.0 | 11.0 | 10.0 | – | 12.0 | 12.0 | 20.0 | – | – | 92.0 | 990 | 3 |" in page
     assert "| kvbm | 1.010 | 990 | -0.99 | +0.00, -4.76, -0.99 | 0 |" in page
     assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
     assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page

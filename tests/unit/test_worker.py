@@ -55,6 +55,9 @@ class FakeCopier(Copier):
         self._call("prefetch", list(slots), tokens, whole)
         return True
 
+    def end_prefetch(self):
+        self._call("end_prefetch")
+
     def load(self, slots, blocks, after, when, tokens=0):
         self._call("load", list(slots), list(blocks), list(after), when)
         return self.ticket
@@ -252,16 +255,22 @@ def test_a_load_outside_the_step_may_be_started_early_too(worker, copier):
 
 
 def test_a_load_outside_the_step_begins_to_come_near_before_the_forward_pass(worker, copier):
-    outside, inside = load(in_step=False), load(id=2, in_step=True)
-    plan = StepPlan([outside, inside])
+    plan = StepPlan([load(in_step=False)])
     worker.begin(plan)
-    worker.start_loads(plan)
-    assert [call[0] for call in copier.calls] == ["begin_step", "load", "prefetch"]  # what the step waits for is first
     assert copier.calls[-1] == ("prefetch", [5, 6], 0, True)
+    worker.start_loads(plan)
     worker.start_stores(plan)
     worker.poll()
-    assert copier.calls[-1][0] == "load"
-    assert copier.calls[-1][-1] is When.LATER
+    assert [call[0] for call in copier.calls] == ["begin_step", "prefetch", "load", "end_prefetch"]
+
+
+def test_what_a_step_waits_for_comes_before_what_it_does_not(worker, copier):
+    outside, inside = load(in_step=False), load(id=2, in_step=True, layered=True)
+    worker.begin(StepPlan([outside, inside]))
+    assert copier.calls == [("begin_step", [])]
+    worker.start_early(inside)
+    worker.begin(StepPlan([outside, inside]))
+    assert copier.calls[-1] == ("prefetch", [5, 6], 0, True)
 
 
 @pytest.mark.parametrize("slots", [[-1, -1], [5, 100]])
@@ -271,9 +280,31 @@ def test_slots_that_are_none_are_not_fetched(slots, worker, copier):
     assert outcome.bad_blocks == {7, 8}
 
 
+def test_nothing_is_fetched_for_a_load_that_cannot_come(worker, copier):
+    """What is fetched would lie in wait for a load of the same slots, when they hold something else."""
+    copier.fails = {"begin_step"}
+    outcome = step(worker, load())
+    assert outcome.bad_blocks == {7, 8}
+    assert not [call for call in copier.calls if call[0] in ("prefetch", "load")]
+    assert copier.calls[-1] == ("end_prefetch",)
+
+
 def test_a_load_that_cannot_come_near_comes_all_the_same(worker, copier):
     copier.fails = {"prefetch"}
     outcome = step(worker, load())
     assert outcome.arrived == {"request-1"}
     assert not outcome.bad_blocks
     assert sum(outcome.report.faults.values()) == 1
+
+
+def test_a_load_that_cannot_be_asked_whether_it_is_over_is_waited_for(worker, copier):
+    """Its blocks and slots are given to others as soon as it is said to have failed."""
+
+    class Dumb(FakeTicket):
+        def done(self):
+            raise OSError("who knows")
+
+    copier.ticket = Dumb(over=False)
+    outcome = step(worker, load())
+    assert copier.ticket.waited
+    assert outcome.bad_blocks == {7, 8}

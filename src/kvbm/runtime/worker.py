@@ -195,6 +195,7 @@ class Worker:
         for store in plan.settle:
             if store in self._stores:
                 self._stores[store].wait()
+        self._fetch_ahead(plan)
 
     def prefetch(self, slots: list[int], tokens: int, whole: bool = False) -> bool:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
@@ -231,19 +232,22 @@ class Worker:
         for when in (When.NOW, When.BY_LAYER):
             if when in groups:
                 self._start(groups[when], when)
-        if self._put_off:
-            self._fetch_ahead(self._put_off[0])
 
     def _when(self, load: LoadPlan) -> When:
         return When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
 
-    def _fetch_ahead(self, load: LoadPlan) -> None:
-        """Begin with a load that was put off, as far as that takes no time: the bus need not wait for it."""
-        if len(load.copies) != 1 or load.copies[0].tier is not Tier.HOST:
+    def _fetch_ahead(self, plan: StepPlan) -> None:
+        """Begin with the first load that will be put off, as far as that takes no time: the bus need not wait for the
+        end of the step. Not before loads that the step itself waits for."""
+        waiting = [load for load in plan.loads if load.id not in self._early]
+        if not waiting or not self._step_begun or any(load.in_step for load in waiting):
+            return
+        copies = waiting[0].copies
+        if len(copies) != 1 or copies[0].tier is not Tier.HOST:
             return
         try:
-            self._check_slots(Tier.HOST, load.copies[0].slots)
-            self.prefetch(load.copies[0].slots, 0, whole=True)
+            self._check(Tier.HOST, copies[0].slots, copies[0].blocks)
+            self.prefetch(copies[0].slots, 0, whole=True)
         except Exception as error:
             self._fault("prefetch", error)  # the load itself will show what can be had
 
@@ -251,9 +255,13 @@ class Worker:
         """Start the loads that no step waits for: milliseconds of work, which the requests that decode would notice
         before their step's forward pass has been submitted, but not after."""
         loads, self._put_off = self._put_off, []
+        if not loads:
+            return
         with self._spoiling(loads):
             for load in loads:
                 self._start([load], When.LATER)
+        # Should the load for which it was fetched not have come about, its slots may soon hold something else.
+        self._copier.end_prefetch()
 
     @contextmanager
     def _spoiling(self, loads: list[LoadPlan]) -> Iterator[None]:
@@ -463,11 +471,20 @@ class Worker:
             result = load.result()
         except Exception as error:
             self._fault("load", error)
+            self._outlast(load)
             load.spoil()
             result = LoadResult(load.plan.id, sorted(load.bad), missed=sorted(load.missed), late=load.owes)
         if result.late:
             self._late[load.plan.id] = load
         return result
+
+    def _outlast(self, load: _Load) -> None:
+        """A copy of which nobody can say whether it is over must not go on when others have its blocks and slots."""
+        for part in load.parts:
+            try:
+                part.ticket.wait()
+            except Exception as error:
+                self._fault("load", error)
 
     def _start(self, plans: list[LoadPlan], when: When) -> None:
         """One transfer for all these plans. What cannot be started has failed."""

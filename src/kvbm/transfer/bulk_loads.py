@@ -17,7 +17,10 @@ which brings layer after layer from the start, is the better way.
 
 A load that nobody computes on yet (*whole*) has all layers in its front. Beside requests that decode this is the gentle
 way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond, while a
-kernel that reads the bus would sit on a few multiprocessors all the time, which others count on.
+kernel that reads the bus would sit on a few multiprocessors all the time, which others count on. But the copy engine
+carries out one command after the other, and every step of the engine sends its own little inputs the same way. Behind
+commands of 8 ms, a buffer's worth, a step that takes 6 ms took 45. So there each slot is a command of its own
+(*gently*), for a millisecond or two of the CPU.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -50,11 +53,12 @@ class Fetch:
     They come in the order in which they lie in the slab, not in that of the request: neighbours are one copy.
     """
 
-    def __init__(self, slots: Sequence[int], segments: int, row: int, rows: int) -> None:
+    def __init__(self, slots: Sequence[int], segments: int, row: int, rows: int, gently: bool) -> None:
         self.slots = slots
         self.segments = segments  # of a slot's front
         self.row = row  # bytes of it
         self.rows = rows  # that a buffer takes
+        self.gently = gently  # in small commands
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
@@ -82,18 +86,17 @@ class BulkLoads:
         self._fetched = [torch.cuda.Event() for _ in self._buffers]
         self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0  # the buffer that is filled next
-        self._tail_read = torch.cuda.Event()  # the last layers of the load before
+        self._layers_read = torch.cuda.Event()  # by the kernel, of the load before
 
     def can_take(self) -> bool:
         """Whether there is more than one layer, and a block fits a buffer."""
         return self._front[0] > 0 and self._all[1] <= self._size
 
-    def begin(self, slots: Sequence[int], whole: bool = False) -> Fetch:
+    def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
         segments, row = self._all if whole else self._front
-        fetch = Fetch(slots, segments, row, self._size // row)
-        # The copy engine would leave a kernel a third of the bus, and the request before this one waits for its layers.
-        self._fetch_stream.wait_event(self._tail_read)
+        fetch = Fetch(slots, segments, row, self._size // row, gently)
+        self._fetch_stream.wait_event(self._layers_read)
         with annotate("copier.fetch"):
             for _ in self._buffers:
                 self._fetch(fetch)
@@ -117,7 +120,12 @@ class BulkLoads:
         kernel.release(indices)
         if fetch.segments < self._all[0]:
             kernel.to_device(fetch.sorted, targets, first=fetch.segments, signal=signal)
-            self._tail_read.record(stream)
+            self.come_after_layers()
+
+    def come_after_layers(self) -> None:
+        """Fetch nothing more before the kernel has read the layers of this load, for which a step waits: beside the
+        copy engine it would get a third of the bus."""
+        self._layers_read.record(self._stream)
 
     def drop(self, fetch: Fetch) -> None:
         """What was fetched is not wanted after all."""
@@ -131,15 +139,15 @@ class BulkLoads:
             return
         buffer = self._turn % len(self._buffers)
         self._fetch_stream.wait_event(self._emptied[buffer])
-        self._copy(slots, self._buffers[buffer], fetch.row)
+        self._copy(slots, self._buffers[buffer], fetch.row, fetch.gently)
         self._fetched[buffer].record(self._fetch_stream)
         self._turn += 1
         fetch.begun += 1
 
-    def _copy(self, slots: np.ndarray, target: int, row: int) -> None:
+    def _copy(self, slots: np.ndarray, target: int, row: int, gently: bool) -> None:
         pitch, stream = self._slab.slot_bytes, self._fetch_stream
         starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
-        if len(slots) < _LONG_RUN * len(starts):
+        if gently or len(slots) < _LONG_RUN * len(starts):
             sources = self._slab.address + slots * pitch
             self._batch(target + np.arange(len(slots), dtype=np.int64) * row, sources, row, stream)
             return

@@ -151,6 +151,8 @@ class CudaCopier(Copier):
             began = mark(stream)
             if fetched is None or self._bulk is None:
                 self._kernel.to_device(slots, blocks, signal=True)
+                if self._bulk is not None:
+                    self._bulk.come_after_layers()
             else:
                 self._bulk.place(fetched, blocks, signal=True)
             return EventTicket(began, mark(stream))
@@ -158,7 +160,7 @@ class CudaCopier(Copier):
     def _load_whole(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         fetched = self._take_prefetched(slots)
         if fetched is None and self._bulk is not None and len(slots) >= self._bulk_blocks:
-            fetched = self._bulk.begin(slots, whole=True)
+            fetched = self._bulk.begin(slots, whole=True, gently=when is When.LATER)
         stream = self._load_stream
         stream.wait_event(self._step_began)
         _hold(stream, after)
@@ -176,7 +178,7 @@ class CudaCopier(Copier):
     def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
         if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens):
             return False
-        self._prefetched = self._bulk.begin(slots, whole)
+        self._prefetched = self._bulk.begin(slots, whole, gently=whole)
         return True
 
     def _take_prefetched(self, slots: Sequence[int]) -> Fetch | None:

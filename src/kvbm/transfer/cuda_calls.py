@@ -17,8 +17,8 @@ import torch
 _HOST_TO_DEVICE = 1
 _PORTABLE = 1  # pinned memory that is usable from every context
 
-# (targets, sources, bytes of each, stream)
-BatchCopy = Callable[[np.ndarray, np.ndarray, int, torch.cuda.Stream], None]
+# (targets, sources, bytes of each, or of all of them, stream)
+BatchCopy = Callable[[np.ndarray, np.ndarray, "np.ndarray | int", torch.cuda.Stream], None]
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def batch_function() -> BatchCopy | None:
     in_stream_order = _Attributes(order=1)
     first = ctypes.c_size_t(0)
 
-    def batch(targets: np.ndarray, sources: np.ndarray, size: int, stream: torch.cuda.Stream) -> None:
+    def batch(targets: np.ndarray, sources: np.ndarray, size: np.ndarray | int, stream: torch.cuda.Stream) -> None:
         count = len(targets)
         sizes = np.full(count, size, np.uint64)
         arguments = [

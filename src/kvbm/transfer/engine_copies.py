@@ -73,6 +73,22 @@ class IssuedTicket(Ticket):
         return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
+class Pieces:
+    """Where the pieces of blocks lie and where they go, all of them at once: a step may complete one block or many, and
+    either way every call counts."""
+
+    def __init__(self, layout: BlockLayout, slab: HostSlab) -> None:
+        self._slab = slab
+        numbers = [(s.address, s.stride, s.offset, s.size) for s in layout.merged()]
+        self._addresses, self._strides, self._offsets, self._sizes = np.array(numbers, np.int64).T[:, :, None]
+
+    def of(self, blocks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(targets in slots, sources in blocks, bytes) of every piece; those of a segment side by side."""
+        slot = self._slab.address + slots * self._slab.slot_bytes
+        targets, sources = self._offsets + slot, self._addresses + self._strides * blocks
+        return targets.ravel(), sources.ravel(), np.repeat(self._sizes, len(blocks))
+
+
 class EngineCopies:
     @classmethod
     def open(
@@ -87,11 +103,10 @@ class EngineCopies:
     def __init__(
         self, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream, batch: BatchCopy
     ) -> None:
-        self._slab = slab
         self._device = device
         self._stream = stream
         self._batch = batch
-        self._segments = layout.merged()
+        self._pieces = Pieces(layout, slab)
         # Bounded by what the leader lets be pending.
         self._jobs: queue.SimpleQueue[tuple[Sequence[int], Sequence[int], torch.cuda.Event, IssuedTicket] | None]
         self._jobs = queue.SimpleQueue()
@@ -125,11 +140,7 @@ class EngineCopies:
             ticket.issued(began, mark(self._stream), error)
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        hosts = self._slab.address + slots * self._slab.slot_bytes
-        for segment in self._segments:
-            sources = segment.address + blocks * segment.stride
-            targets = hosts + segment.offset
-            for i in range(0, len(blocks), _PIECES_A_CALL):
-                self._batch(
-                    targets[i : i + _PIECES_A_CALL], sources[i : i + _PIECES_A_CALL], segment.size, self._stream
-                )
+        targets, sources, sizes = self._pieces.of(blocks, slots)
+        for i in range(0, len(sizes), _PIECES_A_CALL):
+            part = slice(i, i + _PIECES_A_CALL)
+            self._batch(targets[part], sources[part], sizes[part], self._stream)

@@ -143,7 +143,7 @@ def tokens_left(request: Any) -> int:
 def has_its_last_token(request: Any) -> bool:
     """Whether a step that is under way computes a request's last token, so that no further one will have it.
 
-    What the scheduler itself asks when steps overlap; otherwise no step is under way when it schedules the next.
+    What the scheduler itself asks when steps overlap. Where they do not it never says so.
     """
     guessed = getattr(request, "num_output_placeholders", 0)
     computed = request.num_computed_tokens + 2 - guessed

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvbm
 from kvbm.config import Config
@@ -43,6 +43,13 @@ SHORTEST_LOAD = 1.0
 # Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
 SPILL_PATIENCE_SECONDS = 2.0
 
+# How long a load may be put off for those in front of it, a step at a time. Whoever has let others pass for so long,
+# because they have a higher priority, say, is loaded outside of the steps.
+LONGEST_PUT_OFF = 1.0
+
+# Requests that complete no more blocks than this in a step, as those do that decode, are stored together.
+FEW_BLOCKS = 4
+
 # Shorter prompts gain nothing from being fetched early: their load is over before the engine gets to the second layer.
 PREFETCH_BLOCKS = 64
 
@@ -51,8 +58,8 @@ class _Request:
     """What we know of a request that vLLM is working on."""
 
     __slots__ = (
-        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "refused", "request", "stored",
-        "waits_since", "within",
+        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "put_off", "put_off_since",
+        "refused", "request", "stored", "waits_since", "within",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -68,6 +75,8 @@ class _Request:
         self.refused = False  # a load of it could not even be planned: nothing more is offered
         self.declined = False  # blocks were found that are sooner computed than loaded
         self.waits_since: float | None = None
+        self.put_off = 0  # blocks that it was to have in a step that was full
+        self.put_off_since = 0.0
         self.within = 0.0  # seconds that a load from disk may take
         self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
 
@@ -76,6 +85,15 @@ class _Request:
         self.stored = 0
         if not computed:
             self.keep = True  # it starts from nothing
+
+
+class _Grown(NamedTuple):
+    """Blocks that a request completes in a step."""
+
+    state: _Request
+    keys: Sequence[Key]  # all of the request
+    first: int
+    end: int
 
 
 class SchedulerHalf:
@@ -283,6 +301,8 @@ class SchedulerHalf:
         if state is None:
             state = self._requests[request.request_id] = _Request(request)
         state.match = None
+        if state.put_off and self._put_off(state, state.put_off):
+            return None, False  # so far this step is as full as the last one was: no need to look again
         # Whoever asks for prompt log-probabilities has every token computed. Before 0.31 vLLM leaves that to us.
         if state.refused or getattr(request, "skip_reading_prefix_cache", False):
             state.lookup = Lookup(computed_tokens, SKIPPED)
@@ -310,10 +330,10 @@ class SchedulerHalf:
             refused[reason] = refused.get(reason, 0) + found.blocks - decision.blocks
         if not decision.blocks:
             return 0, False
-        if decision.in_step and self._step_is_full(decision.blocks):
+        if decision.in_step and self._put_off(state, decision.blocks):
             return None, False
         state.match = found.cut(decision.blocks)
-        state.in_step = decision.in_step
+        state.in_step = decision.in_step and not self._step_is_full(decision.blocks)
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
@@ -334,16 +354,26 @@ class SchedulerHalf:
         loading = (self._requests.get(load.request) for load in self._loads)
         return any(state is not None and compat.tokens_left(state.request) > 1 for state in loading)
 
+    def _put_off(self, state: _Request, blocks: int) -> bool:
+        """Whether a load of so many blocks waits for the next step, rather than hold up the loads of this one."""
+        if not self._step_is_full(blocks):
+            state.put_off = 0
+            return False
+        now = time.monotonic()
+        if not state.put_off:
+            state.put_off, state.put_off_since = blocks, now
+        return now < state.put_off_since + LONGEST_PUT_OFF
+
     def _step_is_full(self, blocks: int) -> bool:
-        """Whether a load of so many blocks should wait for the next step, rather than hold up the loads of this one.
+        """Whether this step waits for loads already, and longer than a step takes with so many blocks more.
 
         The bus brings one prompt after the other, whichever steps they are in, and the first to arrive can be answered
-        while the second is on its way. Only short ones share a step: it has a length of its own.
+        while the second is on its way. So only loads that take no longer than a step anyway have one together.
         """
-        if not self._loads:
+        ahead = sum(len(load.blocks) for load in self._loads if load.in_step)
+        if not ahead:
             return False
-        blocks += sum(len(copy.blocks) for load in self._loads if load.in_step for copy in load.copies)
-        return self._cost.load_seconds(Tier.HOST, blocks * self._block_bytes) > self._cost.step_seconds
+        return self._cost.load_seconds(Tier.HOST, (ahead + blocks) * self._block_bytes) > self._cost.step_seconds
 
     def _may_wait(self, state: _Request, found: Match, tokens: int) -> bool:
         """Whether to ask again soon. What another request is bringing up from disk takes longer than a store does: it
@@ -439,11 +469,11 @@ class SchedulerHalf:
                 state.blocks = None
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
-            self._plan_stores(output, stores)
+            stores = self._plan_stores(output)
         except Exception as error:
             self._faults.record("planning stores", error)
         self._step_loads = any(load.layered and load.in_step for load in loads)
-        if self._step_loads:
+        if self._step_loads and all(load.in_step for load in loads):
             try:
                 self._prefetch_next()
             except Exception as error:
@@ -499,42 +529,74 @@ class SchedulerHalf:
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
-    def _plan_stores(self, output: Any, stores: list[StorePlan]) -> None:
-        """Add a plan for every request that completes blocks in this step. What has been planned must be delivered."""
+    def _plan_stores(self, output: Any) -> list[StorePlan]:
+        """For all blocks that this step completes. What has been planned must be delivered."""
         if self.leader is None or self._keys is None:
-            return
-        size = self._block_size
+            return []
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        together: list[_Grown] = []  # an order to the copier costs as much for one block as for many
+        plans: list[StorePlan | None] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or state.blocks is None or not state.keep:
                 continue
-            # Blocks this step completes. Tokens that are only guessed yet (speculation, asynchronous scheduling) have
-            # no key, so their blocks wait for a later step.
-            full = (computed[request_id] + scheduled) // size
-            # vLLM may step back: after a failed load the blocks behind it are computed, and stored, once more.
-            state.stored = min(state.stored, computed[request_id] // size)
-            if not self._config.offload_decode:
-                full = min(full, state.request.num_prompt_tokens // size)
-            if full <= state.stored:
+            try:
+                grown = self._grown(state, computed[request_id], scheduled)
+            except Exception as error:
+                self._faults.record("planning stores", error)  # of this request
                 continue
-            keys: Sequence[Key] = self._keys.of(state.request)
-            full = min(full, len(keys), len(state.blocks))
-            if full > state.stored:
-                pool = self.leader.manager.pools[Tier.HOST]
-                if pool.free < full - state.stored:
-                    # Something must go for these blocks, and not the blocks in front of them.
-                    pool.touch(keys[: state.stored])
-                plan = self.leader.offload(keys[state.stored : full], state.blocks[state.stored : full])
-                first, state.stored = state.stored, full
-                if plan is not None:
-                    stores.append(plan)
-                if self._feed is not None:
-                    self._describe(self._feed, state.request, keys, first, full)
+            if grown is None:
+                continue
+            if grown.end - grown.first <= FEW_BLOCKS:
+                together.append(grown)
+            else:
+                plans.append(self._offload([grown]))
+        plans.append(self._offload(together))
+        return [plan for plan in plans if plan is not None]
+
+    def _grown(self, state: _Request, computed: int, scheduled: int) -> _Grown | None:
+        """The blocks of a request that this step completes, as far as they have keys.
+
+        Tokens that are only guessed yet (speculation, asynchronous scheduling) have none; their blocks wait for a later
+        step. vLLM may step back: after a failed load the blocks behind it are computed, and stored, once more.
+        """
+        assert self._keys is not None
+        assert state.blocks is not None
+        first, end = computed // self._block_size, (computed + scheduled) // self._block_size
+        if first < state.stored:
+            state.stored = first
+        if end <= state.stored:
+            return None
+        if not self._config.offload_decode:
+            end = min(end, state.request.num_prompt_tokens // self._block_size)
+        keys = self._keys.of(state.request)
+        end = min(end, len(keys), len(state.blocks))
+        return _Grown(state, keys, state.stored, end) if end > state.stored else None
+
+    def _offload(self, grown: list[_Grown]) -> StorePlan | None:
+        if self.leader is None or not grown:
+            return None
+        keys: list[Key] = []
+        blocks: list[int] = []
+        pool = self.leader.manager.pools[Tier.HOST]
+        for state, known, first, end in grown:
+            assert state.blocks is not None
+            keys += known[first:end]
+            blocks += state.blocks[first:end]
+            if pool.free < len(keys):
+                # Something must go for these blocks, and not the blocks in front of them.
+                pool.touch(known[:first])
+        plan = self.leader.offload(keys, blocks)
+        for state, known, first, end in grown:
+            state.stored = end
+            if self._feed is not None:
+                self._describe(self._feed, state.request, known, first, end)
+        return plan
 
     def _describe(self, events: feed.EventFeed, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
+        """Once they are on their way: blocks that no tier has, or is about to have, need no description."""
         try:
             events.follow(request, keys, first, end)
         except Exception as error:

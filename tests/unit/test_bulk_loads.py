@@ -1,0 +1,173 @@
+"""Long loads, carried out by hand: every command to the copy engine and every kernel at the moment it is submitted.
+
+What this cannot show is the order between streams. What it does show, without a GPU, is that every byte gets to its
+place, whatever is fetched ahead and however many buffers there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from kvbm.storage.host import HostSlab  # noqa: E402
+from kvbm.transfer import bulk_loads  # noqa: E402
+from layouts import LAYOUTS, by_block, layout_of  # noqa: E402
+
+BLOCKS = 24
+SLOTS = 40
+
+
+class FakeEvent:
+    def record(self, stream=None):
+        pass
+
+
+class FakeStream:
+    priority = 0
+
+    def wait_event(self, event):
+        assert isinstance(event, FakeEvent)
+
+
+class FakeKernel:
+    """What the copy kernel does, piece by piece."""
+
+    def __init__(self, layout, slab):
+        self.layout, self.slab = layout, slab
+        self.arrived = [0] * len(layout.layers)
+
+    def upload(self, blocks):
+        return list(blocks)
+
+    def release(self, indices):
+        pass
+
+    def from_rows(self, indices, start, end, address, row, segments, signal):
+        for i, block in enumerate(indices[start:end]):
+            self._piece(self.layout.segments[:segments], block, address + i * row, signal)
+
+    def to_device(self, slots, blocks, first=0, signal=False):
+        for slot, block in zip(slots, blocks, strict=True):
+            self._piece(self.layout.segments[first:], block, self.slab.address + slot * self.slab.slot_bytes, signal)
+
+    def _piece(self, segments, block, address, signal):
+        for segment in segments:
+            ctypes.memmove(int(segment.address + block * segment.stride), int(address + segment.offset), segment.size)
+            self.arrived[segment.layer] += signal
+
+
+class Bench:
+    def __init__(self, make, rows, buffers, patch):
+        self.tensors = make("cpu", BLOCKS)
+        self.layout = layout_of(self.tensors, BLOCKS)
+        self.slab = HostSlab(SLOTS * self.layout.slot_bytes).carve(SLOTS, self.layout.slot_bytes)
+        self.contents = random.Random(1).randbytes(SLOTS * self.layout.slot_bytes)
+        ctypes.memmove(self.slab.address, self.contents, len(self.contents))
+        self.kernel = FakeKernel(self.layout, self.slab)
+        self.commands = []  # bytes of each
+        buffer = rows * self.layout.block_bytes + 4096
+        memory = torch.zeros(buffers * buffer, dtype=torch.uint8)
+        stream = FakeStream()
+        patch.setattr(bulk_loads, "_BUFFER_BYTES", buffer)
+        patch.setattr("kvbm.storage.host._PIN_PIECE", 7 * self.layout.slot_bytes)
+        patch.setattr(bulk_loads, "copy_rows", self.copy_rows)
+        self.loads = bulk_loads.BulkLoads(
+            self.layout, self.slab, torch.device("cpu"), stream, self.kernel, memory, self.batch
+        )
+        assert len(self.loads._buffers) == buffers
+
+    def batch(self, targets, sources, size, stream):
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+            self.commands.append(size)
+
+    def copy_rows(self, target, target_pitch, source, source_pitch, size, rows, stream):
+        first, last = ((source - self.slab.address + i * source_pitch) // self.slab.slot_bytes for i in (0, rows - 1))
+        pieces = {slot // self.slab.piece_slots for slot in (first, last)}
+        assert len(pieces) == 1, "one copy over the end of what is pinned together"
+        for i in range(rows):
+            ctypes.memmove(target + i * target_pitch, source + i * source_pitch, size)
+        self.commands.append(size * rows)
+
+    def check(self, slots, blocks):
+        for slot, block in zip(slots, blocks, strict=True):
+            at = slot * self.layout.slot_bytes
+            for segment in self.layout.segments:
+                found = ctypes.string_at(segment.address + block * segment.stride, segment.size)
+                assert found == self.contents[at + segment.offset :][: segment.size]
+
+    def wipe(self):
+        for tensor in self.tensors:
+            by_block(tensor, BLOCKS).view(torch.uint8).zero_()
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__)
+def bench(request, monkeypatch):
+    fakes = SimpleNamespace(Stream=lambda device, priority: FakeStream(), Event=FakeEvent)
+    monkeypatch.setattr(bulk_loads.torch, "cuda", fakes)
+    made = []
+
+    def make(rows=3, buffers=2):
+        made.append(Bench(request.param, rows, buffers, monkeypatch))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.slab.close()
+
+
+RUN, SCATTERED = list(range(9, 21)), [25, 21, 39, 0, 27, 3, 8]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+@pytest.mark.parametrize("slots", [RUN, RUN[::-1], SCATTERED, [5]], ids=["run", "backwards", "scattered", "one"])
+@pytest.mark.parametrize(("rows", "buffers"), [(1, 2), (3, 2), (2, 5), (100, 2)])
+def test_every_byte_gets_to_its_block(bench, slots, whole, rows, buffers):
+    bench = bench(rows, buffers)
+    blocks = random.Random(2).sample(range(BLOCKS), len(slots))
+    bench.loads.place(bench.loads.begin(slots, whole), blocks, signal=True)
+    bench.check(slots, blocks)
+    # Attention waits for so many pieces of each layer.
+    expected = [0] * len(bench.layout.layers)
+    for segment in bench.layout.segments:
+        expected[segment.layer] += len(slots)
+    assert bench.kernel.arrived == expected
+
+
+def test_loads_take_turns_and_what_is_dropped_leaves_nothing_behind(bench):
+    bench = bench(rows=2, buffers=3)
+    source = random.Random(3)
+    for turn in range(20):
+        bench.wipe()
+        slots = sorted(source.sample(range(SLOTS), source.randrange(1, 12)), key=lambda _: source.random())
+        blocks = source.sample(range(BLOCKS), len(slots))
+        fetch = bench.loads.begin(slots, whole=turn % 2 == 0)
+        if turn % 5 == 4:
+            bench.loads.drop(fetch)
+            continue
+        bench.loads.place(fetch, blocks, signal=False)
+        bench.check(slots, blocks)
+
+
+def test_beside_others_no_command_is_larger_than_a_slot(bench):
+    bench = bench(rows=4)
+    slot = bench.layout.block_bytes
+    bench.loads.place(bench.loads.begin(RUN, whole=True, gently=True), list(range(len(RUN))), signal=False)
+    assert bench.commands == [slot] * len(RUN)
+    bench.commands.clear()
+    bench.loads.place(bench.loads.begin(RUN), list(range(len(RUN))), signal=False)
+    assert max(bench.commands, default=0) >= (slot if bench.loads._front[0] else 0)
+    assert len(bench.commands) < len(RUN)
+
+
+def test_without_room_for_a_block_there_is_nothing_to_gain(bench):
+    assert bench(rows=1).loads.can_take()
+    tight = bench(rows=1)
+    tight.loads._size = tight.layout.block_bytes - 1
+    assert not tight.loads.can_take()
