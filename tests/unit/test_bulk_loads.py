@@ -107,10 +107,12 @@ class Bench:
             by_block(tensor, BLOCKS).view(torch.uint8).zero_()
 
 
+FAKES = SimpleNamespace(Stream=lambda device, priority: FakeStream(), Event=FakeEvent)
+
+
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__)
 def bench(request, monkeypatch):
-    fakes = SimpleNamespace(Stream=lambda device, priority: FakeStream(), Event=FakeEvent)
-    monkeypatch.setattr(bulk_loads.torch, "cuda", fakes)
+    monkeypatch.setattr(bulk_loads.torch, "cuda", FAKES)
     made = []
 
     def make(rows=3, buffers=2):
@@ -171,3 +173,17 @@ def test_without_room_for_a_block_there_is_nothing_to_gain(bench):
     tight = bench(rows=1)
     tight.loads._size = tight.layout.block_bytes - 1
     assert not tight.loads.can_take()
+
+
+def mixed(device, blocks, heads=2):
+    return [torch.empty(blocks, 1, width, dtype=torch.uint8, device=device) for width in (64, 64, 3, 64)]
+
+
+def wide(device, blocks, heads=2):
+    return [torch.empty(blocks, 16, width, dtype=torch.uint8, device=device) for width in (64, 64, 24, 64)]
+
+
+@pytest.mark.parametrize(("layout", "taken"), [(mixed, False), (wide, True)])
+def test_rows_are_as_aligned_as_the_kernels_words(layout, taken, monkeypatch):
+    monkeypatch.setattr(bulk_loads.torch, "cuda", FAKES)
+    assert Bench(layout, 3, 2, monkeypatch).loads.can_take() is taken

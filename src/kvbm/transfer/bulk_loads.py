@@ -40,6 +40,7 @@ from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
+from kvbm.transfer.kernels import WIDEST_WORD
 
 _BUFFER_BYTES = (
     384 << 20
@@ -79,6 +80,8 @@ class BulkLoads:
         self._kernel = kernel
         self._front = front(layout)
         self._all = (len(layout.segments), layout.block_bytes)
+        sizes = {segment.size for segment in layout.segments}
+        self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
         self._memory = memory
         buffers = max(2, memory.numel() // _BUFFER_BYTES)  # one is being filled while another is being emptied
         self._size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
@@ -89,8 +92,9 @@ class BulkLoads:
         self._layers_read = torch.cuda.Event()  # by the kernel, of the load before
 
     def can_take(self) -> bool:
-        """Whether there is more than one layer, and a block fits a buffer."""
-        return self._front[0] > 0 and self._all[1] <= self._size
+        """Whether there is more than one layer, a block fits a buffer, and a buffer's rows are as aligned as slots are.
+        An access that is not aligned would be the end of the engine."""
+        return self._front[0] > 0 and self._all[1] <= self._size and self._aligned
 
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""

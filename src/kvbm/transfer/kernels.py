@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+WIDEST_WORD = max(_WORDS)  # bytes
 
 
 # Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for
