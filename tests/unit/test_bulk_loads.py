@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -107,7 +108,9 @@ class Bench:
             by_block(tensor, BLOCKS).view(torch.uint8).zero_()
 
 
-FAKES = SimpleNamespace(Stream=lambda device, priority: FakeStream(), Event=FakeEvent)
+FAKES = SimpleNamespace(
+    Stream=lambda device, priority: FakeStream(), Event=FakeEvent, stream=lambda stream: nullcontext()
+)
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__)
@@ -157,15 +160,29 @@ def test_loads_take_turns_and_what_is_dropped_leaves_nothing_behind(bench):
         bench.check(slots, blocks)
 
 
-def test_beside_others_no_command_is_larger_than_a_slot(bench):
-    bench = bench(rows=4)
+@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
+@pytest.mark.parametrize("at_a_time", [1, 2, 100])
+def test_others_have_their_turn_after_every_few_slots(bench, slots, at_a_time, monkeypatch):
+    bench = bench(rows=5)
     slot = bench.layout.block_bytes
-    bench.loads.place(bench.loads.begin(RUN, whole=True, gently=True), list(range(len(RUN))), signal=False)
-    assert bench.commands == [slot] * len(RUN)
-    bench.commands.clear()
+    monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", at_a_time * slot)
+    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: bench.commands.append("turn"))
+    blocks = list(range(len(slots)))
+    bench.loads.place(bench.loads.begin(slots, whole=True, gently=True), blocks, signal=False)
+    bench.check(slots, blocks)
+    turns = " ".join(map(str, bench.commands)).split("turn")
+    copied = [sum(map(int, turn.split())) for turn in turns]
+    assert copied.pop() == 0
+    assert max(copied) <= max(at_a_time, 1) * slot
+    assert sum(copied) == len(slots) * slot
+
+
+def test_who_waits_for_a_load_makes_way_for_nobody(bench):
+    bench = bench(rows=4)
+    bench.loads._let_others_in = None
     bench.loads.place(bench.loads.begin(RUN), list(range(len(RUN))), signal=False)
-    assert max(bench.commands, default=0) >= (slot if bench.loads._front[0] else 0)
-    assert len(bench.commands) < len(RUN)
+    bench.loads.place(bench.loads.begin(RUN, whole=True), list(range(len(RUN))), signal=False)
+    assert len(bench.commands) < 2 * len(RUN)  # neighbours are one copy
 
 
 def test_without_room_for_a_block_there_is_nothing_to_gain(bench):

@@ -18,9 +18,9 @@ which brings layer after layer from the start, is the better way.
 A load that nobody computes on yet (*whole*) has all layers in its front. Beside requests that decode this is the gentle
 way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond, while a
 kernel that reads the bus would sit on a few multiprocessors all the time, which others count on. But the copy engine
-carries out one command after the other, and every step of the engine sends its own little inputs the same way. Behind
-commands of 8 ms, a buffer's worth, a step that takes 6 ms took 45. So there each slot is a command of its own
-(*gently*), for a millisecond or two of the CPU.
+stays with a stream for as long as there is something to copy, and every step of the engine sends its own little inputs
+the same way: behind copies of 8 ms, a buffer's worth, a step that takes 6 ms took 45. So there (*gently*) a little
+kernel comes after every half a millisecond's worth: it gives the stream something else to do, and others their turn.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -46,6 +46,7 @@ _BUFFER_BYTES = (
     384 << 20
 )  # 7 ms of the bus: few enough to cost little CPU, small enough for the last to be scattered soon
 _LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
+_GENTLE_BYTES = 32 << 20  # after which others have their turn
 
 
 class Fetch:
@@ -59,7 +60,7 @@ class Fetch:
         self.segments = segments  # of a slot's front
         self.row = row  # bytes of it
         self.rows = rows  # that a buffer takes
-        self.gently = gently  # in small commands
+        self.gently = gently  # with gaps for others
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
@@ -82,6 +83,7 @@ class BulkLoads:
         self._all = (len(layout.segments), layout.block_bytes)
         sizes = {segment.size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
+        self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
         self._memory = memory
         buffers = max(2, memory.numel() // _BUFFER_BYTES)  # one is being filled while another is being emptied
         self._size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
@@ -151,13 +153,22 @@ class BulkLoads:
     def _copy(self, slots: np.ndarray, target: int, row: int, gently: bool) -> None:
         pitch, stream = self._slab.slot_bytes, self._fetch_stream
         starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
-        if gently or len(slots) < _LONG_RUN * len(starts):
-            sources = self._slab.address + slots * pitch
-            self._batch(target + np.arange(len(slots), dtype=np.int64) * row, sources, row, stream)
-            return
+        turns = np.arange(0, len(slots), max(1, _GENTLE_BYTES // row) if gently else len(slots))
+        scattered = len(slots) < _LONG_RUN * len(starts)
+        starts = turns if scattered else np.union1d(starts, turns)
         ends = np.append(starts[1:], len(slots))
         for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
-            copy_rows(target + start * row, row, self._slab.address + slot * pitch, pitch, row, end - start, stream)
+            if scattered:
+                targets = target + np.arange(start, end, dtype=np.int64) * row
+                self._batch(targets, self._slab.address + slots[start:end] * pitch, row, stream)
+            else:
+                copy_rows(target + start * row, row, self._slab.address + slot * pitch, pitch, row, end - start, stream)
+            if gently:
+                self._let_others_in()
+
+    def _let_others_in(self) -> None:
+        with torch.cuda.stream(self._fetch_stream):
+            self._nothing.zero_()
 
 
 def front(layout: BlockLayout) -> tuple[int, int]:

@@ -285,7 +285,7 @@ class CudaCopier(Copier):
         bulk, wanted = self._bulk, self._bulk_blocks
         self._bulk_blocks = 1
         for self._bulk in (bulk, None):
-            for when in (When.BY_LAYER, When.NOW):
+            for when in When:
                 ticket = self.load([0], [0], [], when)
                 ticket.wait()
                 self.end_load(ticket)

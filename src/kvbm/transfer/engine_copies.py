@@ -26,6 +26,7 @@ logger = logging.getLogger("kvbm")
 
 _SMALLEST_PIECE = 16 << 10  # below that a copy engine spends its time on setting up (benchmarks/gpu/copies.py)
 _PIECES_A_CALL = 2048  # a call keeps others out of the driver while it runs: this many take 1.6 ms
+_BYTES_A_CALL = 16 << 20  # and out of the copy engine, which brings the engine its tokens too
 
 
 class IssuedTicket(Ticket):
@@ -141,6 +142,7 @@ class EngineCopies:
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         targets, sources, sizes = self._pieces.of(blocks, slots)
-        for i in range(0, len(sizes), _PIECES_A_CALL):
-            part = slice(i, i + _PIECES_A_CALL)
+        pieces = max(1, min(_PIECES_A_CALL, _BYTES_A_CALL // int(sizes.max())))
+        for i in range(0, len(sizes), pieces):
+            part = slice(i, i + pieces)
             self._batch(targets[part], sources[part], sizes[part], self._stream)
