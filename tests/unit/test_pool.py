@@ -1,10 +1,10 @@
 """One tier's slots: who may find them, who may take them, who goes first."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.policy import LRU
+from kvbm.core.policy import LRU, lru
 from kvbm.core.pool import Pool
 
 
@@ -354,58 +354,91 @@ def test_clearing_is_not_evicting():
 # -- the policy -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[1, 3, 64], ids=lambda many: f"from {many} at once", scope="module")
+def many(request):
+    """From how many slots on they are treated all at once."""
+    usual, lru._MANY = lru._MANY, request.param
+    yield
+    lru._MANY = usual
+
+
+@pytest.mark.usefixtures("many")
 def test_lru_takes_in_the_order_of_last_use():
-    lru = LRU(5)
-    lru.add([1, 2, 3, 0])
-    lru.add([1, 1])
-    lru.remove(2)
-    assert len(lru) == 3
-    assert 1 in lru
-    assert [slot for slot in (2, 4, 5, -1) if slot in lru] == []
-    assert [lru.take() for _ in range(3)] == [3, 0, 1]
-    assert len(lru) == 0
+    ring = LRU(5)
+    ring.add([1, 2, 3, 0])
+    ring.add([1, 1])
+    ring.remove([2])
+    assert len(ring) == 3
+    assert 1 in ring
+    assert [slot for slot in (2, 4, 5, -1) if slot in ring] == []
+    assert [ring.take() for _ in range(3)] == [3, 0, 1]
+    assert len(ring) == 0
 
 
+@pytest.mark.usefixtures("many")
 def test_lru_has_nothing_to_give_but_what_it_was_given():
-    lru = LRU(3)
+    ring = LRU(3)
     with pytest.raises(KeyError):
-        lru.take()
+        ring.take()
     with pytest.raises(KeyError):
-        lru.remove(1)
-    lru.add([])
+        ring.remove([1])
+    ring.add([])
+    ring.remove([])
     with pytest.raises(KeyError):
-        lru.take()
-    lru.add([1])
-    lru.remove(1)
+        ring.take()
+    ring.add([1])
+    ring.remove([1])
     with pytest.raises(KeyError):
-        lru.remove(1)
-    assert len(lru) == 0
+        ring.remove([1])
+    assert len(ring) == 0
 
 
-@given(st.lists(st.one_of(st.lists(st.integers(0, 5), max_size=4), st.integers(0, 6)), max_size=60))
-@settings(deadline=None)
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("gone", [[0, 4], [4, 0], [0, 0], [0, 1, 2, 4], [2, 1, 2]])
+def test_what_cannot_be_removed_whole_is_not_removed_at_all(gone):
+    ring = LRU(5)
+    ring.add([0, 1, 2, 3])
+    with pytest.raises(KeyError):
+        ring.remove(gone)
+    assert [ring.take() for _ in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("many")
+@given(
+    st.lists(
+        st.one_of(
+            st.lists(st.integers(0, 7), max_size=8),
+            st.tuples(st.integers(0, 7), st.integers(1, 8), st.booleans()),
+            st.just("take"),
+        ),
+        max_size=60,
+    )
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_lru_keeps_the_order_of_use_whatever_comes(history):
-    lru, order = LRU(6), []
+    ring, order = LRU(8), []
     for event in history:
         if isinstance(event, list):
-            lru.add(event)
+            ring.add(event)
             for slot in event:
                 order = [*(s for s in order if s != slot), slot]
-        elif event in order:
-            lru.remove(event)
-            order.remove(event)
+        elif isinstance(event, tuple):
+            start, count, backwards = event
+            gone = order[start : start + count][:: -1 if backwards else 1]
+            ring.remove(gone)
+            order = [slot for slot in order if slot not in gone]
         elif order:
-            assert lru.take() == order.pop(0)
-        assert len(lru) == len(order)
-        assert [slot for slot in range(6) if slot in lru] == sorted(order)
-    assert [lru.take() for _ in range(len(lru))] == order
+            assert ring.take() == order.pop(0)
+        assert len(ring) == len(order)
+        assert [slot for slot in range(8) if slot in ring] == sorted(order)
+    assert [ring.take() for _ in range(len(ring))] == order
 
 
 def test_a_pool_evicts_by_the_policy_it_is_given():
     class HighestSlot(LRU):
         def take(self):
             slot = max(slot for slot in range(2) if slot in self)
-            self.remove(slot)
+            self.remove([slot])
             return slot
 
     pool = Pool(2, HighestSlot(2))

@@ -131,7 +131,7 @@ class Pool:
         for key, slot in zip(keys, slots, strict=True):
             del self._writing[key]
             self._published[key] = slot
-        self._policy.add(reversed(slots))
+        self._policy.add(slots[::-1])
         self._changed(keys, True)
 
     def abandon(self, slots: Iterable[int]) -> None:
@@ -196,13 +196,14 @@ class Pool:
 
         Raises ValueError, and changes nothing, when one of them cannot be found (any more).
         """
-        pins, keys, get = self._pins, self._keys, self._published.get
+        published, key_of = self._published.get, self._keys.get
+        found = [published(key_of(slot, b"")) for slot in slots]
+        if found != list(slots):
+            slot = next(slot for slot, other in zip(slots, found, strict=True) if slot != other)
+            raise ValueError(f"slot {slot} holds no published block")
+        pins = self._pins
+        self._policy.remove([slot for slot in slots if not pins[slot]])
         for slot in slots:
-            if slot not in keys or get(keys[slot]) != slot:
-                raise ValueError(f"slot {slot} holds no published block")
-        for slot in slots:
-            if not pins[slot]:
-                self._policy.remove(slot)
             pins[slot] += 1
 
     def unpin(self, slots: Sequence[int]) -> None:
@@ -210,17 +211,19 @@ class Pool:
         pins = self._pins
         idle: list[int] = []
         for slot in slots:
-            if pins[slot] < 1:
+            left = pins[slot] - 1
+            if left < 0:
                 raise ValueError(f"slot {slot} is not pinned")
-            pins[slot] -= 1
-            if pins[slot]:
-                continue
-            if slot in self._doomed:
-                self._doomed.remove(slot)
-                self._free.append(slot)
-            else:
+            pins[slot] = left
+            if not left:
                 idle.append(slot)
-        self._policy.add(reversed(idle))
+        if self._doomed:
+            gone = [slot for slot in idle if slot in self._doomed]
+            self._doomed.difference_update(gone)
+            self._free.extend(gone)
+            idle = [slot for slot in idle if slot in self._keys]
+        idle.reverse()
+        self._policy.add(idle)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """These blocks have been used (found in a faster tier, say): the last of them is the first to go."""
@@ -251,7 +254,7 @@ class Pool:
         if self._pins[slot]:
             self._doomed.add(slot)
         else:
-            self._policy.remove(slot)
+            self._policy.remove((slot,))
             self._free.append(slot)
         return True
 

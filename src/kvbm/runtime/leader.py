@@ -238,7 +238,7 @@ class Leader:
         blocks: dict[Tier, int] = {}
         at = 0
         for copy in flight.plan.copies:
-            good = sum(position not in flight.absent for position in range(at, at + len(copy.slots)))
+            good = len(copy.slots) - sum(at <= position < at + len(copy.slots) for position in flight.absent)
             self.counts.add_onboarded(copy.tier, good)
             blocks[copy.tier] = blocks.get(copy.tier, 0) + len(copy.slots)
             at += len(copy.slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 
 class EvictionPolicy(ABC):
@@ -15,12 +15,12 @@ class EvictionPolicy(ABC):
     """
 
     @abstractmethod
-    def add(self, slots: Iterable[int]) -> None:
+    def add(self, slots: Sequence[int]) -> None:
         """These slots have just been used and may be evicted from now on; the first of them is the first to go."""
 
     @abstractmethod
-    def remove(self, slot: int) -> None:
-        """The slot may no longer be evicted."""
+    def remove(self, slots: Sequence[int]) -> None:
+        """These slots may no longer be evicted. Raises KeyError, and changes nothing, if one of them could not be."""
 
     @abstractmethod
     def take(self) -> int:
