@@ -210,3 +210,49 @@ def test_nobody_is_fetched_ahead_of_loads_that_have_their_blocks(make_engine, mo
     fetched, seen = fetched_ahead(make_engine(blocks=30), monkeypatch, max_tokens=8)
     assert seen[0] == [("a", True), ("b", False)]  # there is no room for the third
     assert len(fetched) == 1
+
+
+def test_what_was_planned_is_carried_out_whatever_becomes_of_the_next_plan(make_engine, monkeypatch):
+    """Else its slots are taken for ever, and vLLM steps on and on for the sake of a store that nobody does."""
+    engine = make_engine(max_num_batched_tokens=256)
+    offload, planned = engine.half.leader.offload, []
+
+    def only_once(keys, blocks):
+        if planned:
+            raise OSError("no second plan")
+        planned.append(offload(keys, blocks))
+        return planned[-1]
+
+    monkeypatch.setattr(engine.half.leader, "offload", only_once)
+    for name, prompt in PROMPTS.items():
+        engine.add(name, prompt)
+    engine.run()
+    engine.check()
+    engine.check_idle()
+    assert engine.pool.published == len(planned[0].copy.blocks) == 42 // 4
+
+
+def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, tmp_path):
+    """The number of a slot on disk says nothing about host memory, and may lie far behind its end."""
+    from kvbm.engines.vllm import scheduler
+
+    disk = {"disk_cache_override_num_blocks": 200, "disk_cache_dir": str(tmp_path), "disable_disk_offload_filter": True}
+    engine = make_engine(disk)
+    monkeypatch.setattr(scheduler, "PREFETCH_BLOCKS", 1)
+    fetched = []
+    monkeypatch.setattr(engine.half._local, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True)
+    engine.add("first", PROMPT)
+    engine.run()
+    engine.forget()
+    engine.half.leader.forget(Tier.HOST)
+    engine.add("from disk", PROMPT)
+    assert not fetched
+    engine.run(50_000)
+    engine.check()
+    assert engine.counts.onboarded_blocks[Tier.DISK] == 10
+    engine.forget()
+    engine.add("from host memory", PROMPT)
+    assert len(fetched) == 1
+    engine.run()
+    engine.check()
+    engine.check_idle()

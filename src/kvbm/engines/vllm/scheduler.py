@@ -270,7 +270,9 @@ class SchedulerHalf:
         if not keys or compat.is_on_device(self.block_pool, keys[0]):
             return
         found = self.leader.manager.lookup(keys, 0, limit)
-        if len(found.runs) != 1 or found.blocks < PREFETCH_BLOCKS or found.pending:
+        if len(found.runs) != 1 or found.runs[0].tier is not Tier.HOST:
+            return  # the slots of other tiers are not in host memory
+        if found.blocks < PREFETCH_BLOCKS or found.pending:
             return
         if self._decide(request, found).blocks < found.blocks:
             return
@@ -469,7 +471,7 @@ class SchedulerHalf:
                 state.blocks = None
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
-            stores = self._plan_stores(output)
+            self._plan_stores(output, stores)
         except Exception as error:
             self._faults.record("planning stores", error)
         self._step_loads = any(load.layered and load.in_step for load in loads)
@@ -529,15 +531,15 @@ class SchedulerHalf:
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
-    def _plan_stores(self, output: Any) -> list[StorePlan]:
-        """For all blocks that this step completes. What has been planned must be delivered."""
+    def _plan_stores(self, output: Any, stores: list[StorePlan]) -> None:
+        """Add plans for all blocks that this step completes. What has been planned must be delivered, whatever becomes
+        of the next one."""
         if self.leader is None or self._keys is None:
-            return []
+            return
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         together: list[_Grown] = []  # an order to the copier costs as much for one block as for many
-        plans: list[StorePlan | None] = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or state.blocks is None or not state.keep:
@@ -552,9 +554,8 @@ class SchedulerHalf:
             if grown.end - grown.first <= FEW_BLOCKS:
                 together.append(grown)
             else:
-                plans.append(self._offload([grown]))
-        plans.append(self._offload(together))
-        return [plan for plan in plans if plan is not None]
+                stores += self._offload([grown])
+        stores += self._offload(together)
 
     def _grown(self, state: _Request, computed: int, scheduled: int) -> _Grown | None:
         """The blocks of a request that this step completes, as far as they have keys.
@@ -575,9 +576,10 @@ class SchedulerHalf:
         end = min(end, len(keys), len(state.blocks))
         return _Grown(state, keys, state.stored, end) if end > state.stored else None
 
-    def _offload(self, grown: list[_Grown]) -> StorePlan | None:
+    def _offload(self, grown: list[_Grown]) -> list[StorePlan]:
+        """One plan for all of these, or none."""
         if self.leader is None or not grown:
-            return None
+            return []
         keys: list[Key] = []
         blocks: list[int] = []
         pool = self.leader.manager.pools[Tier.HOST]
@@ -593,7 +595,7 @@ class SchedulerHalf:
             state.stored = end
             if self._feed is not None:
                 self._describe(self._feed, state.request, known, first, end)
-        return plan
+        return [] if plan is None else [plan]
 
     def _describe(self, events: feed.EventFeed, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Once they are on their way: blocks that no tier has, or is about to have, need no description."""
