@@ -10,6 +10,9 @@ import random
 import pytest
 from engines import numbers
 
+from kvbm.core.manager import Match
+from kvbm.plans import LoadResult
+
 pytestmark = pytest.mark.engine
 
 BLOCK = 4
@@ -177,6 +180,65 @@ def test_a_request_aborted_while_its_load_is_under_way_keeps_its_blocks_until_it
     engine.check()
     engine.add("again", PROMPT, 4)
     engine.run(50_000)
+    engine.check()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("lost", ["a", "ab"], ids=["one of two", "both"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+def test_whoever_is_left_with_nothing_does_not_wait_for_ever(overlap, lost, make_engine, monkeypatch):
+    """vLLM has it first in line again, and goes on keeping room for all who were to be loaded: there is too little for
+    another load of it. If others have their blocks they must get past it; if nobody has, it must be computed."""
+    engine = make_engine({"onboard": "async"}, blocks=26, overlap=overlap)
+    prompts = {name: numbers(i, 42) for i, name in enumerate("ab")}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 1)
+    engine.run()
+    engine.forget()
+    worker = engine.ranks[0].connector._half._rank.worker
+    result, missed = worker._result, []
+
+    def first_is_missed(load):
+        found, who = result(load), load.plan.request[0]
+        if found is None or who in missed or who not in lost:
+            return found
+        missed.append(who)
+        return LoadResult(load.plan.id, missed=list(range(len(load.plan.blocks))))
+
+    monkeypatch.setattr(worker, "_result", first_is_missed)
+    for name, prompt in prompts.items():
+        engine.add(f"{name} again", prompt, 1)
+    engine.run()
+    assert sorted(missed) == list(lost)
+    engine.check()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+def test_a_load_that_cannot_be_planned_costs_those_nothing_who_share_the_blocks_before_it(
+    overlap, make_engine, monkeypatch
+):
+    engine = make_engine({"onboard": "async"}, overlap=overlap)
+    engine.add("first", PROMPT, 1)
+    engine.run()
+    engine.forget()
+    monkeypatch.setattr(engine.half.leader.manager, "lookup", lambda *about, **more: Match(0, [], False, []))
+    engine.add("runs", PROMPT[:21], 20)
+    for _ in range(8):
+        engine.turn()
+    monkeypatch.undo()
+    shared = set(engine.ranks[0].blocks["runs"][:5])
+
+    def onboard(*about):
+        raise OSError("no plan")
+
+    monkeypatch.setattr(engine.half.leader, "onboard", onboard)
+    engine.add("shares", PROMPT, 4)
+    engine.submit()
+    (load,) = engine.ranks[0].plan.loads
+    assert len(load.blocks) == 5
+    assert shared.isdisjoint(load.blocks)
+    engine.run()
     engine.check()
     engine.check_idle()
 

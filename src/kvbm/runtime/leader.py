@@ -372,6 +372,10 @@ class Leader:
         return len(self._loads) + len(self._stores)
 
     @property
+    def loads_under_way(self) -> bool:
+        return bool(self._loads)
+
+    @property
     def stores_under_way(self) -> bool:
         return bool(self._stores)
 

@@ -47,6 +47,9 @@ SPILL_PATIENCE_SECONDS = 2.0
 # because they have a higher priority, say, is loaded outside of the steps.
 LONGEST_PUT_OFF = 1.0
 
+# After so many steps without anything to compute none is under way any more, however many overlap.
+STILL_STEPS = 10
+
 # Requests that complete no more blocks than this in a step, as those do that decode, are stored together.
 FEW_BLOCKS = 4
 
@@ -58,8 +61,8 @@ class _Request:
     """What we know of a request that vLLM is working on."""
 
     __slots__ = (
-        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "put_off", "put_off_since",
-        "refused", "request", "stored", "waits_since", "within",
+        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
+        "put_off_since", "refused", "request", "stored", "waits_since", "within",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -72,6 +75,7 @@ class _Request:
         self.match: Match | None = None
         self.lookup: Lookup | None = None  # the last one, until the request is let in
         self.in_step = False
+        self.outside = False  # since it was last in a step a load outside of one was planned
         self.refused = False  # a load of it could not even be planned: nothing more is offered
         self.declined = False  # blocks were found that are sooner computed than loaded
         self.waits_since: float | None = None
@@ -83,6 +87,7 @@ class _Request:
     def new_table(self, blocks: Sequence[int], computed: int) -> None:
         self.blocks = list(blocks)
         self.stored = 0
+        self.outside = False
         if not computed:
             self.keep = True  # it starts from nothing
 
@@ -118,6 +123,7 @@ class SchedulerHalf:
         self._settle: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
+        self._still_steps = 0  # in a row, with nothing to compute
         self._step_loads = False  # whether the last step that was planned waits for loads
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         self._cost = CostModel(
@@ -302,11 +308,14 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = _Request(request)
+        stuck = self._is_stuck(state)
         state.match = None
+        if self._comes_back(state):
+            return None, False
         if state.put_off and self._put_off(state, state.put_off):
             return None, False  # so far this step is as full as the last one was: no need to look again
         # Whoever asks for prompt log-probabilities has every token computed. Before 0.31 vLLM leaves that to us.
-        if state.refused or getattr(request, "skip_reading_prefix_cache", False):
+        if stuck or state.refused or getattr(request, "skip_reading_prefix_cache", False):
             state.lookup = Lookup(computed_tokens, SKIPPED)
             return 0, False
         start = computed_tokens // self._block_size
@@ -339,6 +348,25 @@ class SchedulerHalf:
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
+
+    def _comes_back(self, state: _Request) -> bool:
+        """Whether a load outside of the step has left a request with nothing at all.
+
+        vLLM then has it first in line, before others that hold blocks and only wait for their turn. Should there be no
+        room for it beside them, none of them would ever go on. Who is asked to come again stands behind them.
+        """
+        outside, state.outside = state.outside, False
+        return outside
+
+    def _is_stuck(self, state: _Request) -> bool:
+        """Whether a load outside of the step was offered in vain, and nothing goes on that could make room for it.
+
+        vLLM keeps room for whoever was to be loaded, and goes on doing so when that load has failed. It asks for more
+        of it before a load than before computing.
+        """
+        assert self.leader is not None
+        in_vain = state.match is not None and not state.in_step
+        return in_vain and self._still_steps >= STILL_STEPS and not self.leader.loads_under_way
 
     def _decide(self, request: Any, found: Match) -> Decision:
         """How much of a match to load, and where."""
@@ -408,10 +436,13 @@ class SchedulerHalf:
             # which is how vLLM learns to compute them.
             self._faults.record("planning a load", error)
             self._hopeless += 1
-            copies = [Copy(Tier.HOST, [-1] * len(table), list(table))]
-            in_step = True
+            targets, in_step = list(table), True
             if state is not None:
-                in_step, state.refused = state.in_step, True
+                in_step, state.refused, state.outside = state.in_step, True, not state.in_step
+                if state.match is not None:
+                    # No others: those in front of them are good, and may be shared with requests that are running.
+                    targets = targets[state.match.start :][: external_tokens // self._block_size]
+            copies = [Copy(Tier.HOST, [-1] * len(targets), targets)]
             self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
             return
         plan = self._loads[-1]
@@ -447,7 +478,8 @@ class SchedulerHalf:
         left = request.num_tokens - (match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
         plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left, state.within)
-        state.loads = True
+        state.loads, state.outside = True, not state.in_step
+        state.match = None
         self.counts.matched_tokens += count * self._block_size
         matched = self.counts.matched_blocks
         for copy in plan.copies:
@@ -474,6 +506,7 @@ class SchedulerHalf:
             self._plan_stores(output, stores)
         except Exception as error:
             self._faults.record("planning stores", error)
+        self._still_steps = 0 if output.num_scheduled_tokens else self._still_steps + 1
         self._step_loads = any(load.layered and load.in_step for load in loads)
         if self._step_loads and all(load.in_step for load in loads):
             try:
