@@ -131,13 +131,41 @@ def test_short_loads_share_a_step(max_tokens, make_engine):
 
 def test_whoever_is_put_off_is_looked_up_once(make_engine, monkeypatch):
     """A hundred prompts in line would otherwise cost more than the load that the first one waits for."""
-    engine = make_engine()
+    for i, name in enumerate("defgh"):
+        monkeypatch.setitem(PROMPTS, name, numbers(10 + i, 42))
+    engine = make_engine(blocks=128)
     lookup, looked = engine.half.leader.manager.lookup, []
     monkeypatch.setattr(engine.half.leader.manager, "lookup", lambda *about: looked.append(1) or lookup(*about))
     seen = ask_together(engine, max_tokens=1, load_seconds=30.0)
-    assert [len(loads) for loads in seen] == [1, 1, 1]
-    cold, again, prefetched = 3, 3 + 2, 3  # each is asked once more when its turn has come
+    assert [len(loads) for loads in seen] == [1] * 8
+    cold, again, prefetched = 8, 8 + 7, 8  # each is asked once more when its turn has come
     assert len(looked) <= cold + again + prefetched
+
+
+def test_a_step_is_full_when_all_of_its_loads_take_longer_than_a_step(make_engine, monkeypatch):
+    half = make_engine().half
+    block_seconds = half._cost.step_seconds / 12.5
+    monkeypatch.setattr(half._cost, "load_seconds", lambda tier, size: size / half._block_bytes * block_seconds)
+    assert not half._step_is_full(99)  # nobody is in front of it
+    half._loads = [LoadPlan(1, "somebody", [Copy(Tier.HOST, [1] * 10, [1] * 10)], in_step=True)]
+    assert not half._step_is_full(2)
+    assert half._step_is_full(3)
+    half._loads = []
+
+
+def test_how_long_somebody_is_put_off_counts_from_the_last_time_there_was_room(make_engine, monkeypatch):
+    from kvbm.engines.vllm.scheduler import _Request
+
+    half = make_engine().half
+    full, state = [True], _Request(None)
+    monkeypatch.setattr(half, "_step_is_full", lambda blocks: full[0])
+    assert half._put_off(state, 5)
+    state.put_off_since -= 1000
+    assert not half._put_off(state, 5)
+    full[0] = False
+    assert not half._put_off(state, 5)
+    full[0] = True
+    assert half._put_off(state, 5)
 
 
 def test_nobody_is_put_off_for_ever(make_engine, monkeypatch):
