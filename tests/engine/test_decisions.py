@@ -284,3 +284,47 @@ def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, t
     engine.run()
     engine.check()
     engine.check_idle()
+
+
+def test_who_was_fetched_ahead_and_is_computed_after_all_holds_nothing(make_engine, monkeypatch):
+    from kvbm.engines.vllm import scheduler
+
+    engine = make_engine()
+    engine.add("first", PROMPT)
+    engine.run()
+    engine.forget()
+    monkeypatch.setattr(scheduler, "PREFETCH_BLOCKS", 1)
+    monkeypatch.setattr(engine.half._local, "prefetch", lambda slots, tokens: True)
+    request = engine.add("second", PROMPT, 50)
+    assert engine.pool.pinned == 10
+    engine.half._requests["second"].refused = True
+    engine.submit()
+    assert request.num_computed_tokens
+    assert engine.pool.pinned == 0
+    engine.run()
+    engine.check()
+
+
+def test_forced_into_the_step_a_load_stays_in_it(make_engine, monkeypatch):
+    from kvbm.engines.vllm import scheduler
+
+    monkeypatch.setattr(scheduler, "LONGEST_PUT_OFF", 0.0)
+    seen = ask_together(make_engine({"onboard": "sync"}), max_tokens=1, load_seconds=30.0)
+    assert seen == [[("a", True), ("b", True), ("c", True)]]
+
+
+def test_what_decoding_requests_complete_is_one_store_a_step(make_engine):
+    engine = make_engine()
+    for name in "abc":
+        engine.add(name, PROMPTS[name][:40], 16)
+    most = 0
+    while engine.scheduler.has_requests():
+        engine.turn()
+        if engine.ranks[0].plan is not None:
+            stores = engine.ranks[0].plan.stores
+            decoding = [store for store in stores if len(store.copy.blocks) <= 3]
+            assert len(decoding) <= 1
+            most = max(most, *(len(store.copy.blocks) for store in decoding), 0)
+    engine.run()
+    engine.check()
+    assert most >= 2

@@ -280,6 +280,12 @@ def test_slots_that_are_none_are_not_fetched(slots, worker, copier):
     assert outcome.bad_blocks == {7, 8}
 
 
+def test_the_slots_of_a_disk_are_not_those_of_host_memory(copier):
+    worker = Worker(0, copier, {Tier.HOST: 100, Tier.DISK: 100}, num_blocks=50)
+    worker.begin(StepPlan([LoadPlan(1, "request-1", [Copy(Tier.DISK, [5, 6], [7, 8])], in_step=False)]))
+    assert copier.calls == [("begin_step", [])]
+
+
 def test_nothing_is_fetched_for_a_load_that_cannot_come(worker, copier):
     """What is fetched would lie in wait for a load of the same slots, when they hold something else."""
     copier.fails = {"begin_step"}

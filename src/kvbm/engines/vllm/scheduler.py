@@ -296,10 +296,13 @@ class SchedulerHalf:
 
     def _end_prefetch(self) -> None:
         """Its load has begun, or will not come."""
-        if self._prefetched is not None and self.leader is not None and self._local is not None:
+        if self._prefetched is None or self.leader is None or self._local is None:
+            return
+        prefetched, self._prefetched = self._prefetched, None
+        try:
             self._local.end_prefetch()
-            self.leader.manager.release(self._prefetched)
-            self._prefetched = None
+        finally:
+            self.leader.manager.release(prefetched)
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
@@ -344,7 +347,8 @@ class SchedulerHalf:
         if decision.in_step and self._put_off(state, decision.blocks):
             return None, False
         state.match = found.cut(decision.blocks)
-        state.in_step = decision.in_step and not self._step_is_full(decision.blocks)
+        forced = self._config.onboard == "sync"
+        state.in_step = decision.in_step and (forced or not self._step_is_full(decision.blocks))
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
@@ -426,6 +430,8 @@ class SchedulerHalf:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
         state = self._requests.get(request.request_id)
         if not external_tokens:
+            if request.request_id == self._prefetched_for:
+                self._end_prefetch()
             self._let_in(request, state, None)
             return
         table = blocks.get_block_ids()[0]
