@@ -218,10 +218,10 @@ class Pool:
             if not left:
                 idle.append(slot)
         if self._doomed:
-            gone = [slot for slot in idle if slot in self._doomed]
-            self._doomed.difference_update(gone)
-            self._free.extend(gone)
-            idle = [slot for slot in idle if slot in self._keys]
+            gone = self._doomed.intersection(idle)
+            self._doomed -= gone
+            self._free.extend(slot for slot in idle if slot in gone)
+            idle = [slot for slot in idle if slot not in gone]
         idle.reverse()
         self._policy.add(idle)
 
@@ -240,31 +240,35 @@ class Pool:
 
     def drop_many(self, keys: Iterable[Key]) -> int:
         """Drop those of the blocks that are published and return how many there were; all are told of in one go."""
-        gone = list(filter(self._forget, keys))
+        gone = self._forget(keys)
         self._changed(gone, False)
         if gone and self.on_gone is not None:
             self.on_gone(gone)
         return len(gone)
 
-    def _forget(self, key: Key) -> bool:
-        slot = self._published.pop(key, None)
-        if slot is None:
-            return False
-        del self._keys[slot]
-        if self._pins[slot]:
-            self._doomed.add(slot)
-        else:
-            self._policy.remove((slot,))
-            self._free.append(slot)
-        return True
+    def _forget(self, keys: Iterable[Key]) -> list[Key]:
+        """Returns those that were published."""
+        gone: list[Key] = []
+        idle: list[int] = []
+        for key in keys:
+            slot = self._published.pop(key, None)
+            if slot is None:
+                continue
+            gone.append(key)
+            del self._keys[slot]
+            if self._pins[slot]:
+                self._doomed.add(slot)
+            else:
+                idle.append(slot)
+        self._policy.remove(idle)
+        self._free.extend(idle)
+        return gone
 
     def clear(self) -> int:
         """Drop every published block and return how many there were. Slots being written stay their writer's."""
-        keys = list(self._published)
-        for key in keys:
-            self._forget(key)
-        self._changed(keys, False)
-        return len(keys)
+        gone = self._forget(list(self._published))
+        self._changed(gone, False)
+        return len(gone)
 
     def _changed(self, keys: Sequence[Key], findable: bool | None) -> None:
         if keys and self.on_change is not None:

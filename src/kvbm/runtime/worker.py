@@ -86,10 +86,6 @@ class _Load:
     def done(self) -> bool:
         return all(part.ticket.done() for part in self.parts) and all(ascent.done() for ascent in self.ascents)
 
-    def wait(self) -> None:
-        for part in self.parts:
-            part.ticket.wait()
-
     def lost(self) -> tuple[list[int], list[int]]:
         """(positions that turned out bad, positions that were missed); valid when done."""
         bad = set(self.bad)
@@ -479,7 +475,8 @@ class Worker:
         return result
 
     def _outlast(self, load: _Load) -> None:
-        """A copy of which nobody can say whether it is over must not go on when others have its blocks and slots."""
+        """A copy that has failed, or of which nobody can say whether it is over, must not go on when others have its
+        blocks and slots."""
         for part in load.parts:
             try:
                 part.ticket.wait()
@@ -569,7 +566,7 @@ class Worker:
             if under_way.bad:
                 # The engine must hear of it in this very step, and may then write to the blocks at once: so whatever is
                 # still being copied into them has to be over. This is the one place where a step waits for a copy.
-                under_way.wait()
+                self._outlast(under_way)
 
     def _was_awaited(self, load: _Load) -> bool:
         try:

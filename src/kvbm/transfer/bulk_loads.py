@@ -130,7 +130,7 @@ class BulkLoads:
 
     def come_after_layers(self) -> None:
         """Fetch nothing more before the kernel has read the layers of this load, for which a step waits: beside the
-        copy engine it would get a third of the bus."""
+        copy engine it would get little of the bus."""
         self._layers_read.record(self._stream)
 
     def drop(self, fetch: Fetch) -> None:

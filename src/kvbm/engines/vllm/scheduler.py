@@ -17,7 +17,7 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity
-from kvbm.engines.vllm.steps import work_of
+from kvbm.engines.vllm.steps import computed_of, work_of
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
@@ -348,7 +348,7 @@ class SchedulerHalf:
             return None, False
         state.match = found.cut(decision.blocks)
         forced = self._config.onboard == "sync"
-        state.in_step = decision.in_step and (forced or not self._step_is_full(decision.blocks))
+        state.in_step = decision.in_step and (forced or not state.put_off)  # else it has waited long enough for a step
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
@@ -404,7 +404,7 @@ class SchedulerHalf:
         The bus brings one prompt after the other, whichever steps they are in, and the first to arrive can be answered
         while the second is on its way. So only loads that take no longer than a step anyway have one together.
         """
-        ahead = sum(len(load.blocks) for load in self._loads if load.in_step)
+        ahead = sum(len(copy.blocks) for load in self._loads if load.in_step for copy in load.copies)
         if not ahead:
             return False
         return self._cost.load_seconds(Tier.HOST, (ahead + blocks) * self._block_bytes) > self._cost.step_seconds
@@ -575,9 +575,7 @@ class SchedulerHalf:
         of the next one."""
         if self.leader is None or self._keys is None:
             return
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = computed_of(output)
         together: list[_Grown] = []  # an order to the copier costs as much for one block as for many
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
