@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvbm.storage.layout import TensorSpec, describe
-from kvbm.transfer.bulk_loads import front
+from kvbm.transfer.bulk_loads import layers_of, split, tail
 
 
 def layout(layers, planes=1):
@@ -22,12 +22,16 @@ def layout(layers, planes=1):
 @pytest.mark.parametrize("planes", [1, 2])
 def test_the_front_ends_where_a_layer_begins_and_leaves_the_last_eighth(layers, planes):
     described = layout(layers, planes)
-    split, size = front(described)
+    first = split(described)
     left = max(1, layers // 8)
-    assert described.segments[split].layer == layers - left
-    assert described.segments[split - 1].layer == layers - left - 1
-    assert size == described.segments[split].offset == sum(s.size for s in described.segments[:split])
+    assert described.segments[first].layer == layers - left
+    assert described.segments[first - 1].layer == layers - left - 1
+    assert layers_of(described, 0, first).row == described.segments[first].offset
+    last = tail(described)
+    assert [described.segments[part.first].layer for part in last] == list(range(layers - left, layers))
+    assert [part.offset for part in last] == [described.segments[part.first].offset for part in last]
+    assert described.segments[first].offset + sum(part.row for part in last) == described.block_bytes
 
 
 def test_a_single_layer_has_no_front():
-    assert front(layout(1)) == (0, 0)
+    assert split(layout(1)) == 0

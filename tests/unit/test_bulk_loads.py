@@ -42,6 +42,7 @@ class FakeKernel:
     def __init__(self, layout, slab):
         self.layout, self.slab = layout, slab
         self.arrived = [0] * len(layout.layers)
+        self.read_slots = 0
 
     def upload(self, blocks):
         return list(blocks)
@@ -49,11 +50,12 @@ class FakeKernel:
     def release(self, indices):
         pass
 
-    def from_rows(self, indices, start, end, address, row, segments, signal):
+    def from_rows(self, indices, start, end, address, row, first, last, signal):
         for i, block in enumerate(indices[start:end]):
-            self._piece(self.layout.segments[:segments], block, address + i * row, signal)
+            self._piece(self.layout.segments[first:last], block, address + i * row, signal)
 
     def to_device(self, slots, blocks, first=0, signal=False):
+        self.read_slots += len(slots)
         for slot, block in zip(slots, blocks, strict=True):
             self._piece(self.layout.segments[first:], block, self.slab.address + slot * self.slab.slot_bytes, signal)
 
@@ -183,6 +185,15 @@ def test_who_waits_for_a_load_makes_way_for_nobody(bench):
     bench.loads.place(bench.loads.begin(RUN), list(range(len(RUN))), signal=False)
     bench.loads.place(bench.loads.begin(RUN, whole=True), list(range(len(RUN))), signal=False)
     assert len(bench.commands) < 2 * len(RUN)  # neighbours are one copy
+
+
+def test_the_last_layers_of_neighbours_come_by_the_copy_engine_too(bench):
+    bench = bench(rows=3)
+    bench.loads.place(bench.loads.begin(RUN), list(range(len(RUN))), signal=False)
+    assert not bench.kernel.read_slots
+    assert sum(bench.commands) == len(RUN) * bench.layout.block_bytes
+    bench.loads.place(bench.loads.begin(SCATTERED), list(range(len(SCATTERED))), signal=False)
+    assert bench.kernel.read_slots == len(SCATTERED)
 
 
 def test_without_room_for_a_block_there_is_nothing_to_gain(bench):

@@ -3,8 +3,9 @@
 A kernel that reads pinned memory asks for 128 bytes at a time and gets 51 GB/s out of a bus that carries 55. The copy
 engine gets 54, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so all
 layers but the last few are one piece of it: the copy engine fetches those, slot by slot, into buffers on the
-device, and a kernel scatters each buffer to the engine's blocks at the speed of device memory. The last layers come by
-the kernel alone, one after the other, while the engine computes the layers before them::
+device, and a kernel scatters each buffer to the engine's blocks at the speed of device memory. The last layers come one
+after the other, while the engine computes the layers before them: the same way where slots are neighbours, so that a
+layer of all of them is one copy, else by the kernel alone::
 
     slots (host)           buffers (device)        blocks (device)
     [layers 0-31 | 32-35]  ->  buffer 0  ->  layers 0 to 31 of blocks 0-119
@@ -31,6 +32,8 @@ tokens: a thread would have to fight the engine for the interpreter, five millis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,22 +52,37 @@ _LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
 _GENTLE_BYTES = 32 << 20  # after which others have their turn
 
 
+class Portion(NamedTuple):
+    """What one buffer takes: some layers of some slots."""
+
+    first: int  # segment
+    last: int
+    offset: int  # of the first segment in a slot
+    row: int  # bytes of a slot
+    start: int  # of the load's slots
+    end: int
+
+
 class Fetch:
     """Slots on their way to the buffers; as far as there are buffers, until their blocks are known.
 
     They come in the order in which they lie in the slab, not in that of the request: neighbours are one copy.
     """
 
-    def __init__(self, slots: Sequence[int], segments: int, row: int, rows: int, gently: bool) -> None:
+    def __init__(self, slots: Sequence[int], gently: bool) -> None:
         self.slots = slots
-        self.segments = segments  # of a slot's front
-        self.row = row  # bytes of it
-        self.rows = rows  # that a buffer takes
         self.gently = gently  # with gaps for others
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
-        self.begun = 0  # buffers' worth
+        self.portions: list[Portion] = []
+        self.begun = 0  # portions
+
+    def add(self, layers: Layers, room: int) -> None:
+        """These layers of all slots, as many of them at a time as there is room for."""
+        rows = room // layers.row
+        for start in range(0, len(self.sorted), rows):
+            self.portions.append(Portion(*layers, start, min(start + rows, len(self.sorted))))
 
 
 class BulkLoads:
@@ -79,8 +97,9 @@ class BulkLoads:
         self._stream = stream
         self._fetch_stream = torch.cuda.Stream(device, priority=stream.priority)
         self._kernel = kernel
-        self._front = front(layout)
-        self._all = (len(layout.segments), layout.block_bytes)
+        self._front = layers_of(layout, 0, split(layout))
+        self._tail = tail(layout)
+        self._all = layers_of(layout, 0, len(layout.segments))
         sizes = {segment.size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
         self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -96,12 +115,15 @@ class BulkLoads:
     def can_take(self) -> bool:
         """Whether there is more than one layer, a block fits a buffer, and a buffer's rows are as aligned as slots are.
         An access that is not aligned would be the end of the engine."""
-        return self._front[0] > 0 and self._all[1] <= self._size and self._aligned
+        return self._front.last > 0 and self._all.row <= self._size and self._aligned
 
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
-        segments, row = self._all if whole else self._front
-        fetch = Fetch(slots, segments, row, self._size // row, gently)
+        fetch = Fetch(slots, gently)
+        fetch.add(self._all if whole else self._front, self._size)
+        if not whole and self._are_neighbours(fetch.sorted):
+            for layer in self._tail:
+                fetch.add(layer, self._size)
         self._fetch_stream.wait_event(self._layers_read)
         with annotate("copier.fetch"):
             for _ in self._buffers:
@@ -113,19 +135,18 @@ class BulkLoads:
 
         ``signal``: count the layers that have arrived.
         """
-        kernel, stream, first = self._kernel, self._stream, self._turn - fetch.begun
+        kernel, stream, turn = self._kernel, self._stream, self._turn - fetch.begun
         targets = np.asarray(blocks, np.int64)[fetch.order]
         indices = kernel.upload(targets)
-        for i, start in enumerate(range(0, len(targets), fetch.rows)):
-            end = min(start + fetch.rows, len(targets))
-            buffer = (first + i) % len(self._buffers)
+        for i, (first, last, offset, row, start, end) in enumerate(fetch.portions, turn):
+            buffer = i % len(self._buffers)
             stream.wait_event(self._fetched[buffer])
-            kernel.from_rows(indices, start, end, self._buffers[buffer], fetch.row, fetch.segments, signal)
+            kernel.from_rows(indices, start, end, self._buffers[buffer] - offset, row, first, last, signal)
             self._emptied[buffer].record(stream)
             self._fetch(fetch)
         kernel.release(indices)
-        if fetch.segments < self._all[0]:
-            kernel.to_device(fetch.sorted, targets, first=fetch.segments, signal=signal)
+        if fetch.portions[-1].last < self._all.last:
+            kernel.to_device(fetch.sorted, targets, first=fetch.portions[-1].last, signal=signal)
             self.come_after_layers()
 
     def come_after_layers(self) -> None:
@@ -139,30 +160,30 @@ class BulkLoads:
             self._emptied[turn % len(self._buffers)].record(self._fetch_stream)
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Fill the next buffer with the next slots, if there are any left."""
-        slots = fetch.sorted[fetch.begun * fetch.rows : (fetch.begun + 1) * fetch.rows]
-        if not len(slots):
+        """Fill the next buffer with the next portion, if there is one left."""
+        if fetch.begun == len(fetch.portions):
             return
+        portion = fetch.portions[fetch.begun]
         buffer = self._turn % len(self._buffers)
         self._fetch_stream.wait_event(self._emptied[buffer])
-        self._copy(slots, self._buffers[buffer], fetch.row, fetch.gently)
+        self._copy(fetch.sorted[portion.start : portion.end], self._buffers[buffer], portion, fetch.gently)
         self._fetched[buffer].record(self._fetch_stream)
         self._turn += 1
         fetch.begun += 1
 
-    def _copy(self, slots: np.ndarray, target: int, row: int, gently: bool) -> None:
-        pitch, stream = self._slab.slot_bytes, self._fetch_stream
-        starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
+    def _copy(self, slots: np.ndarray, target: int, portion: Portion, gently: bool) -> None:
+        pitch, row, stream = self._slab.slot_bytes, portion.row, self._fetch_stream
+        source = self._slab.address + portion.offset
         turns = np.arange(0, len(slots), max(1, _GENTLE_BYTES // row) if gently else len(slots))
-        scattered = len(slots) < _LONG_RUN * len(starts)
-        starts = turns if scattered else np.union1d(starts, turns)
+        scattered = not self._are_neighbours(slots)
+        starts = turns if scattered else np.union1d(self._starts(slots), turns)
         ends = np.append(starts[1:], len(slots))
         for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
             if scattered:
                 targets = target + np.arange(start, end, dtype=np.int64) * row
-                self._batch(targets, self._slab.address + slots[start:end] * pitch, row, stream)
+                self._batch(targets, source + slots[start:end] * pitch, row, stream)
             else:
-                copy_rows(target + start * row, row, self._slab.address + slot * pitch, pitch, row, end - start, stream)
+                copy_rows(target + start * row, row, source + slot * pitch, pitch, row, end - start, stream)
             if gently:
                 self._let_others_in()
 
@@ -170,9 +191,39 @@ class BulkLoads:
         with torch.cuda.stream(self._fetch_stream):
             self._nothing.zero_()
 
+    def _starts(self, slots: np.ndarray) -> np.ndarray:
+        """Where a single copy must begin anew: neighbours end there, or what is pinned together."""
+        return np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
 
-def front(layout: BlockLayout) -> tuple[int, int]:
-    """(segments, bytes) of a slot's front: all layers but the last eighth. Nothing where there is only one layer."""
+    def _are_neighbours(self, slots: np.ndarray) -> bool:
+        return len(slots) >= _LONG_RUN * len(self._starts(slots))
+
+
+class Layers(NamedTuple):
+    """Segments that lie side by side in a slot."""
+
+    first: int
+    last: int
+    offset: int
+    row: int  # bytes
+
+
+def layers_of(layout: BlockLayout, first: int, last: int) -> Layers:
+    """Segments ``first`` to ``last`` of a layout."""
+    size = sum(segment.size for segment in layout.segments[first:last])
+    return Layers(first, last, layout.segments[first].offset, size)
+
+
+def split(layout: BlockLayout) -> int:
+    """The first segment of the last eighth of the layers: what lies before it is a slot's front. 0: there is but one
+    layer."""
     layers = len(layout.layers)
-    split = sum(segment.layer < layers - max(1, layers // 8) for segment in layout.segments)
-    return split, layout.segments[split].offset if split else 0
+    return sum(segment.layer < layers - max(1, layers // 8) for segment in layout.segments)
+
+
+def tail(layout: BlockLayout) -> list[Layers]:
+    """The layers behind the front, one by one."""
+    ends = [i for i, segment in enumerate(layout.segments) if i and segment.layer != layout.segments[i - 1].layer]
+    first = split(layout)
+    ends = [end for end in ends if end > first] + [len(layout.segments)]
+    return [layers_of(layout, *pair) for pair in pairwise([first, *ends])]

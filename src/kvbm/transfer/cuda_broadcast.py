@@ -72,7 +72,7 @@ class CudaRows(Rows):
 
     def scatter(self, start: int, end: int, buffer: torch.Tensor) -> None:
         segments = self._kernel.segments
-        self._kernel.from_rows(self._indices, start, end, buffer.data_ptr(), self._row, segments, signal=False)
+        self._kernel.from_rows(self._indices, start, end, buffer.data_ptr(), self._row, 0, segments, signal=False)
 
     def end(self) -> None:
         self._kernel.release(self._indices)

@@ -62,23 +62,25 @@ class KernelCopies:
         return [self._upload(range(len(part)), part) for part in parts]
 
     def from_rows(
-        self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, segments: int, signal: bool
-    ) -> None:
-        """The first ``segments`` of uploaded blocks ``start`` to ``end``, from rows of ``row`` bytes on the device."""
-        self._rows(buffers, start, end, (address, row), segments, True, signal)
+        self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int,
+        signal: bool,
+    ) -> None:  # fmt: skip
+        """Segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end``, from rows of ``row`` bytes on the
+        device. ``address`` is where the first slot would begin, were the whole of it there."""
+        self._rows(buffers, start, end, (address, row), (first, last), True, signal)
 
     def to_rows(self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int) -> None:
         """Uploaded blocks ``start`` to ``end``, whole, to rows of ``row`` bytes on the device."""
-        self._rows(buffers, start, end, (address, row), self.segments, False, False)
+        self._rows(buffers, start, end, (address, row), (0, self.segments), False, False)
 
     def _rows(
-        self, buffers: list[_IndexBuffer], start: int, end: int, rows: tuple[int, int], segments: int,
+        self, buffers: list[_IndexBuffer], start: int, end: int, rows: tuple[int, int], segments: tuple[int, int],
         to_device: bool, signal: bool,
     ) -> None:  # fmt: skip
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
-            self._launch(buffer, 0, buffer.count + at, count, rows, 0, segments, to_device, signal, _LOCAL_PROGRAMS)
+            self._launch(buffer, 0, buffer.count + at, count, rows, *segments, to_device, signal, _LOCAL_PROGRAMS)
             rows, start = (rows[0] + count * rows[1], rows[1]), start + count
 
     def release(self, buffers: list[_IndexBuffer]) -> None:
