@@ -314,3 +314,99 @@ def test_a_load_that_cannot_be_asked_whether_it_is_over_is_waited_for(worker, co
     outcome = step(worker, load())
     assert copier.ticket.waited
     assert outcome.bad_blocks == {7, 8}
+
+
+@pytest.fixture
+def slow_copier(copier, monkeypatch):
+    """Takes five blocks at a time, and each time hands out a ticket of its own."""
+    copier.portion = 5
+    copier.tickets = []
+
+    def begin(slots, blocks, after, when, tokens=0):
+        copier._call("load", list(slots), list(blocks), list(after), when)
+        copier.tickets.append(FakeTicket(over=False, seconds=0.25))
+        return copier.tickets[-1]
+
+    monkeypatch.setattr(copier, "load", begin)
+    return copier
+
+
+def submitted(copier):
+    return [call[1:3] for call in copier.calls if call[0] == "load"]
+
+
+def a_long_load(count=23, **options):
+    return load(slots=range(40, 40 + count), blocks=range(count), **options)
+
+
+def test_a_long_load_outside_the_step_is_submitted_part_by_part(worker, slow_copier):
+    step(worker, a_long_load())
+    assert len(submitted(slow_copier)) == 2
+    assert ("prefetch", [40, 41, 42, 43], 0, True) in slow_copier.calls  # of what comes first, no more
+    assert not worker.poll().report
+    assert len(submitted(slow_copier)) == 2  # the bus is busy
+    slow_copier.tickets[0].over = True
+    worker.poll()
+    assert len(submitted(slow_copier)) == 3
+    while len(submitted(slow_copier)) < 5:
+        slow_copier.tickets[-2].over = True
+        assert not worker.poll().report
+    for ticket in slow_copier.tickets:
+        ticket.over = True
+    outcome = worker.poll()
+    assert outcome.arrived == {"request-1"}
+    assert outcome.report.loads[0].seconds == 5 * 0.25
+    pairs = [pair for part in submitted(slow_copier) for pair in zip(*part, strict=True)]
+    assert pairs == list(zip(range(40, 63), range(23), strict=True))
+
+
+def test_a_load_that_a_step_waits_for_is_submitted_at_once(worker, slow_copier):
+    step(worker, a_long_load(in_step=True))
+    assert len(submitted(slow_copier)) == 1
+
+
+def test_when_steps_are_long_more_of_a_load_is_submitted_at_a_time(worker, slow_copier):
+    step(worker, a_long_load(count=50))
+    counts = []
+    while len(submitted(slow_copier)) < 10:
+        for ticket in slow_copier.tickets:
+            ticket.over = True  # the bus had nothing to do for a while
+        worker.poll()
+        counts.append(len(submitted(slow_copier)))
+    assert counts == [6, 10]
+
+
+def test_blocks_of_a_later_part_that_did_not_arrive_are_named(worker, slow_copier):
+    step(worker, a_long_load(count=12))
+    slow_copier.tickets[1]._bad = [1]
+    for _ in range(3):
+        for ticket in slow_copier.tickets:
+            ticket.over = True
+        outcome = worker.poll()
+        if outcome.arrived:
+            break
+    assert outcome.report.loads[0].bad == [5]
+    assert outcome.bad_blocks == {5}
+
+
+def test_a_part_that_cannot_be_submitted_spoils_the_load_when_the_others_are_over(worker, slow_copier):
+    step(worker, a_long_load())
+    slow_copier.fails.add("load")
+    slow_copier.tickets[0].over = True
+    assert not worker.poll().arrived  # the second part still writes to its blocks
+    assert len(submitted(slow_copier)) == 3
+    slow_copier.tickets[1].over = True
+    outcome = worker.poll()
+    assert outcome.arrived == {"request-1"}
+    assert outcome.bad_blocks == set(range(23))
+    assert len(submitted(slow_copier)) == 3
+
+
+def test_every_part_of_a_load_comes_after_what_still_reads_its_blocks(worker, slow_copier):
+    slow_copier.ticket = FakeTicket(over=False)
+    step(worker, stores=[store(id=9)])
+    step(worker, a_long_load(after=[9]))
+    slow_copier.tickets[0].over = True
+    worker.poll()
+    orders = [call[3] for call in slow_copier.calls if call[0] == "load"]
+    assert orders == [[slow_copier.ticket]] * 3

@@ -10,9 +10,10 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvbm.observe.nvtx import annotate
@@ -35,6 +36,8 @@ from kvbm.transfer.base import Copier, Ticket, When
 
 # Copiers, and with them slabs, that a disk which hung at the end of an engine may still write to.
 _left_behind: list[Copier] = []
+
+_LEAD = 2  # parts of a long load that are under way at a time: one arrives, and the next is there when it has
 
 
 class Outcome(NamedTuple):
@@ -59,12 +62,23 @@ class _Part(NamedTuple):
         return self.ticket.seconds * self.share
 
 
+class _Rest(NamedTuple):
+    """A stretch of a load's blocks whose transfer has not begun."""
+
+    first: int
+    slots: list[int]
+    blocks: list[int]
+    after: list[Ticket]
+
+
 class _Load:
     """A load under way."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
         self.parts: list[_Part] = []
+        self.rest: deque[_Rest] = deque()
+        self.lead = _LEAD  # parts that are under way at a time
         self.ascents: list[Ascent] = []  # what comes from disk
         self.send: Send | None = None  # how these go on to the engine
         self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
@@ -75,6 +89,7 @@ class _Load:
 
     def spoil(self) -> None:
         """Nothing of it counts. What lies on disk is no worse for that."""
+        self.rest.clear()
         first = 0
         for copy in self.plan.copies:
             positions = range(first, first + len(copy.blocks))
@@ -84,6 +99,8 @@ class _Load:
             ascent.give_up("the load has failed")
 
     def done(self) -> bool:
+        if self.rest:
+            return False
         return all(part.ticket.done() for part in self.parts) and all(ascent.done() for ascent in self.ascents)
 
     def lost(self) -> tuple[list[int], list[int]]:
@@ -243,7 +260,8 @@ class Worker:
             return
         try:
             self._check(Tier.HOST, copies[0].slots, copies[0].blocks)
-            self.prefetch(copies[0].slots, 0, whole=True)
+            _, end = self._cuts(len(copies[0].slots))[0]
+            self.prefetch(copies[0].slots[:end], 0, whole=True)
         except Exception as error:
             self._fault("prefetch", error)  # the load itself will show what can be had
 
@@ -258,6 +276,29 @@ class Worker:
                 self._start([load], When.LATER)
         # Should the load for which it was fetched not have come about, its slots may soon hold something else.
         self._copier.end_prefetch()
+
+    def _cuts(self, count: int) -> list[tuple[int, int]]:
+        """The parts in which a load outside of the step goes to the copier, from where to where: as equal as can be."""
+        parts = -(-count // self._copier.portion) if self._copier.portion else 1
+        ends = [count * i // parts for i in range(parts + 1)]
+        return list(pairwise(ends))
+
+    def _go_on(self, load: _Load) -> None:
+        """Submit as much of a load as keeps the bus busy until the next step. All of it would be milliseconds in which
+        the engine waits, and with it the requests that decode."""
+        try:
+            under_way = sum(not part.ticket.done() for part in load.parts)
+            if load.parts and not under_way:
+                load.lead *= 2  # steps are long: the bus had nothing to do
+            while load.rest and under_way < load.lead:
+                first, slots, blocks, after = load.rest.popleft()
+                with annotate("copier.load"):
+                    ticket = self._copier.load(slots, blocks, after, When.LATER, load.plan.tokens)
+                load.parts.append(_Part(first, len(blocks), ticket, 0, 1.0))
+                under_way += 1
+        except Exception as error:
+            self._fault("load", error)
+            load.spoil()
 
     @contextmanager
     def _spoiling(self, loads: list[LoadPlan]) -> Iterator[None]:
@@ -323,6 +364,9 @@ class Worker:
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
+        for load in self._loads.values():
+            if load.rest:
+                self._go_on(load)
         self._start_put_off()
         self._start_due_spills()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
@@ -520,6 +564,15 @@ class Worker:
         try:
             if not self._step_begun:
                 raise RuntimeError("not begun, because the fence before it failed")
+            if when is When.LATER and len(places) == 1:
+                load, first, _, _ = places[0]
+                tickets = list(after.values())
+                load.rest.extend(
+                    _Rest(first + start, slots[start:end], blocks[start:end], tickets)
+                    for start, end in self._cuts(len(blocks))
+                )
+                self._go_on(load)
+                return
             with annotate("copier.load"):
                 ticket = self._copier.load(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
         except Exception as error:

@@ -65,6 +65,9 @@ class Copier(ABC):
     """Moves blocks. Made by :func:`kvbm.transfer.open_copier`, which picks the one that fits the engine's device."""
 
     name: str
+    # Blocks that one load outside of the step should have at most, where submitting more would keep the engine waiting.
+    # 0: any number.
+    portion = 0
 
     @abstractmethod
     def begin_step(self, tickets: Iterable[Ticket]) -> None:

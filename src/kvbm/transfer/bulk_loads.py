@@ -178,18 +178,18 @@ class BulkLoads:
         scattered = not self._are_neighbours(slots)
         starts = turns if scattered else np.union1d(self._starts(slots), turns)
         ends = np.append(starts[1:], len(slots))
-        for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
-            if scattered:
-                targets = target + np.arange(start, end, dtype=np.int64) * row
-                self._batch(targets, source + slots[start:end] * pitch, row, stream)
-            else:
-                copy_rows(target + start * row, row, source + slot * pitch, pitch, row, end - start, stream)
-            if gently:
-                self._let_others_in()
+        with torch.cuda.stream(stream):
+            for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
+                if scattered:
+                    targets = target + np.arange(start, end, dtype=np.int64) * row
+                    self._batch(targets, source + slots[start:end] * pitch, row, stream)
+                else:
+                    copy_rows(target + start * row, row, source + slot * pitch, pitch, row, end - start, stream)
+                if gently:
+                    self._let_others_in()
 
     def _let_others_in(self) -> None:
-        with torch.cuda.stream(self._fetch_stream):
-            self._nothing.zero_()
+        self._nothing.zero_()
 
     def _starts(self, slots: np.ndarray) -> np.ndarray:
         """Where a single copy must begin anew: neighbours end there, or what is pinned together."""

@@ -91,6 +91,7 @@ class CudaCopier(Copier):
             self._engine = EngineCopies.open(layout, slab, device, self._store_stream) if stores != "kernel" else None
             self._bulk = self._open_bulk(staging)
             self._bulk_blocks = bulk_bytes // layout.block_bytes  # what is gained on shorter loads is lost at their end
+            self.portion = 2 * self._bulk_blocks  # so that every part of a longer load still comes the same way
             self._engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()

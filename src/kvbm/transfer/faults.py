@@ -70,6 +70,7 @@ class FaultyCopier(Copier):
 
     def __init__(self, inner: Copier, faults: list[Fault], rank: int) -> None:
         self.name = f"faulty {inner.name}"
+        self.portion = inner.portion
         self._inner = inner
         self._faults = faults
         self._rank = rank
