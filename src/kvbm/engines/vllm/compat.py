@@ -51,9 +51,12 @@ def unknown_members() -> set[str]:
     return {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_MEMBERS
 
 
+def is_tested() -> bool:
+    return "{}.{}".format(*release()) in TESTED
+
+
 def warn_if_untested() -> None:
-    name = "{}.{}".format(*release())
-    if name in TESTED:
+    if is_tested():
         return
     new = sorted(unknown_members())
     logger.warning(
