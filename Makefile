@@ -25,7 +25,7 @@ setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
 .PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-disk bench-observe dashboard docs clean distclean
+  bench-core bench-events bench-disk bench-hashing bench-observe dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -2,9 +2,9 @@
 
 vLLM names every block of a prompt by a hash before anybody hears of the prompt: for 32k tokens more than 2,000 times,
 several milliseconds on the CPU of a server. A load cannot begin before that, and the requests that decode wait too,
-because the interpreter is busy. Two fifths of it (``benchmarks/hashing.py``) go into asking every single block what none
-of a plain prompt's blocks has, images, adapters, salt, and into passing tokens from function to function. Here the same
-hash function is given the same things in the same order, without the questions.
+because the interpreter is busy. Two fifths of it (``benchmarks/hashing.py``) go into asking every single block what
+none of a plain prompt's blocks has, images, adapters, salt, and into passing tokens from function to function. Here the
+same hash function is given the same things in the same order, without the questions.
 
 What a block is called is for vLLM to say. So this is for releases that have been read, for prompts that have none of
 what vLLM hashes beside tokens, and only after the two have been seen to agree; else vLLM's own function does it.
