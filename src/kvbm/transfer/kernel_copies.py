@@ -11,7 +11,7 @@ import torch
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout, Segment
-from kvbm.transfer.kernels import copy_pieces, tile_of, word_of
+from kvbm.transfer.kernels import copy_numbers, copy_pieces, tile_of, word_of
 
 # Found with benchmarks/gpu/copies.py: over the bus four programs of this shape reach all there is and more gain
 # nothing; within the device's own memory more of them do.
@@ -20,6 +20,7 @@ _LOCAL_PROGRAMS = 64
 _WARPS = 16
 _TILE_BYTES = 64 << 10
 _BATCH = 8192  # blocks of one launch; a longer transfer takes several
+_NUMBERS = 1024  # of these, that one program brings
 _BUFFERS = 128  # transfers that may be on their way before the next one has to wait: 16 MiB here and there
 
 
@@ -178,7 +179,8 @@ class _IndexBuffer:
         count = self.count = len(slots)
         self._array[:count] = slots
         self._array[count : 2 * count] = blocks
-        self.device[: 2 * count].copy_(self._pinned[: 2 * count], non_blocking=True)
+        programs = -(-2 * count // _NUMBERS)
+        copy_numbers[(programs,)](self._pinned.data_ptr(), self.device, 2 * count, TILE=_NUMBERS, num_warps=4)
 
     def release(self) -> None:
         self._free.record()

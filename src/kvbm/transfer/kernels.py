@@ -59,6 +59,19 @@ def copy_pieces(
             tl.atomic_add(arrived + tl.load(table + segment * 4 + 3), 1, sem="release", scope="gpu")
 
 
+@triton.jit(do_not_specialize=["source", "count"])
+def copy_numbers(
+    source,  # device-visible address of int64 numbers in pinned memory
+    target,  # int64[]
+    count,
+    TILE: tl.constexpr,
+):
+    """Few numbers to the device. The copy engine would bring them too, but after whatever it has been given before."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    numbers = source.to(tl.pointer_type(tl.int64))
+    tl.store(target + at, tl.load(numbers + at, mask=at < count), mask=at < count)
+
+
 def word_of(*numbers: int) -> tuple[int, tl.dtype]:
     """The widest word (bytes, type) of which all these addresses, strides and sizes are multiples."""
     for size, dtype in _WORDS.items():
