@@ -417,9 +417,10 @@ class Scenario:
 
     def faults(self, rules: str) -> None:
         """What KVBM_INJECT_FAULTS does, from now on; no rules end it. No store may be under way at the end."""
+        from kvbm.engines.vllm.worker import find_local
         from kvbm.transfer.faults import FaultyCopier, parse
 
-        worker = self.half._local._worker
+        worker = find_local(self.half._vllm_config.kv_transfer_config.engine_id, 0)._worker
         if isinstance(worker._copier, FaultyCopier):
             worker._copier = worker._copier._inner
         if rules:

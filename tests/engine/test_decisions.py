@@ -146,33 +146,32 @@ def test_a_step_is_full_when_all_of_its_loads_take_longer_than_a_step(make_engin
     half = make_engine().half
     block_seconds = half._cost.step_seconds / 12.5
     monkeypatch.setattr(half._cost, "load_seconds", lambda tier, size: size / half._block_bytes * block_seconds)
-    assert not half._step_is_full(99)  # nobody is in front of it
-    half._loads = [LoadPlan(1, "somebody", [Copy(Tier.HOST, [1] * 10, [1] * 10)], in_step=True)]
-    assert not half._step_is_full(2)
-    assert half._step_is_full(3)
-    half._loads = []
+    assert not half._waits._is_full([], 99)  # nobody is in front of it
+    loads = [LoadPlan(1, "somebody", [Copy(Tier.HOST, [1] * 10, [1] * 10)], in_step=True)]
+    assert not half._waits._is_full(loads, 2)
+    assert half._waits._is_full(loads, 3)
 
 
 def test_how_long_somebody_is_put_off_counts_from_the_last_time_there_was_room(make_engine, monkeypatch):
-    from kvbm.engines.vllm.scheduler import _Request
+    from kvbm.engines.vllm.request import RequestState
 
-    half = make_engine().half
-    full, state = [True], _Request(None)
-    monkeypatch.setattr(half, "_step_is_full", lambda blocks: full[0])
-    assert half._put_off(state, 5)
+    waits = make_engine().half._waits
+    full, state = [True], RequestState(None)
+    monkeypatch.setattr(waits, "_is_full", lambda loads, blocks: full[0])
+    assert waits.for_room(state, 5, [])
     state.put_off_since -= 1000
-    assert not half._put_off(state, 5)
+    assert not waits.for_room(state, 5, [])
     full[0] = False
-    assert not half._put_off(state, 5)
+    assert not waits.for_room(state, 5, [])
     full[0] = True
-    assert half._put_off(state, 5)
+    assert waits.for_room(state, 5, [])
 
 
 def test_nobody_is_put_off_for_ever(make_engine, monkeypatch):
     """Where a higher priority goes first, somebody may always come in between."""
-    from kvbm.engines.vllm import scheduler
+    from kvbm.engines.vllm import waits
 
-    monkeypatch.setattr(scheduler, "LONGEST_PUT_OFF", 0.0)
+    monkeypatch.setattr(waits, "LONGEST_PUT_OFF", 0.0)
     seen = ask_together(make_engine(), max_tokens=1, load_seconds=30.0)
     assert seen == [[("a", True), ("b", False), ("c", False)]]
 
@@ -184,11 +183,9 @@ def test_a_load_outside_of_the_step_puts_nobody_off(make_engine):
     engine.forget()
     believe(engine, load_seconds=30.0, token_seconds=10.0)
     outside = LoadPlan(1, "somebody", [Copy(Tier.DISK, [1] * 99, [1] * 99)], in_step=False)
-    engine.half._loads.append(outside)
-    assert not engine.half._step_is_full(10)
-    engine.half._loads = [LoadPlan(1, "somebody", outside.copies, in_step=True)]
-    assert engine.half._step_is_full(10)
-    engine.half._loads = []
+    assert not engine.half._waits._is_full([outside], 10)
+    inside = LoadPlan(1, "somebody", outside.copies, in_step=True)
+    assert engine.half._waits._is_full([inside], 10)
 
 
 def test_a_request_whose_keys_cannot_be_had_costs_nobody_else_anything(make_engine, monkeypatch):
@@ -216,13 +213,15 @@ def test_a_request_whose_keys_cannot_be_had_costs_nobody_else_anything(make_engi
 
 def fetched_ahead(engine, monkeypatch, **asked):
     """The blocks, by their first slot, that were fetched before vLLM had made room for them; and the loads."""
-    from kvbm.engines.vllm import scheduler
+    from kvbm.engines.vllm import ahead
 
-    monkeypatch.setattr(scheduler, "PREFETCH_BLOCKS", 1)
+    monkeypatch.setattr(ahead, "PREFETCH_BLOCKS", 1)
     fetched = []
-    monkeypatch.setattr(engine.half._local, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True)
+    monkeypatch.setattr(
+        engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True
+    )
     seen = ask_together(engine, load_seconds=30.0, **asked)
-    assert engine.half._prefetched is None
+    assert engine.half._ahead._fetched is None
     return fetched, seen
 
 
@@ -262,13 +261,15 @@ def test_what_was_planned_is_carried_out_whatever_becomes_of_the_next_plan(make_
 
 def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, tmp_path):
     """The number of a slot on disk says nothing about host memory, and may lie far behind its end."""
-    from kvbm.engines.vllm import scheduler
+    from kvbm.engines.vllm import ahead
 
     disk = {"disk_cache_override_num_blocks": 200, "disk_cache_dir": str(tmp_path), "disable_disk_offload_filter": True}
     engine = make_engine(disk)
-    monkeypatch.setattr(scheduler, "PREFETCH_BLOCKS", 1)
+    monkeypatch.setattr(ahead, "PREFETCH_BLOCKS", 1)
     fetched = []
-    monkeypatch.setattr(engine.half._local, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True)
+    monkeypatch.setattr(
+        engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True
+    )
     engine.add("first", PROMPT)
     engine.run()
     engine.forget()
@@ -287,14 +288,14 @@ def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, t
 
 
 def test_who_was_fetched_ahead_and_is_computed_after_all_holds_nothing(make_engine, monkeypatch):
-    from kvbm.engines.vllm import scheduler
+    from kvbm.engines.vllm import ahead
 
     engine = make_engine()
     engine.add("first", PROMPT)
     engine.run()
     engine.forget()
-    monkeypatch.setattr(scheduler, "PREFETCH_BLOCKS", 1)
-    monkeypatch.setattr(engine.half._local, "prefetch", lambda slots, tokens: True)
+    monkeypatch.setattr(ahead, "PREFETCH_BLOCKS", 1)
+    monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: True)
     request = engine.add("second", PROMPT, 50)
     assert engine.pool.pinned == 10
     engine.half._requests["second"].refused = True
@@ -306,9 +307,9 @@ def test_who_was_fetched_ahead_and_is_computed_after_all_holds_nothing(make_engi
 
 
 def test_forced_into_the_step_a_load_stays_in_it(make_engine, monkeypatch):
-    from kvbm.engines.vllm import scheduler
+    from kvbm.engines.vllm import waits
 
-    monkeypatch.setattr(scheduler, "LONGEST_PUT_OFF", 0.0)
+    monkeypatch.setattr(waits, "LONGEST_PUT_OFF", 0.0)
     seen = ask_together(make_engine({"onboard": "sync"}), max_tokens=1, load_seconds=30.0)
     assert seen == [[("a", True), ("b", True), ("c", True)]]
 

@@ -18,7 +18,7 @@ BREAKABLE = [
     f"{SCHEDULER}.match",
     f"{SCHEDULER}._plan_load",
     f"{SCHEDULER}._follow_tables",
-    f"{SCHEDULER}._plan_stores",
+    "kvbm.engines.vllm.stores:Stores.plan",
     f"{LEADER}.onboard",
     f"{LEADER}.offload",
     f"{LEADER}.fences",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import kvbm
 from kvbm.config import Config
@@ -15,10 +15,14 @@ from kvbm.core.keys import Key, Namespace
 from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
+from kvbm.engines.vllm.ahead import Ahead
 from kvbm.engines.vllm.keys import RequestKeys
-from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity
-from kvbm.engines.vllm.steps import computed_of, work_of
-from kvbm.engines.vllm.worker import WorkerHalf, find_local
+from kvbm.engines.vllm.request import RequestState
+from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity, say_ready
+from kvbm.engines.vllm.steps import work_of
+from kvbm.engines.vllm.stores import Stores
+from kvbm.engines.vllm.waits import Waits
+from kvbm.engines.vllm.worker import find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
@@ -32,10 +36,6 @@ from kvbm.transfer.turns import short_turns
 
 logger = logging.getLogger("kvbm")
 
-# A request whose next block is just being written is asked to come again in the next step, for at most this long: a
-# copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
-PATIENCE_SECONDS = 0.25
-
 # A load from disk that takes longer than computing would have is given up, but none before so many seconds: what is
 # expected of steps of milliseconds is not that exact.
 SHORTEST_LOAD = 1.0
@@ -43,62 +43,8 @@ SHORTEST_LOAD = 1.0
 # Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
 SPILL_PATIENCE_SECONDS = 2.0
 
-# How long a load may be put off for those in front of it, a step at a time. Whoever has let others pass for so long,
-# because they have a higher priority, say, is loaded outside of the steps.
-LONGEST_PUT_OFF = 1.0
-
 # After so many steps without anything to compute none is under way any more, however many overlap.
 STILL_STEPS = 10
-
-# Requests that complete no more blocks than this in a step, as those do that decode, are stored together.
-FEW_BLOCKS = 4
-
-# Shorter prompts gain nothing from being fetched early: their load is over before the engine gets to the second layer.
-PREFETCH_BLOCKS = 64
-
-
-class _Request:
-    """What we know of a request that vLLM is working on."""
-
-    __slots__ = (
-        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
-        "put_off_since", "refused", "request", "stored", "waits_since", "within",
-    )  # fmt: skip
-
-    def __init__(self, request: Any) -> None:
-        self.request = request
-        # The engine's block table, kept here because releases hand it over differently; None while it is not known.
-        self.blocks: list[int] | None = None
-        self.stored = 0  # blocks from the front that need no more thought
-        self.loads = False  # blocks are on their way to it, or have been
-        self.keep = True  # False: what it computes rests on blocks from before a reset, or on blocks that were lost
-        self.match: Match | None = None
-        self.lookup: Lookup | None = None  # the last one, until the request is let in
-        self.in_step = False
-        self.outside = False  # since it was last in a step a load outside of one was planned
-        self.refused = False  # a load of it could not even be planned: nothing more is offered
-        self.declined = False  # blocks were found that are sooner computed than loaded
-        self.waits_since: float | None = None
-        self.put_off = 0  # blocks that it was to have in a step that was full
-        self.put_off_since = 0.0
-        self.within = 0.0  # seconds that a load from disk may take
-        self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
-
-    def new_table(self, blocks: Sequence[int], computed: int) -> None:
-        self.blocks = list(blocks)
-        self.stored = 0
-        self.outside = False
-        if not computed:
-            self.keep = True  # it starts from nothing
-
-
-class _Grown(NamedTuple):
-    """Blocks that a request completes in a step."""
-
-    state: _Request
-    keys: Sequence[Key]  # all of the request
-    first: int
-    end: int
 
 
 class SchedulerHalf:
@@ -118,13 +64,12 @@ class SchedulerHalf:
         self._disk: DiskTier | None = None
         self._kept: KeptHost | None = None
         self._spill_progress = 0.0  # when there was something new for the disk, or from it
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadPlan] = []
         self._settle: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._still_steps = 0  # in a row, with nothing to compute
-        self._step_loads = False  # whether the last step that was planned waits for loads
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         self._cost = CostModel(
             step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -137,9 +82,9 @@ class SchedulerHalf:
         self.observer = Observer(config, faults.counts)
         self._block_bytes = 0  # of the rank that has the most to move
         self._keys: RequestKeys | None = None
-        self._local: WorkerHalf | None = None  # the only worker, if it lives in this process
-        self._prefetched: Match | None = None
-        self._prefetched_for = ""
+        self._waits: Waits | None = None
+        self._stores: Stores | None = None
+        self._ahead: Ahead | None = None  # where the only worker can be reached before the step
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
@@ -166,8 +111,6 @@ class SchedulerHalf:
             tensor_parallel=parallel.tensor_parallel_size,
             pipeline_parallel=parallel.pipeline_parallel_size,
         )
-        if self._ranks == 1:
-            self._local = find_local(self._vllm_config.kv_transfer_config.engine_id, 0)
         if self._cache is not None and self._config.has_disk_tier:
             self._disk = DiskTier.open(self._config, hellos, self._cache)
         manager = make_manager(hellos, self._disk)
@@ -178,6 +121,22 @@ class SchedulerHalf:
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         self.leader.kept = self._kept
+        self._waits = Waits(manager, self._cost, self._block_size, self._block_bytes)
+        self._stores = Stores(
+            self.leader, self._keys, self._block_size, self._config.offload_decode, self._describe, self._faults
+        )
+        engine_id = self._vllm_config.kv_transfer_config.engine_id
+        worker = find_local(engine_id, 0) if self._ranks == 1 else None
+        if worker is not None and self._may_layer:
+            self._ahead = Ahead(
+                self.leader,
+                worker,
+                self._keys,
+                self._block_size,
+                self._decide,
+                lambda key: compat.is_on_device(self.block_pool, key),
+                self._faults,
+            )
         if self._disk is not None:
             self._disk.serve(self._config, self.leader, block_bytes)
             if (rate := measured(hellos, Tier.DISK)) is not None:
@@ -190,15 +149,12 @@ class SchedulerHalf:
             if self._config.kv_events_enable_consolidator == "on":
                 source, _ = feed.consolidator_endpoints(self._config, self._vllm_config)
                 self._consolidator = launch.start(self._config, [source], parallel.data_parallel_index)
-        self._say_ready(self.leader, block_bytes, shared=block_bytes < sum(by_rank))
+        about = identity(self._vllm_config, self._config, self._ranks, block_bytes, self._engine_blocks)
+        hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
+        shared = block_bytes < sum(by_rank)
+        say_ready(about, manager.pools, self._config.has_host_tier, shared, hashes)
         parallel_rank = getattr(parallel, "data_parallel_rank_local", None) or 0
-        self.observer.start(
-            identity(self._vllm_config, self._config, self._ranks, block_bytes, self._engine_blocks),
-            lambda: self.leader,
-            self._cost,
-            who=f"engine {self._vllm_config.kv_transfer_config.engine_id}",
-            replica=parallel_rank,
-        )
+        self.observer.start(about, lambda: self.leader, self._cost, who=f"engine {engine_id}", replica=parallel_rank)
         self._presence = self._appear(parallel_rank)
 
     def _appear(self, replica: int) -> Presence:
@@ -218,30 +174,6 @@ class SchedulerHalf:
             self._feed.tell_again()
         return self._feed is not None
 
-    def _say_ready(self, leader: Leader, block_bytes: int, shared: bool) -> None:
-        host, disk = leader.manager.pools[Tier.HOST].size, leader.manager.pools.get(Tier.DISK)
-        logger.info(
-            "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
-            host, "" if disk is None else f" and {disk.size} disk blocks", self._block_size,
-            (host + (disk.size if disk is not None else 0)) * block_bytes / 1e9,
-            self._ranks, "" if self._ranks == 1 else "s", ", which keep their common KV once" if shared else "",
-            "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes",
-        )  # fmt: skip
-        if not self._config.has_host_tier:
-            logger.warning(
-                "There is no host tier, and blocks go to disk through %d host blocks. This is experimental: what the "
-                "disk cannot take at once is not kept. KVBM_DISK_BOUNCE_MB gives it more room.",
-                host,
-            )
-        elif host < self._engine_blocks:
-            logger.warning(
-                "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything "
-                "is offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
-                "Set DYN_KVBM_CPU_CACHE_GB to at least %.2f.",
-                host * block_bytes / 1e9, host, self._engine_blocks * block_bytes / 1e9, self._engine_blocks,
-                self._engine_blocks * block_bytes / 1e9,
-            )  # fmt: skip
-
     def close(self) -> None:
         self.observer.close()
         if self._presence is not None:
@@ -256,66 +188,22 @@ class SchedulerHalf:
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = _Request(request)
-        if not self._active or self._step_loads:
-            self._prefetch(request)
-
-    @short_turns()
-    def _prefetch(self, request: Any) -> None:
-        """Begin to bring a prompt's blocks near while vLLM is still making room for them, which takes it milliseconds.
-
-        Not beside requests that decode: they would notice, and the bus is free often enough. But where all wait for
-        loads already, this one fills the gap until the next step.
-        """
-        if self._local is None or self.leader is None or self._keys is None or self._prefetched is not None:
-            return
-        limit = (request.num_tokens - 1) // self._block_size
-        if limit < PREFETCH_BLOCKS or not self._may_layer:
-            return
-        keys = self._keys.of(request)
-        if not keys or compat.is_on_device(self.block_pool, keys[0]):
-            return
-        found = self.leader.manager.lookup(keys, 0, limit)
-        if len(found.runs) != 1 or found.runs[0].tier is not Tier.HOST:
-            return  # the slots of other tiers are not in host memory
-        if found.blocks < PREFETCH_BLOCKS or found.pending:
-            return
-        if self._decide(request, found).blocks < found.blocks:
-            return
-        if self._local.prefetch(found.runs[0].slots, request.num_tokens - found.blocks * self._block_size):
-            self.leader.manager.hold(found)
-            self._prefetched = found
-            self._prefetched_for = request.request_id
-
-    def _prefetch_next(self) -> None:
-        """This step's loads keep the bus busy until it ends; the first request in line fills the gap after it."""
-        for request_id, state in self._requests.items():
-            if not state.loads and not state.blocks and request_id not in self._active:
-                self._prefetch(state.request)
-                return
-
-    def _end_prefetch(self) -> None:
-        """Its load has begun, or will not come."""
-        if self._prefetched is None or self.leader is None or self._local is None:
-            return
-        prefetched, self._prefetched = self._prefetched, None
-        try:
-            self._local.end_prefetch()
-        finally:
-            self.leader.manager.release(prefetched)
+        self._requests[request.request_id] = RequestState(request)
+        if self._ahead is not None:
+            self._ahead.arrived(request, alone=not self._active)
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
-        if self.leader is None or self._keys is None:
+        if self.leader is None or self._keys is None or self._waits is None:
             return 0, False
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = _Request(request)
+            state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
         state.match = None
         if self._comes_back(state):
             return None, False
-        if state.put_off and self._put_off(state, state.put_off):
+        if state.put_off and self._waits.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
         # Whoever asks for prompt log-probabilities has every token computed. Before 0.31 vLLM leaves that to us.
         if stuck or state.refused or getattr(request, "skip_reading_prefix_cache", False):
@@ -330,7 +218,7 @@ class SchedulerHalf:
         keys = self._keys.of(request)
         found = self.leader.manager.lookup(keys, start, limit)
         if found.pending:
-            if self._may_wait(state, found, request.num_tokens):
+            if self._waits.for_block(state, found, request.num_tokens):
                 return None, False
             found = self.leader.manager.lookup(keys, start, limit, patient=False)
         decision = self._decide(request, found)
@@ -344,7 +232,7 @@ class SchedulerHalf:
             refused[reason] = refused.get(reason, 0) + found.blocks - decision.blocks
         if not decision.blocks:
             return 0, False
-        if decision.in_step and self._put_off(state, decision.blocks):
+        if decision.in_step and self._waits.for_room(state, decision.blocks, self._loads):
             return None, False
         state.match = found.cut(decision.blocks)
         forced = self._config.onboard == "sync"
@@ -353,7 +241,7 @@ class SchedulerHalf:
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         return decision.blocks * self._block_size, not state.in_step
 
-    def _comes_back(self, state: _Request) -> bool:
+    def _comes_back(self, state: RequestState) -> bool:
         """Whether a load outside of the step has left a request with nothing at all.
 
         vLLM then has it first in line, before others that hold blocks and only wait for their turn. Should there be no
@@ -362,7 +250,7 @@ class SchedulerHalf:
         outside, state.outside = state.outside, False
         return outside
 
-    def _is_stuck(self, state: _Request) -> bool:
+    def _is_stuck(self, state: RequestState) -> bool:
         """Whether a load outside of the step was offered in vain, and nothing goes on that could make room for it.
 
         vLLM keeps room for whoever was to be loaded, and goes on doing so when that load has failed. It asks for more
@@ -388,50 +276,13 @@ class SchedulerHalf:
         loading = (self._requests.get(load.request) for load in self._loads)
         return any(state is not None and compat.tokens_left(state.request) > 1 for state in loading)
 
-    def _put_off(self, state: _Request, blocks: int) -> bool:
-        """Whether a load of so many blocks waits for the next step, rather than hold up the loads of this one."""
-        if not self._step_is_full(blocks):
-            state.put_off = 0
-            return False
-        now = time.monotonic()
-        if not state.put_off:
-            state.put_off, state.put_off_since = blocks, now
-        return now < state.put_off_since + LONGEST_PUT_OFF
-
-    def _step_is_full(self, blocks: int) -> bool:
-        """Whether this step waits for loads already, and longer than a step takes with so many blocks more.
-
-        The bus brings one prompt after the other, whichever steps they are in, and the first to arrive can be answered
-        while the second is on its way. So only loads that take no longer than a step anyway have one together.
-        """
-        ahead = sum(len(copy.blocks) for load in self._loads if load.in_step for copy in load.copies)
-        if not ahead:
-            return False
-        return self._cost.load_seconds(Tier.HOST, (ahead + blocks) * self._block_bytes) > self._cost.step_seconds
-
-    def _may_wait(self, state: _Request, found: Match, tokens: int) -> bool:
-        """Whether to ask again soon. What another request is bringing up from disk takes longer than a store does: it
-        is worth as long a wait as computing would take."""
-        assert self.leader is not None
-        disk = self.leader.manager.pools.get(Tier.DISK)
-        patience = PATIENCE_SECONDS
-        if disk is not None and found.keys[found.start + found.blocks] in disk:
-            if Tier.DISK in self.leader.manager.resting:
-                return False
-            computed = (found.start + found.blocks) * self._block_size
-            patience = max(patience, self._cost.compute_seconds(computed, tokens - computed))
-        now = time.monotonic()
-        if state.waits_since is None:
-            state.waits_since = now
-        return now < state.waits_since + patience
-
     @short_turns()
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
         state = self._requests.get(request.request_id)
         if not external_tokens:
-            if request.request_id == self._prefetched_for:
-                self._end_prefetch()
+            if self._ahead is not None:
+                self._ahead.not_loaded(request.request_id)
             self._let_in(request, state, None)
             return
         table = blocks.get_block_ids()[0]
@@ -452,13 +303,8 @@ class SchedulerHalf:
             self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
             return
         plan = self._loads[-1]
-        fetched = self._prefetched is not None and self._prefetched_for == request.request_id
-        if self._local is not None and (fetched or (plan.layered and plan.in_step)):
-            try:
-                self._local.start_early(plan)
-            except Exception as error:
-                self._faults.record("starting a load early", error)  # the step starts it then
-        self._end_prefetch()
+        if self._ahead is not None:
+            self._ahead.load_planned(plan)
         self._let_in(request, state, plan)
 
     def others_write(self, blocks: Sequence[int]) -> None:
@@ -469,14 +315,14 @@ class SchedulerHalf:
         if self.leader is not None:
             self._settle += self.leader.fences(blocks)
 
-    def _let_in(self, request: Any, state: _Request | None, plan: LoadPlan | None) -> None:
+    def _let_in(self, request: Any, state: RequestState | None, plan: LoadPlan | None) -> None:
         """Once for every time a request is let in; vLLM comes here again when a load outside of the step is over."""
         if state is not None and state.lookup is not None:
             seen = admission(request, state.lookup, plan, self._block_size, self._cost)
             state.lookup = None
             self.observer.log.admitted(seen, None if plan is None else plan.id)
 
-    def _plan_load(self, request: Any, state: _Request | None, table: Sequence[int], count: int) -> LoadPlan:
+    def _plan_load(self, request: Any, state: RequestState | None, table: Sequence[int], count: int) -> LoadPlan:
         if self.leader is None or state is None or state.match is None:
             raise RuntimeError(f"vLLM expects {count} blocks that were never offered")
         match = state.match.cut(count)
@@ -509,16 +355,16 @@ class SchedulerHalf:
                 state.blocks = None
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
-            self._plan_stores(output, stores)
+            if self._stores is not None:
+                self._stores.plan(output, self._requests, stores)
         except Exception as error:
             self._faults.record("planning stores", error)
         self._still_steps = 0 if output.num_scheduled_tokens else self._still_steps + 1
-        self._step_loads = any(load.layered and load.in_step for load in loads)
-        if self._step_loads and all(load.in_step for load in loads):
-            try:
-                self._prefetch_next()
-            except Exception as error:
-                self._faults.record("prefetching", error)
+        try:
+            if self._ahead is not None:
+                self._ahead.step_planned(loads, self._line())
+        except Exception as error:
+            self._faults.record("prefetching", error)
         try:
             waits = any(load.in_step for load in loads)
             self._steps.scheduled(work_of(output, self._decode_tokens, waits), time.monotonic())
@@ -526,6 +372,10 @@ class SchedulerHalf:
             self._faults.record("timing a step", error)
         keeps = {} if self.leader is None else self.leader.take_verdicts()
         return StepPlan(loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps)
+
+    def _line(self) -> Iterator[Any]:
+        """Requests that have not had a block yet, in the order in which they came."""
+        return (state.request for name, state in self._requests.items() if not state.loads and name not in self._active)
 
     def _plan_spills(self) -> list[SpillPlan]:
         try:
@@ -570,74 +420,12 @@ class SchedulerHalf:
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
-    def _plan_stores(self, output: Any, stores: list[StorePlan]) -> None:
-        """Add plans for all blocks that this step completes. What has been planned must be delivered, whatever becomes
-        of the next one."""
-        if self.leader is None or self._keys is None:
-            return
-        computed = computed_of(output)
-        together: list[_Grown] = []  # an order to the copier costs as much for one block as for many
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None or state.blocks is None or not state.keep:
-                continue
-            try:
-                grown = self._grown(state, computed[request_id], scheduled)
-            except Exception as error:
-                self._faults.record("planning stores", error)  # of this request
-                continue
-            if grown is None:
-                continue
-            if grown.end - grown.first <= FEW_BLOCKS:
-                together.append(grown)
-            else:
-                stores += self._offload([grown])
-        stores += self._offload(together)
-
-    def _grown(self, state: _Request, computed: int, scheduled: int) -> _Grown | None:
-        """The blocks of a request that this step completes, as far as they have keys.
-
-        Tokens that are only guessed yet (speculation, asynchronous scheduling) have none; their blocks wait for a later
-        step. vLLM may step back: after a failed load the blocks behind it are computed, and stored, once more.
-        """
-        assert self._keys is not None
-        assert state.blocks is not None
-        first, end = computed // self._block_size, (computed + scheduled) // self._block_size
-        if first < state.stored:
-            state.stored = first
-        if end <= state.stored:
-            return None
-        if not self._config.offload_decode:
-            end = min(end, state.request.num_prompt_tokens // self._block_size)
-        keys = self._keys.of(state.request)
-        end = min(end, len(keys), len(state.blocks))
-        return _Grown(state, keys, state.stored, end) if end > state.stored else None
-
-    def _offload(self, grown: list[_Grown]) -> list[StorePlan]:
-        """One plan for all of these, or none."""
-        if self.leader is None or not grown:
-            return []
-        keys: list[Key] = []
-        blocks: list[int] = []
-        pool = self.leader.manager.pools[Tier.HOST]
-        for state, known, first, end in grown:
-            assert state.blocks is not None
-            keys += known[first:end]
-            blocks += state.blocks[first:end]
-            if pool.free < len(keys):
-                # Something must go for these blocks, and not the blocks in front of them.
-                pool.touch(known[:first])
-        plan = self.leader.offload(keys, blocks)
-        for state, known, first, end in grown:
-            state.stored = end
-            if self._feed is not None:
-                self._describe(self._feed, state.request, known, first, end)
-        return [] if plan is None else [plan]
-
-    def _describe(self, events: feed.EventFeed, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
+    def _describe(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Once they are on their way: blocks that no tier has, or is about to have, need no description."""
+        if self._feed is None:
+            return
         try:
-            events.follow(request, keys, first, end)
+            self._feed.follow(request, keys, first, end)
         except Exception as error:
             self._stop_events("describing blocks", error)
 
@@ -690,15 +478,15 @@ class SchedulerHalf:
             # Books that are half written cannot be trusted, and must not wait for what was lost with the other half.
             self._faults.record("taking in reports", error)
             logger.error("KVBM is off from here on: its books are out of step. vLLM goes on without it.")
-            self.leader = None
+            self.leader = self._stores = self._ahead = None
             if self._feed is not None:
                 self._feed.withdraw()
 
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
         self._active.discard(request.request_id)
-        if request.request_id == self._prefetched_for:
-            self._end_prefetch()
+        if self._ahead is not None:
+            self._ahead.not_loaded(request.request_id)
         if self._keys is None:
             return
         if state is not None and state.stored and self.leader is not None:
@@ -715,7 +503,8 @@ class SchedulerHalf:
         """Forget every block. Requests that live on keep nothing more: they may rest on weights that are gone."""
         for state in self._requests.values():
             state.keep = False
-        self._end_prefetch()
+        if self._ahead is not None:
+            self._ahead.let_go()
         if self.leader is not None:
             self.leader.reset()
         self.observer.log.changes += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -9,12 +11,15 @@ import kvbm
 from kvbm.config import Config
 from kvbm.core.cost import CostModel, Decision
 from kvbm.core.manager import Match
+from kvbm.core.pool import Pool
 from kvbm.observe.observer import settings_given
 from kvbm.observe.requests import ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
-from kvbm.plans import LoadPlan
+from kvbm.plans import LoadPlan, Tier
 
-__all__ = ["ON_DEVICE", "SKIPPED", "TOO_SHORT", "Lookup", "admission", "identity"]
+__all__ = ["ON_DEVICE", "SKIPPED", "TOO_SHORT", "Lookup", "admission", "identity", "say_ready"]
+
+logger = logging.getLogger("kvbm")
 
 
 class Lookup(NamedTuple):
@@ -56,3 +61,28 @@ def identity(vllm_config: Any, config: Config, ranks: int, block_bytes: int, eng
         engine_blocks=engine_blocks,
         settings=settings_given(config),
     )
+
+
+def say_ready(about: Identity, pools: Mapping[Tier, Pool], has_host_tier: bool, shared: bool, hashes: str) -> None:
+    """``shared``: ranks with the same KV keep it once. ``hashes``: whose, in words."""
+    host, disk = pools[Tier.HOST].size, pools.get(Tier.DISK)
+    logger.info(
+        "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
+        host, "" if disk is None else f" and {disk.size} disk blocks", about.block_tokens,
+        (host + (disk.size if disk is not None else 0)) * about.block_bytes / 1e9,
+        about.ranks, "" if about.ranks == 1 else "s", ", which keep their common KV once" if shared else "", hashes,
+    )  # fmt: skip
+    if not has_host_tier:
+        logger.warning(
+            "There is no host tier, and blocks go to disk through %d host blocks. This is experimental: what the "
+            "disk cannot take at once is not kept. KVBM_DISK_BOUNCE_MB gives it more room.",
+            host,
+        )
+    elif host < about.engine_blocks:
+        engine_gb = about.engine_blocks * about.block_bytes / 1e9
+        logger.warning(
+            "The host tier (%.2f GB, %d blocks) is smaller than vLLM's own cache (%.2f GB, %d blocks): everything "
+            "is offloaded as it is computed, so it will rarely hold what vLLM has dropped. "
+            "Set DYN_KVBM_CPU_CACHE_GB to at least %.2f.",
+            host * about.block_bytes / 1e9, host, engine_gb, about.engine_blocks, engine_gb,
+        )  # fmt: skip

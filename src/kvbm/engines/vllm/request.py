@@ -1,0 +1,44 @@
+"""What KVBM knows of one of vLLM's requests, from its arrival to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvbm.core.manager import Match
+from kvbm.engines.vllm.sight import Lookup
+
+
+class RequestState:
+    """Of a request that vLLM is working on."""
+
+    __slots__ = (
+        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
+        "put_off_since", "refused", "request", "stored", "waits_since", "within",
+    )  # fmt: skip
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        # The engine's block table, kept here because releases hand it over differently; None while it is not known.
+        self.blocks: list[int] | None = None
+        self.stored = 0  # blocks from the front that need no more thought
+        self.loads = False  # blocks are on their way to it, or have been
+        self.keep = True  # False: what it computes rests on blocks from before a reset, or on blocks that were lost
+        self.match: Match | None = None
+        self.lookup: Lookup | None = None  # the last one, until the request is let in
+        self.in_step = False
+        self.outside = False  # since it was last in a step a load outside of one was planned
+        self.refused = False  # a load of it could not even be planned: nothing more is offered
+        self.declined = False  # blocks were found that are sooner computed than loaded
+        self.waits_since: float | None = None
+        self.put_off = 0  # blocks that it was to have in a step that was full
+        self.put_off_since = 0.0
+        self.within = 0.0  # seconds that a load from disk may take
+        self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
+
+    def new_table(self, blocks: Sequence[int], computed: int) -> None:
+        self.blocks = list(blocks)
+        self.stored = 0
+        self.outside = False
+        if not computed:
+            self.keep = True  # it starts from nothing
