@@ -329,3 +329,96 @@ def test_what_decoding_requests_complete_is_one_store_a_step(make_engine):
     engine.run()
     engine.check()
     assert most >= 2
+
+
+# -- following vLLM ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_who_is_said_to_have_its_last_token_is_in_no_further_step(max_tokens, make_engine):
+    """Said too early, loads hold up somebody who still decodes; too late, they wait for somebody who has gone."""
+    from kvbm.engines.vllm.compat import has_its_last_token
+
+    engine = make_engine(overlap=True)
+    request = engine.add("a", PROMPT, max_tokens)
+    said = []
+    while engine.scheduler.has_requests() or engine._queue:
+        before = request.num_computed_tokens and has_its_last_token(request)
+        output = engine.submit() if engine.can_submit else engine.process()
+        if output is not None and not request.is_finished() and request.num_computed_tokens:
+            said.append((before, "a" in output.num_scheduled_tokens))
+    engine.check()
+    assert (True, True) not in said
+    assert (False, False) not in said
+    assert (True, False) in said
+
+
+@pytest.mark.parametrize("first", ["whose blocks are on their way", "who decodes"])
+def test_the_gap_after_a_step_is_not_left_to_somebody_who_has_no_use_for_it(first, make_engine, monkeypatch):
+    """The first in line is the first who still has to be loaded, and not the first who came."""
+    from kvbm.engines.vllm import ahead
+
+    engine = make_engine({"inject_faults": "slow"})
+    for name, prompt in PROMPTS.items():
+        engine.add(name, prompt)
+    engine.run()
+    engine.forget()
+    engine.half._cost._mode = "async"
+    engine.add("first", PROMPTS["a"] if first != "who decodes" else numbers(9, 42), 16)
+    engine.submit()
+    assert engine.half._requests["first"].loads == (first != "who decodes")
+    believe(engine, load_seconds=30.0, token_seconds=10.0)
+    engine.half._cost._mode = "sync"
+    fetched = []
+    monkeypatch.setattr(ahead, "PREFETCH_BLOCKS", 1)
+    monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(slots) or True)
+    for name in "bc":
+        engine.add(f"{name} again", PROMPTS[name], 1)
+    engine.submit()
+    assert [(load.request[0], load.in_step) for load in engine.ranks[0].plan.loads] == [("b", True)]
+    wanted = engine.half.leader.manager.lookup(engine.half._keys.of(engine.scheduler.requests["c again"]), 0, 10)
+    assert fetched[-1:] == [wanted.runs[0].slots]
+    engine.run()
+    engine.check()
+    engine.check_idle()
+
+
+def offered_outside(engine):
+    """What is kept of a prompt is to be loaded outside of the steps."""
+    engine.add("first", PROMPT)
+    engine.run()
+    engine.forget()
+    engine.half._cost._mode = "async"
+
+
+def test_who_waits_for_room_that_a_step_under_way_will_make_is_loaded(make_engine):
+    """Steps in which there is nothing to compute may be many, where the stages of a pipeline each have one."""
+    engine = make_engine(blocks=24)
+    offered_outside(engine)
+    engine._depth = 8
+    engine.add("in the way", numbers(9, 60), 4)
+    engine.turn()
+    engine.add("second", PROMPT)
+    engine.run()
+    engine.check()
+    assert engine.onboarded == 10
+    engine.check_idle()
+
+
+def test_who_is_offered_in_vain_and_waits_for_nobody_is_computed(make_engine):
+    """vLLM asks for more room before a load than before computing, and nobody would ever make it."""
+    from clockwork import make_request
+
+    engine = make_engine()
+    offered_outside(engine)
+    request = make_request("second", PROMPT)
+    engine.half.new_request(request)
+    offers = []
+    while len(offers) < 20:
+        offers.append(engine.half.match(request, 0))
+        engine.submit()
+        engine.process()
+    assert offers[0] == (40, True)
+    assert (0, False) in offers
+    engine.half.finished(request)
+    engine.check_idle()
