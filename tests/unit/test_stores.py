@@ -112,13 +112,14 @@ def test_an_answer_does_not_push_out_its_own_prompt():
     assert here.found("xyz") == 0
 
 
-def test_answers_of_one_step_push_out_no_prompt_of_theirs():
-    here = Scheduler(slots=9)
+@pytest.mark.parametrize("free", [0, 1])
+def test_answers_of_one_step_push_out_no_prompt_of_theirs(free):
+    here = Scheduler(slots=9 + free)
     for name in ("abcd", "efgh", "xyz"):
         here.add(name, prompt=3)
         here.step(**{name: (0, 3)})
     assert here.step(abcd=(3, 4), efgh=(3, 4)) == ["dh"]
-    assert (here.found("abcd"), here.found("efgh"), here.found("xyz")) == (4, 4, 1)
+    assert (here.found("abcd"), here.found("efgh"), here.found("xyz")) == (4, 4, 1 + free)
 
 
 def test_while_there_is_room_a_step_costs_nothing_for_the_blocks_of_the_steps_before(monkeypatch):

@@ -92,13 +92,14 @@ class Stores:
             return []
         keys: list[Key] = []
         blocks: list[int] = []
-        pool = self._leader.manager.pools[Tier.HOST]
         for state, known, first, end in grown:
             assert state.blocks is not None
             keys += known[first:end]
             blocks += state.blocks[first:end]
-            if pool.free < len(keys):
-                # Something must go for these blocks, and not the blocks in front of them.
+        pool = self._leader.manager.pools[Tier.HOST]
+        if pool.free < len(keys):
+            # Something must go for these blocks, and not the blocks in front of them.
+            for _, known, first, _ in grown:
                 pool.touch(known[:first])
         plan = self._leader.offload(keys, blocks)
         for state, known, first, end in grown:
