@@ -6,7 +6,7 @@ import pytest
 from engines import numbers
 
 from kvbm.core.cost import NEVER, RECOMPUTE
-from kvbm.plans import Copy, LoadPlan, Tier
+from kvbm.plans import Tier
 
 pytestmark = pytest.mark.engine
 
@@ -142,31 +142,6 @@ def test_whoever_is_put_off_is_looked_up_once(make_engine, monkeypatch):
     assert len(looked) <= cold + again + prefetched
 
 
-def test_a_step_is_full_when_all_of_its_loads_take_longer_than_a_step(make_engine, monkeypatch):
-    half = make_engine().half
-    block_seconds = half._cost.step_seconds / 12.5
-    monkeypatch.setattr(half._cost, "load_seconds", lambda tier, size: size / half._block_bytes * block_seconds)
-    assert not half._waits._is_full([], 99)  # nobody is in front of it
-    loads = [LoadPlan(1, "somebody", [Copy(Tier.HOST, [1] * 10, [1] * 10)], in_step=True)]
-    assert not half._waits._is_full(loads, 2)
-    assert half._waits._is_full(loads, 3)
-
-
-def test_how_long_somebody_is_put_off_counts_from_the_last_time_there_was_room(make_engine, monkeypatch):
-    from kvbm.engines.vllm.request import RequestState
-
-    waits = make_engine().half._waits
-    full, state = [True], RequestState(None)
-    monkeypatch.setattr(waits, "_is_full", lambda loads, blocks: full[0])
-    assert waits.for_room(state, 5, [])
-    state.put_off_since -= 1000
-    assert not waits.for_room(state, 5, [])
-    full[0] = False
-    assert not waits.for_room(state, 5, [])
-    full[0] = True
-    assert waits.for_room(state, 5, [])
-
-
 def test_nobody_is_put_off_for_ever(make_engine, monkeypatch):
     """Where a higher priority goes first, somebody may always come in between."""
     from kvbm.engines.vllm import waits
@@ -174,18 +149,6 @@ def test_nobody_is_put_off_for_ever(make_engine, monkeypatch):
     monkeypatch.setattr(waits, "LONGEST_PUT_OFF", 0.0)
     seen = ask_together(make_engine(), max_tokens=1, load_seconds=30.0)
     assert seen == [[("a", True), ("b", False), ("c", False)]]
-
-
-def test_a_load_outside_of_the_step_puts_nobody_off(make_engine):
-    engine = make_engine()
-    engine.add("first", PROMPT)
-    engine.run()
-    engine.forget()
-    believe(engine, load_seconds=30.0, token_seconds=10.0)
-    outside = LoadPlan(1, "somebody", [Copy(Tier.DISK, [1] * 99, [1] * 99)], in_step=False)
-    assert not engine.half._waits._is_full([outside], 10)
-    inside = LoadPlan(1, "somebody", outside.copies, in_step=True)
-    assert engine.half._waits._is_full([inside], 10)
 
 
 def test_a_request_whose_keys_cannot_be_had_costs_nobody_else_anything(make_engine, monkeypatch):
@@ -287,7 +250,8 @@ def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, t
     engine.check_idle()
 
 
-def test_who_was_fetched_ahead_and_is_computed_after_all_holds_nothing(make_engine, monkeypatch):
+@pytest.mark.parametrize("what", ["is computed after all", "is aborted", "would find nothing since a reset"])
+def test_who_was_fetched_ahead_and_is_not_loaded_holds_nothing(what, make_engine, monkeypatch):
     from kvbm.engines.vllm import ahead
 
     engine = make_engine()
@@ -298,12 +262,41 @@ def test_who_was_fetched_ahead_and_is_computed_after_all_holds_nothing(make_engi
     monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: True)
     request = engine.add("second", PROMPT, 50)
     assert engine.pool.pinned == 10
-    engine.half._requests["second"].refused = True
-    engine.submit()
-    assert request.num_computed_tokens
+    if what == "is aborted":
+        engine.abort("second")
+    elif what == "is computed after all":
+        engine.half._requests["second"].refused = True
+        engine.submit()
+        assert request.num_computed_tokens
+    else:
+        engine.half.reset()
     assert engine.pool.pinned == 0
     engine.run()
     engine.check()
+
+
+def test_when_its_books_are_closed_nothing_more_is_stored_or_fetched(make_engine, monkeypatch):
+    """Nobody would take in what became of it."""
+    from kvbm.engines.vllm import ahead
+
+    engine = make_engine()
+    engine.add("first", PROMPT)
+    engine.run()
+    engine.forget()
+    fetched = []
+    monkeypatch.setattr(ahead, "PREFETCH_BLOCKS", 1)
+    monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(slots) or True)
+    engine.half.leader.apply = None  # whoever calls it fails
+    engine.half.apply([])
+    assert engine.half.leader is None
+    engine.add("again", PROMPT)
+    engine.add("new", PROMPTS["b"])
+    while engine.scheduler.has_requests():
+        engine.turn()
+        plan = engine.ranks[0].plan
+        assert plan is None or not (plan.loads or plan.stores)
+    assert fetched == []
+    assert engine.answers["again"] == engine.answers["first"]
 
 
 def test_forced_into_the_step_a_load_stays_in_it(make_engine, monkeypatch):
