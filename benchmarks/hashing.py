@@ -2,8 +2,8 @@
 
     python benchmarks/hashing.py [--check] [--json FILE]
 
-Both are given the same prompts in turn. The time is CPU time of a whole request being made, because that is what comes
-before anybody can look for its blocks. Needs vLLM.
+Both are given the same prompts in turn, each twice: a new prompt, and one that returns. The time is CPU time of a whole
+request being made, because that is what comes before anybody can look for its blocks. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from kvbm.engines.vllm import hashing
 BLOCK = 16
 LENGTHS = (8_192, 32_768, 131_072)
 VOCABULARY = 150_000
-LEAST_SAVED = 0.2  # of the time
+LEAST_SAVED = 0.1  # of the time, with a new prompt
+LEAST_SAVED_AGAIN = 0.7
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--check", action="store_true", help=f"fail if less than {LEAST_SAVED:.0%} is saved")
+    parser.add_argument("--check", action="store_true", help="fail if too little is saved")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
     options = parser.parse_args()
     kv_cache_utils.init_none_hash(sha256)
@@ -42,25 +43,30 @@ def main() -> int:
     ways = {"own": own, "short": hashing.quick(own, BLOCK, sha256)}
     figures = []
     for length in LENGTHS:
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        times: dict[str, list[float]] = {name: [] for way in ways for name in (way, f"{way}_again")}
         for seed in range(options.rounds):
-            source = random.Random(seed)
+            source = random.Random(f"{length} {seed}")
             tokens = [source.randrange(VOCABULARY) for _ in range(length)]
-            for name, hasher in ways.items():
-                began = time.thread_time()
-                Request("request", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-                times[name].append(1e3 * (time.thread_time() - began))
+            for way, hasher in ways.items():
+                for name in (way, f"{way}_again"):
+                    began = time.thread_time()
+                    Request("request", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+                    times[name].append(1e3 * (time.thread_time() - began))
         row = {"tokens": length, **{f"{name}_ms": round(median(rounds), 3) for name, rounds in times.items()}}
         figures.append(row)
-        print("{tokens:>8,} tokens: {own_ms:7.2f} ms vLLM's own way, {short_ms:7.2f} ms the short one".format(**row))
+        print(
+            "{tokens:>8,} tokens: {own_ms:7.2f} ms vLLM's own way, {short_ms:7.2f} ms the short one, "
+            "{short_again_ms:7.2f} ms when the prompt returns".format(**row)
+        )
     if options.json:
         machine = {"python": platform.python_version(), "vllm": vllm.__version__, "cores": os.cpu_count()}
         options.json.write_text(
             json.dumps({"machine": machine, "rounds": options.rounds, "figures": figures}, indent=2)
         )
-    missed = [row["tokens"] for row in figures if row["short_ms"] > (1 - LEAST_SAVED) * row["own_ms"]]
+    limits = (("short_ms", LEAST_SAVED), ("short_again_ms", LEAST_SAVED_AGAIN))
+    missed = [row["tokens"] for row in figures for name, least in limits if row[name] > (1 - least) * row["own_ms"]]
     if options.check and missed:
-        print(f"less than {LEAST_SAVED:.0%} saved at {', '.join(map(str, missed))} tokens")
+        print(f"too little saved at {', '.join(map(str, missed))} tokens")
         return 1
     return 0
 

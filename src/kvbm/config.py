@@ -305,7 +305,8 @@ SETTINGS: tuple[Setting, ...] = (
             "How blocks are copied out of a GPU: by a kernel, by the copy engine, or as a measurement at start finds "
             "best.", used=True),
     Setting("fast_hash", "KVBM_FAST_HASH", _SWITCH, True, MOVING,
-            "vLLM: compute the hashes of a prompt's blocks, the same ones, in a shorter loop than vLLM's.", used=True),
+            "vLLM: hash prompts in a shorter loop than its own, to the same hashes, and recognise what was hashed "
+            "before.", used=True),
     Setting("host_offload_prefix_min_priority", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             Number(high=100, example="35"), 0, MOVING,
             "Retention priority a block needs to be offloaded; the first block of a request below it ends offloading "

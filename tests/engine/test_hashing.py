@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,23 @@ def calls():
 
 
 @pytest.fixture
+def counted(function):
+    """The hash function, and the blocks it was given."""
+    blocks = []
+
+    def hash_block(block):
+        blocks.append(block)
+        return function(block)
+
+    return hash_block, blocks
+
+
+def prompt(length, seed=0):
+    source = random.Random(seed)
+    return [source.randrange(150_000) for _ in range(length)]
+
+
+@pytest.fixture
 def short(own, function, calls):
     """The short way; what it leaves to vLLM is in ``calls``."""
 
@@ -52,8 +70,7 @@ def short(own, function, calls):
 
 
 def make(hasher, length, **options):
-    tokens = [random.Random(length).randrange(2**31) for _ in range(length)]
-    return Request("a", tokens, SamplingParams(max_tokens=64), None, block_hasher=hasher, **options)
+    return Request("a", prompt(length), SamplingParams(max_tokens=64), None, block_hasher=hasher, **options)
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 32, 1000])
@@ -69,6 +86,79 @@ def test_a_request_that_decodes_gets_the_names_that_vllm_gives(short, own):
             request.append_output_token_ids(token)
     assert len(requests[0].block_hashes) == 6
     assert requests[0].block_hashes == requests[1].block_hashes
+
+
+def named(own, tokens):
+    return Request("a", tokens, SamplingParams(max_tokens=1), None, block_hasher=own).block_hashes
+
+
+def test_a_prompt_that_returns_is_named_without_being_hashed(own, counted):
+    hash_block, blocks = counted
+    names = hashing.Names(SIZE, hash_block)
+    tokens = prompt(3000)
+    assert names.of(tokens) == named(own, tokens)
+    del blocks[:]
+    assert names.of(tokens + prompt(500, seed=1)) == named(own, tokens + prompt(500, seed=1))
+    assert len(blocks) == (3500 - 2048) // SIZE  # behind the last stretch that was whole
+
+
+def test_the_same_tokens_behind_others_have_other_names(own, function):
+    names = hashing.Names(SIZE, function)
+    same = prompt(2048)
+    prompts = [prompt(1024, seed) + same for seed in (1, 2, 3)] + [same]
+    found = [names.of(tokens) for tokens in prompts]
+    assert found == [named(own, tokens) for tokens in prompts]
+    assert len({name for part in found for name in part}) == 3 * 192 + 128
+
+
+def test_a_single_token_makes_all_names_behind_it_others(own, function):
+    names = hashing.Names(SIZE, function)
+    tokens = prompt(4096)
+    names.of(tokens)
+    for place in (0, 1023, 1024, 2000, 4095):
+        other = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
+        assert names.of(other) == named(own, other)
+
+
+def test_only_so_much_is_remembered_and_the_oldest_goes_first(counted, monkeypatch):
+    monkeypatch.setattr(hashing, "_STRETCHES", 3)
+    hash_block, blocks = counted
+    names = hashing.Names(SIZE, hash_block)
+    for seed in (1, 2, 3, 1, 4):
+        names.of(prompt(1024, seed))
+    del blocks[:]
+    for seed in (1, 3, 4):
+        names.of(prompt(1024, seed))
+    assert not blocks
+    names.of(prompt(1024, 2))
+    assert len(blocks) == 64
+    assert len(names._known) == 3
+
+
+@pytest.mark.parametrize("odd", [-1, 2**32, 2**70])
+def test_tokens_that_are_none_are_named_as_vllm_names_them(odd, own, function):
+    names = hashing.Names(SIZE, function)
+    tokens = [odd, *prompt(2000)]
+    assert names.of(tokens) == named(own, tokens)
+    assert not names._known
+
+
+@pytest.mark.parametrize("size", [1, 24, 128, 2048])
+def test_blocks_of_any_size_are_named_as_vllm_names_them(size, function):
+    own = kv_cache_utils.get_request_block_hasher(size, function)
+    names = hashing.Names(size, function)
+    for length in (3000, 5000, 5000):
+        assert names.of(prompt(length)) == named(own, prompt(length))
+
+
+def test_several_threads_may_ask(function, monkeypatch):
+    monkeypatch.setattr(hashing, "_STRETCHES", 2)
+    names = hashing.Names(SIZE, function)
+    prompts = [prompt(1024, seed % 4) + prompt(1024, seed) for seed in range(8)]
+    expected = [hashing.Names(SIZE, function).of(tokens) for tokens in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            assert list(pool.map(names.of, prompts)) == expected
 
 
 def image(offset):

@@ -1,10 +1,11 @@
 """A prompt's names, sooner.
 
 vLLM names every block of a prompt by a hash before anybody hears of the prompt: for 32k tokens more than 2,000 times,
-several milliseconds on the CPU of a server. A load cannot begin before that, and the requests that decode wait too,
-because the interpreter is busy. Two fifths of it (``benchmarks/hashing.py``) go into asking every single block what
-none of a plain prompt's blocks has, images, adapters, salt, and into passing tokens from function to function. Here the
-same hash function is given the same things in the same order, without the questions.
+several milliseconds on the CPU of a server (``benchmarks/hashing.py``). No load can begin before that, and the requests
+that decode wait too, because the interpreter is busy. But much of a prompt that finds its blocks in a cache has been
+named before, by the prompt that put them there. So stretches of tokens are remembered with their names, by what comes
+before them; where nobody has seen a stretch the same hash function is given the same things in the same order, without
+asking every block for what no block of a plain prompt has: images, adapters, salt.
 
 What a block is called is for vLLM to say. So this is for releases that have been read, for prompts that have none of
 what vLLM hashes beside tokens, and only after the two have been seen to agree; else vLLM's own function does it.
@@ -14,7 +15,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +29,15 @@ from kvbm.engines.vllm import compat
 
 logger = logging.getLogger(__name__)
 
-Hasher = Callable[[Any], list[Any]]  # of a request: the names of its blocks that have none yet
+Hasher = Callable[[Any], list[bytes]]  # of a request: the names of its blocks that have none yet
 HashFunction = Callable[[Any], bytes]
+
+_STRETCH = 1024  # tokens that are remembered together: few enough to share, enough to cost next to nothing
+_STRETCHES = 4096  # that are remembered, some 10 kB each
 
 
 def quicken() -> None:
-    """From now on engines made in this process hash plain prompts the short way."""
+    """From now on engines made in this process name plain prompts the short way."""
     make = engine_core.get_request_block_hasher
     if hasattr(make, "__wrapped__") or not compat.is_tested():
         return
@@ -44,24 +51,71 @@ def quicken() -> None:
 
 def quick(own: Hasher, size: int, function: HashFunction) -> Hasher:
     """A hasher that gives the names which vLLM's ``own`` gives. That one itself, if they are seen to differ."""
+    names = Names(size, function)
 
-    def names(request: Any) -> list[Any]:
+    def hasher(request: Any) -> list[bytes]:
         if request.block_hashes or not _is_plain(request):
             return own(request)
-        parent = kv_cache_utils.NONE_HASH
-        found = []
-        for block in zip(*[iter(request.all_token_ids)] * size, strict=False):  # what is left over is no block
-            parent = function((parent, block, None))
-            found.append(parent)
-        return found
+        return names.of(request.all_token_ids[:])
 
     try:
-        if all(names(sample) == own(sample) for sample in _samples(size)):
-            return names
+        if all(hasher(sample) == own(sample) for sample in _samples(size)):
+            return hasher
         logger.warning("prompts are hashed vLLM's own way: the short one gave other names")
     except Exception as error:
         logger.info("prompts are hashed vLLM's own way (%s: %s)", type(error).__name__, error)
     return own
+
+
+class Names:
+    """The names of all blocks of a prompt. May be asked by several threads."""
+
+    def __init__(self, size: int, function: HashFunction) -> None:
+        self._size = size
+        self._function = function
+        self._stretch = max(1, _STRETCH // size) * size
+        # Names of a stretch's blocks by the name of the block before it and its tokens, the latest last.
+        self._known: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, tokens: list[int]) -> list[bytes]:
+        parent = kv_cache_utils.NONE_HASH
+        names: list[bytes] = []
+        whole = len(tokens) // self._stretch * self._stretch
+        try:
+            numbers = array("I", tokens[:whole])
+        except (OverflowError, TypeError):  # no tokens that we know: nothing is remembered
+            numbers, whole = array("I"), 0
+        for start in range(0, whole, self._stretch):
+            end = start + self._stretch
+            key = parent, numbers[start:end].tobytes()
+            found = self._recall(key)
+            if found is None:
+                found = self._hash(parent, tokens[start:end])
+                self._remember(key, found)
+            names += found
+            parent = found[-1]
+        return names + self._hash(parent, tokens[whole:])
+
+    def _hash(self, parent: bytes, tokens: Sequence[int]) -> list[bytes]:
+        function, names = self._function, []
+        for block in zip(*[iter(tokens)] * self._size, strict=False):  # what is left over is no block
+            parent = function((parent, block, None))
+            names.append(parent)
+        return names
+
+    def _recall(self, key: tuple[bytes, bytes]) -> list[bytes] | None:
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+            return found
+
+    def _remember(self, key: tuple[bytes, bytes], names: list[bytes]) -> None:
+        with self._lock:
+            self._known[key] = names
+            if len(self._known) > _STRETCHES:
+                self._known.popitem(last=False)
 
 
 def _is_plain(request: Any) -> bool:
@@ -75,7 +129,8 @@ def _is_plain(request: Any) -> bool:
 
 
 def _samples(size: int) -> list[SimpleNamespace]:
-    """Prompts of no block, of one, and of several with some tokens left over."""
-    prompts = [[7 + 65_521 * i for i in range(count)] for count in (size - 1, size, 5 * size + 3)]
+    """Prompts of no block, of one, of several with some tokens left over, and a long one that comes twice."""
+    lengths = size - 1, size, 5 * size + 3, _STRETCH + 2 * size + 3, _STRETCH + 2 * size + 3
+    prompts = [[7 + 65_521 * i for i in range(length)] for length in lengths]
     plain = {"block_hashes": [], "lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
     return [SimpleNamespace(all_token_ids=prompt, num_tokens=len(prompt), **plain) for prompt in prompts]
