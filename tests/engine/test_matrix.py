@@ -66,3 +66,14 @@ def test_every_method_of_the_base_class_has_been_read():
     compat = pytest.importorskip("kvbm.engines.vllm.compat")
     assert compat.unknown_members() == set()
     assert "{}.{}".format(*compat.release()) in compat.TESTED
+
+
+def test_prompts_get_the_names_that_this_release_gives():
+    import vllm.v1.core.kv_cache_utils as kv_cache_utils
+    from vllm.utils.hashing import sha256
+
+    from kvbm.engines.vllm import hashing
+
+    kv_cache_utils.init_none_hash(sha256)
+    own = kv_cache_utils.get_request_block_hasher(16, sha256)
+    assert hashing.quick(own, 16, sha256) is not own  # which it would be, had they been seen to differ
