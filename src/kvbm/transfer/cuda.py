@@ -91,7 +91,7 @@ class CudaCopier(Copier):
             self._engine = EngineCopies.open(layout, slab, device, self._store_stream) if stores != "kernel" else None
             self._bulk = self._open_bulk(staging)
             self._bulk_blocks = bulk_bytes // layout.block_bytes  # what is gained on shorter loads is lost at their end
-            self.portion = 2 * self._bulk_blocks  # so that every part of a longer load still comes the same way
+            self.portion = self._bulk_blocks
             self._engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
@@ -160,7 +160,7 @@ class CudaCopier(Copier):
 
     def _load_whole(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
         fetched = self._take_prefetched(slots)
-        if fetched is None and self._bulk is not None and len(slots) >= self._bulk_blocks:
+        if fetched is None and self._bulk is not None and self._suits_bulk(slots, whole=when is When.LATER):
             fetched = self._bulk.begin(slots, whole=True, gently=when is When.LATER)
         stream = self._load_stream
         stream.wait_event(self._step_began)
@@ -177,7 +177,7 @@ class CudaCopier(Copier):
         return ticket
 
     def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
-        if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens):
+        if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens, whole):
             return False
         self._prefetched = self._bulk.begin(slots, whole, gently=whole)
         return True
@@ -189,8 +189,10 @@ class CudaCopier(Copier):
         fetched, self._prefetched = self._prefetched, None
         return fetched
 
-    def _suits_bulk(self, slots: Sequence[int], tokens: int) -> bool:
-        return len(slots) >= self._bulk_blocks and tokens <= _BULK_TOKENS
+    def _suits_bulk(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
+        """Half as much is enough where nobody waits for it in the step: so much has every part of a longer load."""
+        least = self._bulk_blocks // 2 if whole else self._bulk_blocks
+        return len(slots) >= least and tokens <= _BULK_TOKENS
 
     def end_prefetch(self) -> None:
         if self._prefetched is not None and self._bulk is not None:
