@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvbm.storage.host import HostSlab  # noqa: E402
-from kvbm.transfer import bulk_loads  # noqa: E402
+from kvbm.transfer import bulk_loads, cuda  # noqa: E402
+from kvbm.transfer.base import When  # noqa: E402
 from layouts import LAYOUTS, by_block, layout_of  # noqa: E402
 
 BLOCKS = 24
@@ -177,6 +178,28 @@ def test_others_have_their_turn_after_every_few_slots(bench, slots, at_a_time, m
     assert copied.pop() == 0
     assert max(copied) <= max(at_a_time, 1) * slot
     assert sum(copied) == len(slots) * slot
+
+
+@pytest.mark.parametrize("when", [When.LATER, When.NOW])
+def test_what_was_fetched_for_a_step_makes_way_for_others_once_no_step_waits_for_it(bench, when, monkeypatch):
+    bench = bench(rows=2)
+    copier = object.__new__(cuda.CudaCopier)
+    copier._bulk, copier._bulk_blocks, copier._prefetched = bench.loads, 1, None
+    copier._load_stream = copier._engine_stream = FakeStream()
+    copier._step_began = FakeEvent()
+    monkeypatch.setattr(cuda, "mark", lambda stream: FakeEvent())
+    turns = []
+    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: turns.append(len(bench.commands)))
+    blocks = list(range(len(RUN)))
+    assert copier.prefetch(RUN, 1)
+    fetched = len(bench.commands)
+    copier.load(RUN, blocks, [], when)
+    bench.check(RUN, blocks)
+    if when is When.NOW or len(bench.commands) == fetched:  # or small enough to have been fetched as a whole
+        assert not turns
+    else:
+        assert turns[0] > fetched
+        assert turns[-1] == len(bench.commands)
 
 
 def test_who_waits_for_a_load_makes_way_for_nobody(bench):

@@ -410,3 +410,83 @@ def test_every_part_of_a_load_comes_after_what_still_reads_its_blocks(worker, sl
     worker.poll()
     orders = [call[3] for call in slow_copier.calls if call[0] == "load"]
     assert orders == [[slow_copier.ticket]] * 3
+
+
+def end_parts(copier, count=None):
+    for ticket in copier.tickets[:count]:
+        ticket.over = True
+
+
+def long_loads(*ids, count=12):
+    return [load(id=i, slots=range(15 * i, 15 * i + count), blocks=range(15 * i, 15 * i + count)) for i in ids]
+
+
+def test_long_loads_come_one_after_the_other_and_two_parts_at_a_time_in_all(worker, slow_copier):
+    """Side by side all of them would arrive as late as the last."""
+    step(worker, *long_loads(0, 1, 2))
+    assert len(submitted(slow_copier)) == 2
+    arrived = []
+    for turn in range(1, 10):
+        end_parts(slow_copier, turn)
+        outcome = worker.poll()
+        arrived += [(request, turn) for request in outcome.arrived]
+        assert len(submitted(slow_copier)) == min(turn + 2, 9)
+    assert arrived == [("request-0", 3), ("request-1", 6), ("request-2", 9)]
+    assert [slots[0] // 15 for slots, _ in submitted(slow_copier)] == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_a_short_load_does_not_wait_for_a_long_one(worker, slow_copier):
+    step(worker, *long_loads(0), load(id=7, slots=[90, 91], blocks=[40, 41]))
+    assert submitted(slow_copier)[-1] == ([90, 91], [40, 41])
+    slow_copier.tickets[-1].over = True
+    assert worker.poll().arrived == {"request-7"}
+    assert len(submitted(slow_copier)) == 3
+
+
+@pytest.mark.parametrize("over", [0, 1], ids=["the bus is full", "a part is to come"])
+def test_nothing_is_fetched_ahead_that_the_next_part_would_end(over, worker, slow_copier):
+    step(worker, *long_loads(0, count=12 if over else 10))
+    fetched = [call for call in slow_copier.calls if call[0] == "prefetch"]
+    assert len(fetched) == 1
+    end_parts(slow_copier, over)
+    step(worker, *long_loads(1))
+    assert [call for call in slow_copier.calls if call[0] == "prefetch"] == fetched
+    assert worker.prefetch([90, 91], 1) is False
+
+
+def test_what_was_fetched_as_one_is_not_fetched_again_in_parts(worker, slow_copier):
+    plan = a_long_load()
+    assert worker.prefetch(plan.copies[0].slots, 1)
+    worker.start_early(plan)
+    assert submitted(slow_copier) == [(list(range(40, 63)), list(range(23)))]
+    slow_copier.tickets[0].over = True
+    assert step(worker, plan).arrived == {"request-1"}
+
+
+@pytest.mark.parametrize("how", ["the end of it", "another load"])
+def test_what_is_no_longer_near_comes_in_parts(how, worker, slow_copier):
+    plan = a_long_load()
+    worker.prefetch(plan.copies[0].slots, 1)
+    if how == "another load":
+        worker.start_early(load(id=2))
+    else:
+        worker.end_prefetch()
+    worker.start_early(plan)
+    assert submitted(slow_copier)[-1] == (list(range(44, 49)), list(range(4, 9)))
+
+
+def test_a_load_that_cannot_be_asked_whether_it_is_over_holds_up_nobody_else(worker, slow_copier, monkeypatch):
+    step(worker, *long_loads(0, 1))
+
+    def broken():
+        raise OSError("broken")
+
+    monkeypatch.setattr(slow_copier.tickets[0], "done", broken)
+    arrived, bad = {}, set()
+    for _ in range(5):
+        end_parts(slow_copier)
+        outcome = worker.poll()
+        arrived |= dict.fromkeys(outcome.arrived)
+        bad |= outcome.bad_blocks
+    assert list(arrived) == ["request-0", "request-1"]
+    assert bad == set(range(12))

@@ -11,7 +11,7 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from kvbm.transfer.base import Copier, Ticket, When
 # Copiers, and with them slabs, that a disk which hung at the end of an engine may still write to.
 _left_behind: list[Copier] = []
 
-_LEAD = 2  # parts of a long load that are under way at a time: one arrives, and the next is there when it has
+_LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
 
 
 class Outcome(NamedTuple):
@@ -78,7 +78,7 @@ class _Load:
         self.plan = plan
         self.parts: list[_Part] = []
         self.rest: deque[_Rest] = deque()
-        self.lead = _LEAD  # parts that are under way at a time
+        self.lead = 0  # parts that may be under way at a time, where it comes in parts
         self.ascents: list[Ascent] = []  # what comes from disk
         self.send: Send | None = None  # how these go on to the engine
         self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
@@ -181,6 +181,7 @@ class Worker:
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
         self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
+        self._near: list[int] = []  # slots that the copier has begun to bring near
         self._plan = StepPlan()  # of the current step
 
     @property
@@ -211,11 +212,17 @@ class Worker:
         self._fetch_ahead(plan)
 
     def prefetch(self, slots: list[int], tokens: int, whole: bool = False) -> bool:
-        """See :meth:`kvbm.transfer.base.Copier.prefetch`."""
+        """See :meth:`kvbm.transfer.base.Copier.prefetch`. Not while a load has parts to come: the next would end it."""
+        if any(load.rest for load in self._loads.values()):
+            return False
         with annotate("copier.prefetch"):
-            return self._copier.prefetch(slots, tokens, whole)
+            begun = self._copier.prefetch(slots, tokens, whole)
+        if begun:
+            self._near = slots
+        return begun
 
     def end_prefetch(self) -> None:
+        self._near = []
         self._copier.end_prefetch()
 
     def start_early(self, load: LoadPlan) -> None:
@@ -256,11 +263,11 @@ class Worker:
         if not waiting or not self._step_begun or any(load.in_step for load in waiting):
             return
         copies = waiting[0].copies
-        if len(copies) != 1 or copies[0].tier is not Tier.HOST:
+        if len(copies) != 1 or copies[0].tier is not Tier.HOST or self._parts_under_way() >= _LEAD:
             return
         try:
             self._check(Tier.HOST, copies[0].slots, copies[0].blocks)
-            _, end = self._cuts(len(copies[0].slots))[0]
+            _, end = self._cuts(copies[0].slots)[0]
             self.prefetch(copies[0].slots[:end], 0, whole=True)
         except Exception as error:
             self._fault("prefetch", error)  # the load itself will show what can be had
@@ -275,30 +282,49 @@ class Worker:
             for load in loads:
                 self._start([load], When.LATER)
         # Should the load for which it was fetched not have come about, its slots may soon hold something else.
-        self._copier.end_prefetch()
+        self.end_prefetch()
 
-    def _cuts(self, count: int) -> list[tuple[int, int]]:
-        """The parts in which a load outside of the step goes to the copier, from where to where: as equal as can be."""
-        parts = -(-count // self._copier.portion) if self._copier.portion else 1
+    def _cuts(self, slots: list[int]) -> list[tuple[int, int]]:
+        """The parts in which a load outside of the step goes to the copier, from where to where: as equal as can be.
+        What has been fetched as one is placed as one, or it would have to be fetched again."""
+        count, portion = len(slots), self._copier.portion
+        parts = -(-count // portion) if portion and slots != self._near else 1
         ends = [count * i // parts for i in range(parts + 1)]
         return list(pairwise(ends))
 
-    def _go_on(self, load: _Load) -> None:
-        """Submit as much of a load as keeps the bus busy until the next step. All of it would be milliseconds in which
-        the engine waits, and with it the requests that decode."""
-        try:
-            under_way = sum(not part.ticket.done() for part in load.parts)
-            if load.parts and not under_way:
-                load.lead *= 2  # steps are long: the bus had nothing to do
-            while load.rest and under_way < load.lead:
-                first, slots, blocks, after = load.rest.popleft()
-                with annotate("copier.load"):
-                    ticket = self._copier.load(slots, blocks, after, When.LATER, load.plan.tokens)
-                load.parts.append(_Part(first, len(blocks), ticket, 0, 1.0))
-                under_way += 1
-        except Exception as error:
-            self._fault("load", error)
-            load.spoil()
+    def _go_on(self) -> None:
+        """Submit as much of long loads as keeps the bus busy until the next step. All of it would be milliseconds in
+        which the engine waits, and with it the requests that decode.
+
+        One load after the other: the first to arrive is answered while the second is on its way.
+        """
+        for load in [load for load in self._loads.values() if load.rest]:
+            try:
+                self._submit_parts(load)
+            except Exception as error:
+                self._fault("load", error)
+                load.spoil()
+            if load.rest:
+                return
+
+    def _submit_parts(self, load: _Load) -> None:
+        under_way = self._parts_under_way()
+        if load.parts and not under_way:
+            load.lead *= 2  # steps are long: the bus had nothing to do
+        while load.rest and under_way < load.lead:
+            first, slots, blocks, after = load.rest.popleft()
+            ticket = self._submit(slots, blocks, after, When.LATER, load.plan.tokens)
+            load.parts.append(_Part(first, len(blocks), ticket, 0, 1.0))
+            under_way += 1
+
+    def _parts_under_way(self) -> int:
+        tickets = [part.ticket for load in self._loads.values() if load.lead for part in load.parts]
+        return sum(not _is_over(ticket) for ticket in tickets)
+
+    def _submit(self, slots: list[int], blocks: list[int], after: Iterable[Ticket], when: When, tokens: int) -> Ticket:
+        self._near = []  # whatever it was, it is used now or has been given up
+        with annotate("copier.load"):
+            return self._copier.load(slots, blocks, after, when, tokens)
 
     @contextmanager
     def _spoiling(self, loads: list[LoadPlan]) -> Iterator[None]:
@@ -364,9 +390,7 @@ class Worker:
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
-        for load in self._loads.values():
-            if load.rest:
-                self._go_on(load)
+        self._go_on()
         self._start_put_off()
         self._start_due_spills()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
@@ -564,17 +588,17 @@ class Worker:
         try:
             if not self._step_begun:
                 raise RuntimeError("not begun, because the fence before it failed")
-            if when is When.LATER and len(places) == 1:
+            cuts = self._cuts(slots) if when is When.LATER and len(places) == 1 else []
+            if len(cuts) > 1:
                 load, first, _, _ = places[0]
                 tickets = list(after.values())
                 load.rest.extend(
-                    _Rest(first + start, slots[start:end], blocks[start:end], tickets)
-                    for start, end in self._cuts(len(blocks))
+                    _Rest(first + start, slots[start:end], blocks[start:end], tickets) for start, end in cuts
                 )
-                self._go_on(load)
+                load.lead = _LEAD
+                self._go_on()
                 return
-            with annotate("copier.load"):
-                ticket = self._copier.load(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
+            ticket = self._submit(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
         except Exception as error:
             self._fault("load", error)
             for load in loads:
@@ -599,8 +623,7 @@ class Worker:
         after = [self._stores[i] for i in load.plan.after if i in self._stores]
 
         def send(slots: list[int], blocks: list[int]) -> Ticket:
-            with annotate("copier.load"):
-                return self._copier.load(slots, blocks, after, When.LATER, load.plan.tokens)
+            return self._submit(slots, blocks, after, When.LATER, load.plan.tokens)
 
         load.send = send
         load.ascents = [Ascent(self._disk, part) for part in joined(copies)]
@@ -641,3 +664,11 @@ class Worker:
         size = self._slots.get(tier, 0)
         if not slots or min(slots) < 0 or max(slots) >= size:
             raise ValueError(f"plan outside of {tier.name}'s {size} slots")
+
+
+def _is_over(ticket: Ticket) -> bool:
+    """As far as the bus goes. Of a ticket that cannot say so its own load will hear."""
+    try:
+        return ticket.done()
+    except Exception:
+        return True

@@ -162,6 +162,8 @@ class CudaCopier(Copier):
         fetched = self._take_prefetched(slots)
         if fetched is None and self._bulk is not None and self._suits_bulk(slots, whole=when is When.LATER):
             fetched = self._bulk.begin(slots, whole=True, gently=when is When.LATER)
+        if fetched is not None:
+            fetched.gently = when is When.LATER  # whoever it was fetched for: others may decode by now
         stream = self._load_stream
         stream.wait_event(self._step_began)
         _hold(stream, after)
