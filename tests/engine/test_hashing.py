@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -223,6 +225,29 @@ def test_a_release_that_nobody_has_read_keeps_its_own(core, monkeypatch):
     monkeypatch.setattr(compat, "release", lambda: (9, 9))
     hashing.quicken()
     assert core.get_request_block_hasher is kv_cache_utils.get_request_block_hasher
+
+
+@pytest.mark.parametrize("gone", ["the function", "the module"])
+def test_a_release_that_has_nothing_where_others_have_it_starts_like_any_other(gone, core, monkeypatch):
+    monkeypatch.setattr(compat, "release", lambda: (9, 9))
+    if gone == "the module":
+        monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", None)
+        monkeypatch.delattr("vllm.v1.engine.core")
+    else:
+        monkeypatch.delattr(core, "get_request_block_hasher")
+    importlib.reload(hashing).quicken()
+
+
+def test_a_request_that_lacks_what_is_asked_of_it_is_left_to_vllm(function):
+    """Raised there, an error would be the end of the request, or of the engine."""
+
+    def other(request):
+        return hashing.Names(SIZE, function).of(request.all_token_ids)
+
+    quick = hashing.quick(other, SIZE, function)
+    assert quick is not other
+    bare = SimpleNamespace(block_hashes=[], all_token_ids=prompt(100))
+    assert quick(bare) == other(bare)
 
 
 def test_nothing_that_vllm_hashes_beside_tokens_is_unknown(function, own):

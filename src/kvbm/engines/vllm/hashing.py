@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
-import vllm.v1.engine.core as engine_core
 
 from kvbm.engines.vllm import compat
 
@@ -38,13 +37,17 @@ _STRETCHES = 4096  # that are remembered, some 10 kB each
 
 def quicken() -> None:
     """From now on engines made in this process name plain prompts the short way."""
+    if not compat.is_tested():
+        return
+    import vllm.v1.engine.core as engine_core  # only the scheduler's process needs it, and only releases we have read
+
     make = engine_core.get_request_block_hasher
-    if hasattr(make, "__wrapped__") or not compat.is_tested():
+    if hasattr(make, "__wrapped__"):
         return
 
     @functools.wraps(make)
-    def make_quick(size: int, function: HashFunction) -> Hasher:
-        return quick(make(size, function), size, function)
+    def make_quick(hash_block_size: int, caching_hash_fn: HashFunction) -> Hasher:
+        return quick(make(hash_block_size, caching_hash_fn), hash_block_size, caching_hash_fn)
 
     engine_core.get_request_block_hasher = make_quick
 
@@ -54,9 +57,12 @@ def quick(own: Hasher, size: int, function: HashFunction) -> Hasher:
     names = Names(size, function)
 
     def hasher(request: Any) -> list[bytes]:
-        if request.block_hashes or not _is_plain(request):
-            return own(request)
-        return names.of(request.all_token_ids[:])
+        try:
+            if not request.block_hashes and _is_plain(request):
+                return names.of(request.all_token_ids[:])
+        except Exception as error:
+            logger.debug("a prompt is hashed vLLM's own way (%s: %s)", type(error).__name__, error)
+        return own(request)
 
     try:
         if all(hasher(sample) == own(sample) for sample in _samples(size)):
