@@ -85,8 +85,22 @@ def copier():
     return FakeCopier()
 
 
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
 @pytest.fixture
-def worker(copier):
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("kvbm.runtime.worker.time", clock)
+    return clock
+
+
+@pytest.fixture
+def worker(copier, clock):
     return Worker(0, copier, {Tier.HOST: 100}, num_blocks=50)
 
 
@@ -490,3 +504,26 @@ def test_a_load_that_cannot_be_asked_whether_it_is_over_holds_up_nobody_else(wor
         bad |= outcome.bad_blocks
     assert list(arrived) == ["request-0", "request-1"]
     assert bad == set(range(12))
+
+
+def test_beside_long_steps_a_load_is_submitted_at_once(worker, slow_copier, clock):
+    """There it arrives within the step. In parts it would take several, each of which it is nothing beside."""
+    clock.now += 0.2
+    step(worker, a_long_load())
+    assert len(submitted(slow_copier)) == 5
+
+
+def test_no_more_of_a_step_goes_into_submitting_than_nobody_notices(worker, slow_copier, clock, monkeypatch):
+    begin = slow_copier.load
+
+    def take_a_while(*what):
+        clock.now += 0.007
+        return begin(*what)
+
+    monkeypatch.setattr(slow_copier, "load", take_a_while)
+    clock.now += 0.2
+    step(worker, a_long_load(count=50))
+    assert len(submitted(slow_copier)) == 3  # a tenth of it
+    clock.now += 0.02
+    worker.poll()
+    assert len(submitted(slow_copier)) == 3

@@ -10,6 +10,7 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from kvbm.transfer.base import Copier, Ticket, When
 _left_behind: list[Copier] = []
 
 _LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
+_LONG_STEP = 0.05  # seconds, from which on so much of a step as this may go into submitting more of them
+_LONG_STEP_SHARE = 0.1
 
 
 class Outcome(NamedTuple):
@@ -182,6 +185,8 @@ class Worker:
         self._early: set[int] = set()  # loads that were begun before their step
         self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
         self._near: list[int] = []  # slots that the copier has begun to bring near
+        self._polled = time.monotonic()
+        self._submits_until = 0.0  # parts of long loads, however many are under way
         self._plan = StepPlan()  # of the current step
 
     @property
@@ -294,7 +299,7 @@ class Worker:
 
     def _go_on(self) -> None:
         """Submit as much of long loads as keeps the bus busy until the next step. All of it would be milliseconds in
-        which the engine waits, and with it the requests that decode.
+        which the engine waits, and with it the requests that decode: beside steps that take much longer it is all.
 
         One load after the other: the first to arrive is answered while the second is on its way.
         """
@@ -311,7 +316,7 @@ class Worker:
         under_way = self._parts_under_way()
         if load.parts and not under_way:
             load.lead *= 2  # steps are long: the bus had nothing to do
-        while load.rest and under_way < load.lead:
+        while load.rest and (under_way < load.lead or time.monotonic() < self._submits_until):
             first, slots, blocks, after = load.rest.popleft()
             ticket = self._submit(slots, blocks, after, When.LATER, load.plan.tokens)
             load.parts.append(_Part(first, len(blocks), ticket, 0, 1.0))
@@ -390,6 +395,9 @@ class Worker:
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
+        now = time.monotonic()
+        step, self._polled = now - self._polled, now
+        self._submits_until = now + _LONG_STEP_SHARE * step if step >= _LONG_STEP else now
         self._go_on()
         self._start_put_off()
         self._start_due_spills()
