@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
@@ -143,6 +144,20 @@ def test_tokens_that_are_none_are_named_as_vllm_names_them(odd, own, function):
     tokens = [odd, *prompt(2000)]
     assert names.of(tokens) == named(own, tokens)
     assert not names._known
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32])
+def test_numbers_of_another_kind_do_not_name_plain_ones(kind):
+    function = get_hash_fn_by_name("sha256")
+    kv_cache_utils.init_none_hash(function)
+    own = kv_cache_utils.get_request_block_hasher(SIZE, function)
+    names = hashing.Names(SIZE, function)
+    for place in (0, 500, 1023):
+        tokens = [1] * 1024
+        odd = [*tokens[:place], kind(1), *tokens[place + 1 :]]
+        assert names.of(odd) == named(own, odd)
+        assert not names._known
+    assert names.of(tokens) == named(own, tokens)
 
 
 @pytest.mark.parametrize("size", [1, 24, 128, 2048])

@@ -39,8 +39,8 @@ from kvbm.transfer.base import Copier, Ticket, When
 _left_behind: list[Copier] = []
 
 _LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
-_LONG_STEP = 0.05  # seconds, from which on so much of a step as this may go into submitting more of them
-_LONG_STEP_SHARE = 0.1
+_LONG_STEP = 0.05  # seconds that a step takes, from which on some of it may go into submitting more of them
+_LONG_STEP_SHARE = 0.1  # of it
 
 
 class Outcome(NamedTuple):

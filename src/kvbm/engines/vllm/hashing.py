@@ -97,8 +97,10 @@ class Names:
             key = parent, numbers[start:end].tobytes()
             found = self._recall(key)
             if found is None:
-                found = self._hash(parent, tokens[start:end])
-                self._remember(key, found)
+                stretch = tokens[start:end]
+                found = self._hash(parent, stretch)
+                if type(sum(stretch)) is int:  # with a number of numpy's among them, which has another name, it is not
+                    self._remember(key, found)
             names += found
             parent = found[-1]
         return names + self._hash(parent, tokens[whole:])
