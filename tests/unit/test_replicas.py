@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvbm.core.manager import BlockManager  # noqa: E402
 from kvbm.core.pool import Pool  # noqa: E402
 from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier, encode  # noqa: E402
 from kvbm.runtime.leader import Leader  # noqa: E402
+from kvbm.transfer.broadcast import BroadcastCopier  # noqa: E402
 
 BLOCK_BYTES = 3 * 16 * 36
 SHARED = {"cpu_cache_override_num_blocks": 40}
@@ -212,6 +214,16 @@ def test_loads_in_and_outside_of_steps_keep_their_order(ranks):
         assert result["loads"] == {2: [], 3: [], 4: [], 5: []}
     for after in ranks.all("blocks"):
         assert after[8:16] == before[:8]
+
+
+def test_ranks_that_pass_blocks_on_take_every_load_as_a_whole():
+    """In parts, which go on when a rank's own bus is free, they would come for another part than the others."""
+
+    class Passing(BroadcastCopier):
+        load = None
+
+    inner = SimpleNamespace(name="inner", portion=5)
+    assert Passing(inner, SimpleNamespace(sends=True), None).portion == 0
 
 
 def test_a_rank_that_does_not_come_costs_hits_and_holds_nobody_up_twice(ranks):

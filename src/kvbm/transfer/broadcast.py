@@ -73,6 +73,9 @@ class Outcome(NamedTuple):
 class BroadcastCopier(Copier):
     """Stands in front of a rank's own copier, which is the one that has a slab if this rank is the first."""
 
+    # When a further part of a load is submitted depends on how far a rank's own bus is, and all must come in one order.
+    portion = 0
+
     def __init__(self, inner: Copier, wire: Wire, rows: Rows) -> None:
         self.name = f"{inner.name}, broadcast {'to' if wire.sends else 'from'} others"
         self._inner = inner
