@@ -95,7 +95,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("kvbm.runtime.worker.time", clock)
+    monkeypatch.setattr("kvbm.runtime.loads.time", clock)
     return clock
 
 

@@ -10,11 +10,9 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import NamedTuple
 
 from kvbm.observe.nvtx import annotate
@@ -30,17 +28,14 @@ from kvbm.plans import (
     StoreResult,
     Tier,
 )
-from kvbm.runtime.disk import Ascent, Disk, Send, behind, joined
+from kvbm.runtime.disk import Ascent, Disk, behind, joined
+from kvbm.runtime.loads import Load, Part, Rest, Submission
 from kvbm.storage.disk import Operation
 from kvbm.storage.kept import Hashes, KeptSlab
 from kvbm.transfer.base import Copier, Ticket, When
 
 # Copiers, and with them slabs, that a disk which hung at the end of an engine may still write to.
 _left_behind: list[Copier] = []
-
-_LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
-_LONG_STEP = 0.05  # seconds that a step takes, from which on some of it may go into submitting more of them
-_LONG_STEP_SHARE = 0.1  # of it
 
 
 class Outcome(NamedTuple):
@@ -49,87 +44,6 @@ class Outcome(NamedTuple):
     report: Report
     arrived: set[str]  # requests whose asynchronous loads are over, well or badly
     bad_blocks: set[int]  # engine blocks that hold nothing usable
-
-
-class _Part(NamedTuple):
-    """A stretch of a load's blocks and the transfer that brings them."""
-
-    first: int  # position in the plan of the first block
-    blocks: int
-    ticket: Ticket
-    offset: int  # position in the transfer of that block
-    share: float  # of the whole transfer, which may serve several loads
-
-    @property
-    def seconds(self) -> float:
-        return self.ticket.seconds * self.share
-
-
-class _Rest(NamedTuple):
-    """A stretch of a load's blocks whose transfer has not begun."""
-
-    first: int
-    slots: list[int]
-    blocks: list[int]
-    after: list[Ticket]
-
-
-class _Load:
-    """A load under way."""
-
-    def __init__(self, plan: LoadPlan) -> None:
-        self.plan = plan
-        self.parts: list[_Part] = []
-        self.rest: deque[_Rest] = deque()
-        self.lead = 0  # parts that may be under way at a time, where it comes in parts
-        self.ascents: list[Ascent] = []  # what comes from disk
-        self.send: Send | None = None  # how these go on to the engine
-        self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
-        self.missed: set[int] = set()
-        self.began = 0.0
-        self.waited = 0.0  # seconds until the disk was given up
-        self.expected = 0.0  # seconds that it would have taken at least, had it not been
-
-    def spoil(self) -> None:
-        """Nothing of it counts. What lies on disk is no worse for that."""
-        self.rest.clear()
-        first = 0
-        for copy in self.plan.copies:
-            positions = range(first, first + len(copy.blocks))
-            (self.bad if copy.tier is Tier.HOST else self.missed).update(positions)
-            first += len(copy.blocks)
-        for ascent in self.ascents:
-            ascent.give_up("the load has failed")
-
-    def done(self) -> bool:
-        if self.rest:
-            return False
-        return all(part.ticket.done() for part in self.parts) and all(ascent.done() for ascent in self.ascents)
-
-    def lost(self) -> tuple[list[int], list[int]]:
-        """(positions that turned out bad, positions that were missed); valid when done."""
-        bad = set(self.bad)
-        for part in self.parts:
-            mine = range(part.offset, part.offset + part.blocks)
-            bad.update(part.first + position - part.offset for position in part.ticket.bad if position in mine)
-        bad.update(*(ascent.bad for ascent in self.ascents))
-        return sorted(bad), sorted(self.missed.union(*(ascent.missed for ascent in self.ascents)) - bad)
-
-    @property
-    def owes(self) -> bool:
-        """The disk still writes to its host slots."""
-        return any(ascent.owes for ascent in self.ascents)
-
-    def result(self) -> LoadResult:
-        bad, missed = self.lost()
-        near = sum(part.seconds for part in self.parts)
-        if not self.ascents:
-            return LoadResult(self.plan.id, bad, near, missed)
-        read = [ascent for ascent in self.ascents if ascent.ended]
-        far = max(a.ended for a in read) - min(a.began for a in read) if read else 0.0  # they are read side by side
-        took = near + max(far, self.waited)
-        by_tier = {tier: t for tier, t in ((Tier.HOST, near), (Tier.DISK, max(far, self.expected))) if t}
-        return LoadResult(self.plan.id, bad, took, missed, self.owes, by_tier)
 
 
 class Share(NamedTuple):
@@ -166,11 +80,11 @@ class Worker:
         self._slots = slots if disk is None else {**slots, Tier.DISK: disk.slots}
         self._num_blocks = num_blocks
         self._disk = disk
-        self._late: dict[int, _Load] = {}  # over for the engine, while the disk still writes to their host slots
+        self._late: dict[int, Load] = {}  # over for the engine, while the disk still writes to their host slots
         self._spills: dict[int, Operation] = {}
         self._failed_spills: list[SpillPlan] = []
         self._due_spills: list[SpillPlan] = []  # of the current step, not started yet
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, Load] = {}
         self._stores: dict[int, Ticket] = {}
         self._kept = kept
         self._to_hash: dict[int, Copy] = {}
@@ -179,14 +93,12 @@ class Worker:
         self._failed_stores: list[int] = []
         self._idle_stores: list[int] = []  # other ranks write them
         self._faults: Counter[str] = Counter()
-        self._by_layer: dict[int, _Load] = {}  # loads that attention waits for layer by layer
+        self._by_layer: dict[int, Load] = {}  # loads that attention waits for layer by layer
         self._spoiled_stores: set[int] = set()  # the engine may have written over their source
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
         self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
-        self._near: list[int] = []  # slots that the copier has begun to bring near
-        self._polled = time.monotonic()
-        self._submits_until = 0.0  # parts of long loads, however many are under way
+        self._submission = Submission(copier, self._loads.values())
         self._plan = StepPlan()  # of the current step
 
     @property
@@ -217,18 +129,10 @@ class Worker:
         self._fetch_ahead(plan)
 
     def prefetch(self, slots: list[int], tokens: int, whole: bool = False) -> bool:
-        """See :meth:`kvbm.transfer.base.Copier.prefetch`. Not while a load has parts to come: the next would end it."""
-        if any(load.rest for load in self._loads.values()):
-            return False
-        with annotate("copier.prefetch"):
-            begun = self._copier.prefetch(slots, tokens, whole)
-        if begun:
-            self._near = slots
-        return begun
+        return self._submission.prefetch(slots, tokens, whole)
 
     def end_prefetch(self) -> None:
-        self._near = []
-        self._copier.end_prefetch()
+        self._submission.end_prefetch()
 
     def start_early(self, load: LoadPlan) -> None:
         """Start a load before its step has been planned; the step plan that names it changes nothing then.
@@ -268,11 +172,11 @@ class Worker:
         if not waiting or not self._step_begun or any(load.in_step for load in waiting):
             return
         copies = waiting[0].copies
-        if len(copies) != 1 or copies[0].tier is not Tier.HOST or self._parts_under_way() >= _LEAD:
+        if len(copies) != 1 or copies[0].tier is not Tier.HOST or self._submission.keeps_up:
             return
         try:
             self._check(Tier.HOST, copies[0].slots, copies[0].blocks)
-            _, end = self._cuts(copies[0].slots)[0]
+            _, end = self._submission.cuts(copies[0].slots)[0]
             self.prefetch(copies[0].slots[:end], 0, whole=True)
         except Exception as error:
             self._fault("prefetch", error)  # the load itself will show what can be had
@@ -289,48 +193,6 @@ class Worker:
         # Should the load for which it was fetched not have come about, its slots may soon hold something else.
         self.end_prefetch()
 
-    def _cuts(self, slots: list[int]) -> list[tuple[int, int]]:
-        """The parts in which a load outside of the step goes to the copier, from where to where: as equal as can be.
-        What has been fetched as one is placed as one, or it would have to be fetched again."""
-        count, portion = len(slots), self._copier.portion
-        parts = -(-count // portion) if portion and slots != self._near else 1
-        ends = [count * i // parts for i in range(parts + 1)]
-        return list(pairwise(ends))
-
-    def _go_on(self) -> None:
-        """Submit as much of long loads as keeps the bus busy until the next step. All of it would be milliseconds in
-        which the engine waits, and with it the requests that decode: beside steps that take much longer it is all.
-
-        One load after the other: the first to arrive is answered while the second is on its way.
-        """
-        for load in [load for load in self._loads.values() if load.rest]:
-            try:
-                self._submit_parts(load)
-            except Exception as error:
-                self._fault("load", error)
-                load.spoil()
-            if load.rest:
-                return
-
-    def _submit_parts(self, load: _Load) -> None:
-        under_way = self._parts_under_way()
-        if load.parts and not under_way:
-            load.lead *= 2  # steps are long: the bus had nothing to do
-        while load.rest and (under_way < load.lead or time.monotonic() < self._submits_until):
-            first, slots, blocks, after = load.rest.popleft()
-            ticket = self._submit(slots, blocks, after, When.LATER, load.plan.tokens)
-            load.parts.append(_Part(first, len(blocks), ticket, 0, 1.0))
-            under_way += 1
-
-    def _parts_under_way(self) -> int:
-        tickets = [part.ticket for load in self._loads.values() if load.lead for part in load.parts]
-        return sum(not _is_over(ticket) for ticket in tickets)
-
-    def _submit(self, slots: list[int], blocks: list[int], after: Iterable[Ticket], when: When, tokens: int) -> Ticket:
-        self._near = []  # whatever it was, it is used now or has been given up
-        with annotate("copier.load"):
-            return self._copier.load(slots, blocks, after, when, tokens)
-
     @contextmanager
     def _spoiling(self, loads: list[LoadPlan]) -> Iterator[None]:
         try:
@@ -338,7 +200,11 @@ class Worker:
         except Exception as error:
             self._fault("load", error)
             for load in loads:
-                self._loads.setdefault(load.id, _Load(load)).spoil()
+                self._loads.setdefault(load.id, Load(load)).spoil()
+
+    def _spoil(self, load: Load, error: Exception) -> None:
+        self._fault("load", error)
+        load.spoil()
 
     def wait_layer(self, layer: str) -> None:
         if not self._by_layer:
@@ -395,10 +261,8 @@ class Worker:
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
-        now = time.monotonic()
-        step, self._polled = now - self._polled, now
-        self._submits_until = now + _LONG_STEP_SHARE * step if step >= _LONG_STEP else now
-        self._go_on()
+        self._submission.step_ended()
+        self._submission.go_on(self._spoil)
         self._start_put_off()
         self._start_due_spills()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
@@ -531,7 +395,7 @@ class Worker:
     def _fault(self, what: str, error: Exception) -> None:
         self._faults[f"{what}: {type(error).__name__}: {error}"] += 1
 
-    def _result(self, load: _Load) -> LoadResult | None:
+    def _result(self, load: Load) -> LoadResult | None:
         """How a load has ended; None while it is under way."""
         try:
             if not load.done():
@@ -550,7 +414,7 @@ class Worker:
             self._late[load.plan.id] = load
         return result
 
-    def _outlast(self, load: _Load) -> None:
+    def _outlast(self, load: Load) -> None:
         """A copy that has failed, or of which nobody can say whether it is over, must not go on when others have its
         blocks and slots."""
         for part in load.parts:
@@ -561,13 +425,13 @@ class Worker:
 
     def _start(self, plans: list[LoadPlan], when: When) -> None:
         """One transfer for all these plans. What cannot be started has failed."""
-        loads: list[_Load] = []
+        loads: list[Load] = []
         slots: list[int] = []
         blocks: list[int] = []
-        places: list[tuple[_Load, int, int, int]] = []
+        places: list[tuple[Load, int, int, int]] = []
         after: dict[int, Ticket] = {}
         for plan in plans:
-            load = self._loads[plan.id] = _Load(plan)
+            load = self._loads[plan.id] = Load(plan)
             loads.append(load)
             if when is When.BY_LAYER:
                 self._by_layer[plan.id] = load
@@ -596,24 +460,21 @@ class Worker:
         try:
             if not self._step_begun:
                 raise RuntimeError("not begun, because the fence before it failed")
-            cuts = self._cuts(slots) if when is When.LATER and len(places) == 1 else []
+            cuts = self._submission.cuts(slots) if when is When.LATER and len(places) == 1 else []
             if len(cuts) > 1:
                 load, first, _, _ = places[0]
                 tickets = list(after.values())
-                load.rest.extend(
-                    _Rest(first + start, slots[start:end], blocks[start:end], tickets) for start, end in cuts
-                )
-                load.lead = _LEAD
-                self._go_on()
+                load.divide(Rest(first + start, slots[start:end], blocks[start:end], tickets) for start, end in cuts)
+                self._submission.go_on(self._spoil)
                 return
-            ticket = self._submit(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
+            ticket = self._submission.submit(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
         except Exception as error:
             self._fault("load", error)
             for load in loads:
                 load.spoil()
             return
         for load, first, count, offset in places:
-            load.parts.append(_Part(first, count, ticket, offset, count / len(blocks)))
+            load.parts.append(Part(first, count, ticket, offset, count / len(blocks)))
 
     def _check_way(self, copy: Copy, when: When) -> None:
         """Whether blocks can come from this tier now."""
@@ -624,14 +485,14 @@ class Worker:
         if copy.via:
             self._check_slots(Tier.HOST, copy.via)
 
-    def _climb(self, load: _Load, copies: list[tuple[int, Copy]]) -> None:
+    def _climb(self, load: Load, copies: list[tuple[int, Copy]]) -> None:
         """Begin to bring blocks from disk."""
         assert self._disk is not None
         load.began = self._disk.clock()
         after = [self._stores[i] for i in load.plan.after if i in self._stores]
 
         def send(slots: list[int], blocks: list[int]) -> Ticket:
-            return self._submit(slots, blocks, after, When.LATER, load.plan.tokens)
+            return self._submission.submit(slots, blocks, after, When.LATER, load.plan.tokens)
 
         load.send = send
         load.ascents = [Ascent(self._disk, part) for part in joined(copies)]
@@ -652,7 +513,7 @@ class Worker:
                 # still being copied into them has to be over. This is the one place where a step waits for a copy.
                 self._outlast(under_way)
 
-    def _was_awaited(self, load: _Load) -> bool:
+    def _was_awaited(self, load: Load) -> bool:
         try:
             ended = [self._copier.end_load(part.ticket) for part in load.parts]  # every one of them, also after a False
             return all(ended)
@@ -672,11 +533,3 @@ class Worker:
         size = self._slots.get(tier, 0)
         if not slots or min(slots) < 0 or max(slots) >= size:
             raise ValueError(f"plan outside of {tier.name}'s {size} slots")
-
-
-def _is_over(ticket: Ticket) -> bool:
-    """As far as the bus goes. Of a ticket that cannot say so its own load will hear."""
-    try:
-        return ticket.done()
-    except Exception:
-        return True
