@@ -517,13 +517,13 @@ def test_no_more_of_a_step_goes_into_submitting_than_nobody_notices(worker, slow
     begin = slow_copier.load
 
     def take_a_while(*what):
-        clock.now += 0.007
+        clock.now += 0.004
         return begin(*what)
 
     monkeypatch.setattr(slow_copier, "load", take_a_while)
-    clock.now += 0.2
+    clock.now += 0.1
     step(worker, a_long_load(count=50))
     assert len(submitted(slow_copier)) == 3  # a tenth of it
-    clock.now += 0.02
+    clock.now += 0.005
     worker.poll()
     assert len(submitted(slow_copier)) == 3

@@ -18,7 +18,7 @@ from kvbm.runtime.disk import Ascent, Send
 from kvbm.transfer.base import Copier, Ticket, When
 
 _LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
-_LONG_STEP = 0.05  # seconds that a step takes, from which on some of it may go into submitting more of them
+_LONG_STEP = 0.02  # seconds that a step takes, from which on some of it may go into submitting more of them
 _LONG_STEP_SHARE = 0.1  # of it
 
 
