@@ -68,23 +68,6 @@ def test_every_method_of_the_base_class_has_been_read():
     assert "{}.{}".format(*compat.release()) in compat.TESTED
 
 
-@pytest.mark.parametrize(("mode", "loaded"), [("sync", 11), ("async", 12)])
-def test_a_prompt_that_ends_with_a_block_comes_back(mode, loaded, run_scenario, baseline):
-    """Outside of the step to its last block, and vLLM computes the last token once more."""
-    exact = prompt(3, 12 * 32)
-    wanted = baseline([exact])
-    steps = [
-        generate(exact, name="cold"),
-        do("drain"),
-        do("reset"),
-        generate(exact, name="host hit"),
-        do("state", "end"),
-    ]
-    story = run_scenario(steps, {**CACHE, "onboard": mode})
-    assert story.tokens("cold") == story.tokens("host hit") == wanted
-    assert story["end"]["onboarded"] == loaded
-
-
 def test_prompts_get_the_names_that_this_release_gives():
     import vllm.v1.core.kv_cache_utils as kv_cache_utils
     from vllm.utils.hashing import sha256
