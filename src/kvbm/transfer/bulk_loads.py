@@ -121,7 +121,7 @@ class BulkLoads:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
         fetch = Fetch(slots, gently)
         fetch.add(self._all if whole else self._front, self._size)
-        if not whole and self._are_neighbours(fetch.sorted):
+        if not whole and self._runs(fetch.sorted) is not None:
             for layer in self._tail:
                 fetch.add(layer, self._size)
         self._fetch_stream.wait_event(self._layers_read)
@@ -175,12 +175,12 @@ class BulkLoads:
         pitch, row, stream = self._slab.slot_bytes, portion.row, self._fetch_stream
         source = self._slab.address + portion.offset
         turns = np.arange(0, len(slots), max(1, _GENTLE_BYTES // row) if gently else len(slots))
-        scattered = not self._are_neighbours(slots)
-        starts = turns if scattered else np.union1d(self._starts(slots), turns)
+        runs = self._runs(slots)
+        starts = turns if runs is None else np.union1d(runs, turns)
         ends = np.append(starts[1:], len(slots))
         with torch.cuda.stream(stream):
             for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
-                if scattered:
+                if runs is None:
                     targets = target + np.arange(start, end, dtype=np.int64) * row
                     self._batch(targets, source + slots[start:end] * pitch, row, stream)
                 else:
@@ -191,12 +191,11 @@ class BulkLoads:
     def _let_others_in(self) -> None:
         self._nothing.zero_()
 
-    def _starts(self, slots: np.ndarray) -> np.ndarray:
-        """Where a single copy must begin anew: neighbours end there, or what is pinned together."""
-        return np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
-
-    def _are_neighbours(self, slots: np.ndarray) -> bool:
-        return len(slots) >= _LONG_RUN * len(self._starts(slots))
+    def _runs(self, slots: np.ndarray) -> np.ndarray | None:
+        """Where a single copy must begin anew: neighbours end there, or what is pinned together. None: so often that
+        they are not copied as runs."""
+        starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
+        return starts if len(slots) >= _LONG_RUN * len(starts) else None
 
 
 class Layers(NamedTuple):
