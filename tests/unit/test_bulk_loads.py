@@ -195,19 +195,34 @@ def test_what_was_fetched_for_a_step_makes_way_for_others_once_no_step_waits_for
     fetched = len(bench.commands)
     copier.load(RUN, blocks, [], when)
     bench.check(RUN, blocks)
-    if when is When.NOW or len(bench.commands) == fetched:  # or small enough to have been fetched as a whole
-        assert not turns
-    else:
-        assert turns[0] > fetched
+    if when is When.LATER and len(bench.commands) > fetched:  # else small enough to have been fetched as a whole
         assert turns[-1] == len(bench.commands)
+    elif when is When.NOW and len(bench.commands) > fetched:
+        assert turns[-1] < len(bench.commands)
 
 
-def test_who_waits_for_a_load_makes_way_for_nobody(bench):
+@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
+@pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
+def test_the_step_that_waits_for_a_load_gets_its_inputs_during_the_first_half_of_it(bench, slots, whole, monkeypatch):
     bench = bench(rows=4)
-    bench.loads._let_others_in = None
-    bench.loads.place(bench.loads.begin(RUN), list(range(len(RUN))), signal=False)
+    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: bench.commands.append("turn"))
+    fetch = bench.loads.begin(slots, whole)
+    bench.loads.place(fetch, list(range(len(slots))), signal=False)
+    last = len(bench.commands) - bench.commands[::-1].index("turn")
+    before, after = (sum(c for c in part if c != "turn") for part in (bench.commands[:last], bench.commands[last:]))
+    total = sum((portion.end - portion.start) * portion.row for portion in fetch.portions)
+    assert before + after == total
+    assert bench.commands.count("turn") >= len(fetch.portions) / 2
+    if len(fetch.portions) > 2:
+        assert after >= total / 8
+    assert bench.commands.count("turn") <= 2 * bulk_loads._STEP_TURNS + len(fetch.portions)
+
+
+def test_neighbours_are_one_copy(bench, monkeypatch):
+    monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
+    bench = bench(rows=4)
     bench.loads.place(bench.loads.begin(RUN, whole=True), list(range(len(RUN))), signal=False)
-    assert len(bench.commands) < 2 * len(RUN)  # neighbours are one copy
+    assert len([c for c in bench.commands if c != "turn"]) < len(RUN)
 
 
 def test_the_last_layers_of_neighbours_come_by_the_copy_engine_too(bench):

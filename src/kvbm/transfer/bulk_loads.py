@@ -1,27 +1,36 @@
 """Long loads: the copy engine fetches, a kernel puts into place.
 
 A kernel that reads pinned memory asks for 128 bytes at a time and gets 51 GB/s out of a bus that carries 55. The copy
-engine gets 54, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so all
-layers but the last few are one piece of it: the copy engine fetches those, slot by slot, into buffers on the
-device, and a kernel scatters each buffer to the engine's blocks at the speed of device memory. The last layers come one
-after the other, while the engine computes the layers before them: the same way where slots are neighbours, so that a
-layer of all of them is one copy, else by the kernel alone::
+engine gets 54, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so many
+layers are one piece of it: the copy engine fetches those, slot by slot, into buffers on the device, and a kernel
+scatters each buffer to the engine's blocks at the speed of device memory. Meanwhile the engine computes the layers that
+are there, so what counts is how little is left to compute when the last bytes arrive.
 
-    slots (host)           buffers (device)        blocks (device)
-    [layers 0-31 | 32-35]  ->  buffer 0  ->  layers 0 to 31 of blocks 0-119
-    [layers 0-31 | 32-35]  ->  buffer 1  ->  layers 0 to 31 of blocks 120-239
+Slots that are neighbours need not be fetched one by one: the same layers of all of them are one copy, whatever their
+number. Half of the layers come first, then a few at a time, the last ones one after the other::
+
+    slots (host)               buffers (device)        blocks (device)
+    [0-17 | 18-20 | .. | 35]   ->  buffer 0  ->  layers 0 to 17 of blocks 0-362
+    [0-17 | 18-20 | .. | 35]   ->  buffer 1  ->  layers 0 to 17 of blocks 363-725
     ...
-    [            | 32-35]         ->         layer 32, 33, 34, 35 of all blocks
+    [     | 18-20 |        ]   ->  buffer 2  ->  layers 18 to 20 of all blocks
+    ...
+    [             | .. | 35]   ->  buffer 4  ->  layer 35 of all blocks
 
-So the engine begins to compute late. Where it has more to compute than fits behind the last layers, the kernel alone,
-which brings layer after layer from the start, is the better way.
+Slots that lie apart are a piece each, all layers but the last eighth of them, and the kernel alone brings the rest, one
+layer after the other. So the engine begins to compute late. Where it has more to compute than fits behind the last
+layers, the kernel alone, which brings layer after layer from the start, is the better way.
 
-A load that nobody computes on yet (*whole*) has all layers in its front. Beside requests that decode this is the gentle
-way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond, while a
-kernel that reads the bus would sit on a few multiprocessors all the time, which others count on. But the copy engine
-stays with a stream for as long as there is something to copy, and every step of the engine sends its own little inputs
-the same way: behind copies of 8 ms, a buffer's worth, a step that takes 6 ms took 45. So there (*gently*) a little
-kernel comes after every half a millisecond's worth: it gives the stream something else to do, and others their turn.
+A load that nobody computes on yet (*whole*) comes with all layers at once. Beside requests that decode this is the
+gentle way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond,
+while a kernel that reads the bus would sit on a few multiprocessors all the time, which others count on.
+
+But the copy engine stays with a stream for as long as there is something to copy, and every step of the engine sends
+its own little inputs the same way, several in turn. Beside a load they came when it was over: a step that takes 6 ms
+took 45, and the step that waits for the load itself had not begun to compute when the last layer was there. So a little
+kernel comes after every so many bytes: it gives the stream something else to do, and others their turn. In a load that
+no step waits for (*gently*) that is every half a millisecond. In one that a step waits for it is a dozen times, all
+in its first half: by then the step has its inputs.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -50,6 +59,7 @@ _BUFFER_BYTES = (
 )  # 7 ms of the bus: few enough to cost little CPU, small enough for the last to be scattered soon
 _LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
 _GENTLE_BYTES = 32 << 20  # after which others have their turn
+_STEP_TURNS = 12  # that a step's inputs have in the first half of its load, 0.1 ms each; they take some six of them
 
 
 class Portion(NamedTuple):
@@ -71,12 +81,22 @@ class Fetch:
 
     def __init__(self, slots: Sequence[int], gently: bool) -> None:
         self.slots = slots
-        self.gently = gently  # with gaps for others
+        self.gently = gently  # others decode meanwhile
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
         self.portions: list[Portion] = []
         self.begun = 0  # portions
+
+    @property
+    def at_a_time(self) -> int:
+        """Bytes of the next portion after which others have their turn; 0: they need none any more."""
+        if self.gently:
+            return _GENTLE_BYTES
+        if self.begun >= len(self.portions) / 2:
+            return 0
+        total = sum((portion.end - portion.start) * portion.row for portion in self.portions)
+        return total // (2 * _STEP_TURNS)
 
     def add(self, layers: Layers, room: int) -> None:
         """These layers of all slots, as many of them at a time as there is room for."""
@@ -97,9 +117,8 @@ class BulkLoads:
         self._stream = stream
         self._fetch_stream = torch.cuda.Stream(device, priority=stream.priority)
         self._kernel = kernel
-        self._front = layers_of(layout, 0, split(layout))
-        self._tail = tail(layout)
-        self._all = layers_of(layout, 0, len(layout.segments))
+        self._layers = layers_of(layout)
+        self._all = joined(self._layers)
         sizes = {segment.size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
         self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -115,20 +134,26 @@ class BulkLoads:
     def can_take(self) -> bool:
         """Whether there is more than one layer, a block fits a buffer, and a buffer's rows are as aligned as slots are.
         An access that is not aligned would be the end of the engine."""
-        return self._front.last > 0 and self._all.row <= self._size and self._aligned
+        return len(self._layers) > 1 and self._all.row <= self._size and self._aligned
 
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
         """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
         fetch = Fetch(slots, gently)
-        fetch.add(self._all if whole else self._front, self._size)
-        if not whole and self._runs(fetch.sorted) is not None:
-            for layer in self._tail:
-                fetch.add(layer, self._size)
+        for layers in self._groups(fetch, whole):
+            fetch.add(layers, self._size)
         self._fetch_stream.wait_event(self._layers_read)
         with annotate("copier.fetch"):
             for _ in self._buffers:
                 self._fetch(fetch)
         return fetch
+
+    def _groups(self, fetch: Fetch, whole: bool) -> list[Layers]:
+        """Layers that are fetched together, in the order in which the engine wants them."""
+        if whole:
+            return [self._all]
+        if self._runs(fetch.sorted) is None:
+            return [joined(self._layers[: -eighth(self._layers)])]
+        return in_turn(self._layers, self._size // len(fetch.slots))
 
     def place(self, fetch: Fetch, blocks: Sequence[int], signal: bool) -> None:
         """Put what is fetched, and all the rest, into the engine's blocks. On the stream of loads.
@@ -166,15 +191,16 @@ class BulkLoads:
         portion = fetch.portions[fetch.begun]
         buffer = self._turn % len(self._buffers)
         self._fetch_stream.wait_event(self._emptied[buffer])
-        self._copy(fetch.sorted[portion.start : portion.end], self._buffers[buffer], portion, fetch.gently)
+        self._copy(fetch.sorted[portion.start : portion.end], self._buffers[buffer], portion, fetch.at_a_time)
         self._fetched[buffer].record(self._fetch_stream)
         self._turn += 1
         fetch.begun += 1
 
-    def _copy(self, slots: np.ndarray, target: int, portion: Portion, gently: bool) -> None:
+    def _copy(self, slots: np.ndarray, target: int, portion: Portion, at_a_time: int) -> None:
+        """``at_a_time``: bytes after which others have their turn, 0 for never."""
         pitch, row, stream = self._slab.slot_bytes, portion.row, self._fetch_stream
         source = self._slab.address + portion.offset
-        turns = np.arange(0, len(slots), max(1, _GENTLE_BYTES // row) if gently else len(slots))
+        turns = np.arange(0, len(slots), max(1, at_a_time // row) if at_a_time else len(slots))
         runs = self._runs(slots)
         starts = turns if runs is None else np.union1d(runs, turns)
         ends = np.append(starts[1:], len(slots))
@@ -185,7 +211,7 @@ class BulkLoads:
                     self._batch(targets, source + slots[start:end] * pitch, row, stream)
                 else:
                     copy_rows(target + start * row, row, source + slot * pitch, pitch, row, end - start, stream)
-                if gently:
+                if at_a_time:
                     self._let_others_in()
 
     def _let_others_in(self) -> None:
@@ -207,22 +233,29 @@ class Layers(NamedTuple):
     row: int  # bytes
 
 
-def layers_of(layout: BlockLayout, first: int, last: int) -> Layers:
-    """Segments ``first`` to ``last`` of a layout."""
-    size = sum(segment.size for segment in layout.segments[first:last])
-    return Layers(first, last, layout.segments[first].offset, size)
-
-
-def split(layout: BlockLayout) -> int:
-    """The first segment of the last eighth of the layers: what lies before it is a slot's front. 0: there is but one
-    layer."""
-    layers = len(layout.layers)
-    return sum(segment.layer < layers - max(1, layers // 8) for segment in layout.segments)
-
-
-def tail(layout: BlockLayout) -> list[Layers]:
-    """The layers behind the front, one by one."""
+def layers_of(layout: BlockLayout) -> list[Layers]:
+    """Each layer for itself."""
     ends = [i for i, segment in enumerate(layout.segments) if i and segment.layer != layout.segments[i - 1].layer]
-    first = split(layout)
-    ends = [end for end in ends if end > first] + [len(layout.segments)]
-    return [layers_of(layout, *pair) for pair in pairwise([first, *ends])]
+    cuts = pairwise([0, *ends, len(layout.segments)])
+    sizes = [segment.size for segment in layout.segments]
+    return [Layers(first, last, layout.segments[first].offset, sum(sizes[first:last])) for first, last in cuts]
+
+
+def joined(layers: Sequence[Layers]) -> Layers:
+    return Layers(layers[0].first, layers[-1].last, layers[0].offset, sum(layer.row for layer in layers))
+
+
+def eighth(layers: Sequence[Layers]) -> int:
+    """How many layers an eighth is, one at least."""
+    return max(1, len(layers) // 8)
+
+
+def in_turn(layers: Sequence[Layers], room: int) -> list[Layers]:
+    """Half of the layers at once: at that time hardly anything can be computed. Then up to an eighth of them at a time,
+    as many as there is ``room`` for in a buffer, for each slot; the last eighth one by one, for when the last arrives
+    all others should be computed."""
+    count = len(layers)
+    middle, last = count // 2, count - eighth(layers)
+    at_a_time = max(1, min(eighth(layers), room // max(layer.row for layer in layers)))
+    cuts = sorted({0, *range(middle, last, at_a_time), *range(last, count + 1)})
+    return [joined(layers[start:end]) for start, end in pairwise(cuts)]
