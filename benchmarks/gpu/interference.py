@@ -11,7 +11,7 @@ With vLLM alone the prompt is computed anew beside the others: that is what all 
 
 Right after it has been brought back the same prompt comes once more, its blocks still on the GPU. Then nothing is
 copied, and what the others notice (`on the GPU`) is vLLM's own work for a prompt of that length: taking in its tokens,
-giving it its blocks.
+giving it its blocks. Both times its first token is the same, or something is wrong (`same`).
 
 The 99th percentile of a dozen steps is their worst. `stretch` is that of all quiet steps before a prompt and of those
 it takes, against the quiet ones alone: what one such prompt does to somebody who gets 250 tokens meanwhile.
@@ -43,12 +43,14 @@ class Stepper:
         self._now = now
         self.times: dict[str, list[float]] = {}
         self.cached: dict[str, int | None] = {}  # tokens that were not computed
+        self.tokens: dict[str, list[int]] = {}
 
     def add(self, name: str, tokens: vllm_kinds.Tokens, count: int) -> None:
         from vllm.sampling_params import RequestOutputKind
 
         parameters = vllm_kinds.greedy(count, output_kind=RequestOutputKind.DELTA)
         self.times[name] = []
+        self.tokens[name] = []
         self._engine.add_request(name, vllm_kinds.as_prompt(tokens), parameters)
 
     def step(self) -> set[str]:
@@ -61,6 +63,7 @@ class Stepper:
             metrics = getattr(output, "metrics", None)
             self.times[output.request_id].append(getattr(metrics, "last_token_ts", 0.0) or self._now())
             self.cached[output.request_id] = output.num_cached_tokens
+            self.tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
             seen.add(output.request_id)
         return seen
 
@@ -155,6 +158,7 @@ def watch(llm: Any, task: Row, emit: Emit) -> None:
         start = [at for at in stepper.times[decoding[0]] if at <= came][-(steps + 1) :][0]
         return {
             "cached": stepper.cached[guest],
+            "token": stepper.tokens.pop(guest)[0],
             "ttft_ms": round(ttft, 3),
             "engine_ms": round((first - came) * 1e3, 3),
             "with_ms": [round(gap, 3) for gap in during],
@@ -193,6 +197,9 @@ def summarise(rows: list[Row]) -> list[Row]:
         values = [gap for row in own for gap in row["with_ms"]]
         line["on_gpu_p99_ms"] = percentile(values, 99) if values else None
         line["on_gpu_cached"] = percentile([row["cached"] for row in own], 50) if own else None
+        kept = {row["round"]: row["token"] for row in own if "token" in row}
+        pairs = [(row["token"], kept[row["round"]]) for row in rounds if "token" in row and row["round"] in kept]
+        line["same"] = f"{sum(one == other for one, other in pairs)} of {len(pairs)}" if pairs else None
         both = (line["with_p99_ms"], line["without_p99_ms"])
         line["p99_raised_percent"] = (both[0] / both[1] - 1) * 100 if all(both) else None
         for name, some in (("", rounds), ("on_gpu_", own)):
@@ -219,6 +226,7 @@ _COLUMNS = (
     "stretch",
     "on GPU",
     "TTFT",
+    "same",
 )
 HEADER = f"{'mode':<8}{'engine':<8}" + "".join(f"{name:>12}" for name in _COLUMNS)
 
@@ -242,6 +250,7 @@ def show(line: Row) -> str:
         f"{line[name]:.1f}" + (" %" if name.endswith("percent") else "") if line[name] is not None else "-"
         for name in names
     ]
+    cells.append(line["same"] or "-")
     return f"{line['mode']:<8}{line['kind']:<8}" + "".join(f"{cell:>12}" for cell in cells)
 
 

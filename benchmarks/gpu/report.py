@@ -146,7 +146,7 @@ def interference_table(record: dict[str, Any]) -> str:
         "worst with": "with_max_ms",
         "p99 raised by %": "p99_raised_percent", "over a stretch, by %": "stretch_raised_percent",
         "on the GPU, by %": "on_gpu_stretch_raised_percent", "TTFT of the prompt": "ttft_ms",
-        "its cached tokens": "cached",
+        "its cached tokens": "cached", "its first token the same": "same",
         "rounds": "rounds",
     }  # fmt: skip
     settings = record["settings"]

@@ -415,3 +415,84 @@ def test_who_is_offered_in_vain_and_waits_for_nobody_is_computed(make_engine):
     assert (0, False) in offers
     engine.half.finished(request)
     engine.check_idle()
+
+
+# -- prompts that end with a block ------------------------------------------------------------------------------------
+
+
+def scheduled(engine, name):
+    """How many tokens of a request each step computes until it is over."""
+    counts = []
+    while engine.scheduler.has_requests():
+        steps = engine.steps
+        engine.turn()
+        if engine.steps > steps and name in engine.last_scheduled:
+            counts.append(engine.last_scheduled[name])
+    return counts
+
+
+@pytest.fixture
+def bring_back(make_engine, monkeypatch):
+    """The tokens that each step computes of a prompt of so many tokens, which returns after so many of it were kept."""
+
+    def bring_back(length, mode, kept=None, beside=True, overlap=False, **options):
+        engine = make_engine({"onboard": mode}, overlap=overlap, **options)
+        engine.last_scheduled = {}
+        plan_step = engine.half.plan_step
+
+        def watch(output):
+            engine.last_scheduled = dict(output.num_scheduled_tokens)
+            return plan_step(output)
+
+        monkeypatch.setattr(engine.half, "plan_step", watch)
+        prompt = numbers(3, length)
+        engine.add("first", prompt[:kept], 1)
+        engine.run()
+        engine.forget()
+        if beside:
+            engine.add("other", numbers(4, 5), 40)
+            for _ in range(5):
+                engine.turn()
+        engine.add("second", prompt, 4)
+        counts = scheduled(engine, "second")
+        engine.run()
+        engine.check()
+        engine.check_idle()
+        return engine, counts
+
+    return bring_back
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+def test_beside_others_a_prompt_comes_back_to_its_last_block(overlap, bring_back):
+    """Then its first step is like that of a request that decodes."""
+    engine, counts = bring_back(40, "async", overlap=overlap)
+    assert engine.onboarded == 10
+    assert counts[0] == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+def test_alone_its_last_block_is_computed(overlap, bring_back):
+    engine, counts = bring_back(40, "async", beside=False, overlap=overlap)
+    assert engine.onboarded == 9
+    assert counts[0] == 4
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_in_the_step_its_last_block_is_computed(beside, bring_back):
+    engine, counts = bring_back(40, "sync", beside=beside)
+    assert engine.onboarded == 9
+    assert counts[0] == 4
+
+
+@pytest.mark.parametrize("length", [41, 43])
+def test_a_prompt_that_does_not_end_with_a_block_has_its_last_tokens_computed(length, bring_back):
+    engine, counts = bring_back(length, "async")
+    assert engine.onboarded == 10
+    assert counts[0] == length - 40
+
+
+def test_where_the_last_block_was_not_kept_it_is_computed(bring_back):
+    engine, counts = bring_back(40, "async", kept=39)
+    assert engine.onboarded == 9
+    assert counts[0] == 4

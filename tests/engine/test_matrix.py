@@ -68,6 +68,25 @@ def test_every_method_of_the_base_class_has_been_read():
     assert "{}.{}".format(*compat.release()) in compat.TESTED
 
 
+def test_beside_others_a_prompt_that_ends_with_a_block_comes_back_whole(run_scenario, baseline):
+    """vLLM computes its last token once more."""
+    exact, other = prompt(3, 12 * 32), prompt(4, 40)
+    steps = [
+        generate(exact, name="cold"),
+        do("drain"),
+        do("reset"),
+        do("add", names=["other"], prompts=[other], max_tokens=60),
+        do("step", times=3),
+        do("add", names=["exact"], prompts=[exact]),
+        do("finish", "together"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, {**CACHE, "onboard": "async"})
+    assert [story.tokens("cold")[0], story["together"]["exact"]] == baseline([exact]) * 2
+    assert story["together"]["other"] == baseline([other], 60)[0]
+    assert story["end"]["onboarded"] == 12
+
+
 def test_prompts_get_the_names_that_this_release_gives():
     import vllm.v1.core.kv_cache_utils as kv_cache_utils
     from vllm.utils.hashing import sha256

@@ -493,6 +493,7 @@ def test_times_are_the_engines_own_where_it_tells_them(gpu):
     assert [stepper.step() for _ in range(3)] == [{"a"}, set(), {"a", "b"}]
     assert stepper.times == {"a": [1.5, 99.0], "b": [1.75]}
     assert stepper.cached["a"] == 5
+    assert stepper.tokens == {"a": [7, 7], "b": [7]}
 
 
 def test_waiting_for_an_engine_has_an_end(gpu):
@@ -532,7 +533,16 @@ def test_what_the_others_notice(gpu):
     assert line["p99_raised_percent"] == pytest.approx(20.0)
     assert (line["rounds"], line["with_gaps"], line["without_gaps"], line["ttft_ms"]) == (3, 9, 6, 92.0)
     assert line["stretch_raised_percent"] is None  # not in older files
+    assert line["same"] is None  # nor is this
     assert len(gpu.interference.show(line)) <= len(gpu.interference.HEADER)
+
+
+def test_a_prompt_is_answered_alike_whether_it_was_brought_back_or_kept(gpu):
+    rows = [{**row, "token": row["round"]} for row in interference_rows()]
+    kept = [{**row, "what": "on the GPU", "token": token} for row, token in zip(rows, (1, 9), strict=False)]
+    (line,) = gpu.interference.summarise(rows + kept)
+    assert line["same"] == "1 of 2"
+    assert gpu.interference.show(line).endswith("1 of 2")
 
 
 @pytest.mark.parametrize(("during", "raised"), [([15.0, 16.0], 0.0), ([50.0, 50.0, 50.0], 150.0)])
@@ -813,7 +823,7 @@ def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_pat
         assert f"## {title}" in page
     assert "| 1000 | eager | kvbm | 102.0 | 6.0 | 20.0 | 23.0 | 6.0 | 33.0 | 99.0 | 3 of 4 | 12.5 |" in page
     assert "- 1000 eager kvbm: 10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 22.0, 23.0" in page
-    assert "| graphs | kvbm | 10.0 | 11.0 | 10.0 | – | 12.0 | 12.0 | 20.0 | – | – | 92.0 | 990 | 3 |" in page
+    assert "| graphs | kvbm | 10.0 | 11.0 | 10.0 | – | 12.0 | 12.0 | 20.0 | – | – | 92.0 | 990 | – | 3 |" in page
     assert "| kvbm | 1.010 | 990 | -0.99 | +0.00, -4.76, -0.99 | 0 |" in page
     assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
     assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page

@@ -110,8 +110,9 @@ class BlockManager:
     def lookup(self, keys: Sequence[Key], start: int = 0, limit: int | None = None, patient: bool = True) -> Match:
         """The longest prefix of ``keys[start:limit]`` that is published, each block in the fastest tier that has it.
 
-        The caller sets ``limit`` so that at least one token is left to compute: an engine needs its logits, so the last
-        block of a prompt that is known to the end is never loaded. Who is ``patient`` does not take from a slower tier
+        The caller sets ``limit`` so that at least one token is left to compute: an engine needs its logits. Where it
+        does not compute the last token once more by itself, the last block of a prompt that is known to the end is
+        never loaded. Who is ``patient`` does not take from a slower tier
         what is just being written to the first: many requests with one prefix shall read it from disk once.
         """
         end = len(keys) if limit is None else min(limit, len(keys))

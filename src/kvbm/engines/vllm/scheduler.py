@@ -239,7 +239,25 @@ class SchedulerHalf:
         state.in_step = decision.in_step and (forced or not state.put_off)  # else it has waited long enough for a step
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
-        return decision.blocks * self._block_size, not state.in_step
+        if not state.in_step and self._others_go_on(request.request_id):
+            state.match = self._to_the_end(request, keys, state.match)
+        return state.match.blocks * self._block_size, not state.in_step
+
+    def _to_the_end(self, request: Any, keys: Sequence[Key], match: Match) -> Match:
+        """A match that leaves out only the last block of a prompt, with that block, if it lies beside the others.
+
+        For a load beside requests that decode. vLLM then computes the last token once more and nothing else, in a step
+        that is like any other for them; a block's worth of tokens makes it one of a prompt, three times as long. Alone
+        a prompt has its last block computed, as vLLM does with one that the GPU has kept: so its answers are the same
+        to the last bit. Beside others they depend on those others in any case.
+        """
+        assert self.leader is not None
+        end = match.start + match.blocks + 1
+        if end * self._block_size != request.num_tokens:
+            return match
+        whole = self.leader.manager.lookup(keys, match.start, end)
+        beside = whole.blocks > match.blocks and whole.runs[-1].tier is match.runs[-1].tier
+        return whole if beside else match
 
     def _comes_back(self, state: RequestState) -> bool:
         """Whether a load outside of the step has left a request with nothing at all.
