@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvbm.storage.layout import TensorSpec, describe
-from kvbm.transfer.bulk_loads import eighth, in_turn, joined, layers_of
+from kvbm.transfer.bulk_loads import in_halves, joined, layers_of
 
 
 def layout(layers, planes=1):
@@ -32,26 +32,23 @@ def test_a_layer_is_its_segments(planes):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 12, 36, 61, 80])
-@pytest.mark.parametrize("room", [1, 1.5, 3, 100], ids=lambda room: f"room for {room}")
-def test_every_layer_comes_once_and_in_order(count, room):
+@pytest.mark.parametrize("most", [2, 3, 5, 100])
+def test_every_layer_comes_once_and_in_order(count, most):
     layers = layers_of(layout(count))
-    groups = in_turn(layers, int(room * layers[0].row))
+    groups = in_halves(layers, most)
+    assert 2 <= len(groups) <= most
     assert groups[0].first == 0
     assert groups[-1].last == layers[-1].last
     assert all(this.last == after.first for this, after in pairwise(groups))
     assert joined(groups) == joined(layers)
 
 
-@pytest.mark.parametrize("count", [2, 3, 12, 36, 61])
-def test_the_later_the_fewer_at_a_time(count):
-    layers = layers_of(layout(count))
-    sizes = [group.row // layers[0].row for group in in_turn(layers, 3 * layers[0].row)]
-    assert sizes[0] == max(1, count // 2)
-    assert all(size <= min(3, eighth(layers)) for size in sizes[1:])
-    assert sizes[-eighth(layers) :] == [1] * eighth(layers)
-
-
-def test_no_more_at_a_time_than_a_buffer_takes():
+def test_the_later_the_fewer_at_a_time():
     layers = layers_of(layout(36))
-    assert max(group.row for group in in_turn(layers, 2 * layers[0].row)[1:]) == 2 * layers[0].row
-    assert [group.row for group in in_turn(layers, 0)[1:]] == [layers[0].row] * 18
+
+    def sizes(most):
+        return [group.row // layers[0].row for group in in_halves(layers, most)]
+
+    assert sizes(100) == [18, 9, 5, 2, 1, 1]
+    assert sizes(4) == [18, 9, 5, 4]
+    assert sizes(2) == [18, 18]

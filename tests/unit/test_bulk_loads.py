@@ -218,6 +218,37 @@ def test_the_step_that_waits_for_a_load_gets_its_inputs_during_the_first_half_of
     assert bench.commands.count("turn") <= 2 * bulk_loads._STEP_TURNS + len(fetch.portions)
 
 
+@pytest.mark.parametrize("gently", [False, True])
+def test_slots_in_many_runs_make_no_more_turns(bench, gently, monkeypatch):
+    """A turn costs next to nothing, but not after every few kilobytes."""
+    bench = bench(rows=100)
+    monkeypatch.setattr(bulk_loads, "_LONG_RUN", 1)
+    monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
+    monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", 100 * bench.layout.block_bytes)
+    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: bench.commands.append("turn"))
+    apart = list(range(0, 40, 2))
+    fetch = bench.loads.begin(apart, whole=True, gently=gently)
+    bench.loads.place(fetch, list(range(len(apart))), signal=False)
+    bench.check(apart, list(range(len(apart))))
+    assert bench.commands.count("turn") <= 2
+    assert len(bench.commands) >= len(apart)
+
+
+def test_slots_in_many_runs_come_in_fewer_groups(bench, monkeypatch):
+    """A group more is a copy more for every run."""
+    bench = bench(rows=100)
+    groups = []
+    for copies in (1000, 2 * len(bench.layout.layers), 4, 0):
+        monkeypatch.setattr(bulk_loads, "_COPIES", copies)
+        fetch = bench.loads.begin(RUN)
+        groups.append(len({portion.first for portion in fetch.portions}))
+        bench.loads.place(fetch, list(range(len(RUN))), signal=False)
+        bench.check(RUN, list(range(len(RUN))))
+        bench.wipe()
+    assert groups == sorted(groups, reverse=True)
+    assert groups[-1] == 1
+
+
 def test_neighbours_are_one_copy(bench, monkeypatch):
     monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
     bench = bench(rows=4)

@@ -1,21 +1,21 @@
 """Long loads: the copy engine fetches, a kernel puts into place.
 
 A kernel that reads pinned memory asks for 128 bytes at a time and gets 51 GB/s out of a bus that carries 55. The copy
-engine gets 54, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so many
+engine gets 55, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so many
 layers are one piece of it: the copy engine fetches those, slot by slot, into buffers on the device, and a kernel
 scatters each buffer to the engine's blocks at the speed of device memory. Meanwhile the engine computes the layers that
 are there, so what counts is how little is left to compute when the last bytes arrive.
 
 Slots that are neighbours need not be fetched one by one: the same layers of all of them are one copy, whatever their
-number. Half of the layers come first, then a few at a time, the last ones one after the other::
+number. Half of the layers come first, then half of the rest, and so on down to the last one::
 
-    slots (host)               buffers (device)        blocks (device)
-    [0-17 | 18-20 | .. | 35]   ->  buffer 0  ->  layers 0 to 17 of blocks 0-362
-    [0-17 | 18-20 | .. | 35]   ->  buffer 1  ->  layers 0 to 17 of blocks 363-725
+    slots (host)             buffers (device)        blocks (device)
+    [0-17 | 18-26 | .. |35]  ->  buffer 0  ->  layers 0 to 17 of blocks 0-362
+    [0-17 | 18-26 | .. |35]  ->  buffer 1  ->  layers 0 to 17 of blocks 363-725
     ...
-    [     | 18-20 |        ]   ->  buffer 2  ->  layers 18 to 20 of all blocks
+    [     | 18-26 |       ]  ->  buffer 2  ->  layers 18 to 26 of all blocks
     ...
-    [             | .. | 35]   ->  buffer 4  ->  layer 35 of all blocks
+    [             | .. |35]  ->  buffer 4  ->  layer 35 of all blocks
 
 Slots that lie apart are a piece each, all layers but the last eighth of them, and the kernel alone brings the rest, one
 layer after the other. So the engine begins to compute late. Where it has more to compute than fits behind the last
@@ -27,10 +27,10 @@ while a kernel that reads the bus would sit on a few multiprocessors all the tim
 
 But the copy engine stays with a stream for as long as there is something to copy, and every step of the engine sends
 its own little inputs the same way, several in turn. Beside a load they came when it was over: a step that takes 6 ms
-took 45, and the step that waits for the load itself had not begun to compute when the last layer was there. So a little
-kernel comes after every so many bytes: it gives the stream something else to do, and others their turn. In a load that
-no step waits for (*gently*) that is every half a millisecond. In one that a step waits for it is a dozen times, all
-in its first half: by then the step has its inputs.
+took 45, and the step that waits for the load itself had not begun to compute when the last layer was there. So every
+so many bytes we go on in another stream of our own, which waits for the first: meanwhile others have their turn. In a
+load that no step waits for (*gently*) that is every half a millisecond, in one that a step waits for a dozen times in
+the first half of it: by then the step has its inputs.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -59,7 +59,8 @@ _BUFFER_BYTES = (
 )  # 7 ms of the bus: few enough to cost little CPU, small enough for the last to be scattered soon
 _LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
 _GENTLE_BYTES = 32 << 20  # after which others have their turn
-_STEP_TURNS = 12  # that a step's inputs have in the first half of its load, 0.1 ms each; they take some six of them
+_STEP_TURNS = 12  # that a step's inputs have in the first half of its load; they take some six of them
+_COPIES = 512  # that a load by layer may be made of: 2 ms of the CPU
 
 
 class Portion(NamedTuple):
@@ -115,13 +116,13 @@ class BulkLoads:
         self._slab = slab
         self._batch = batch
         self._stream = stream
-        self._fetch_stream = torch.cuda.Stream(device, priority=stream.priority)
+        self._fetch_stream, self._next_stream = (torch.cuda.Stream(device, priority=stream.priority) for _ in range(2))
+        self._turned = torch.cuda.Event()
         self._kernel = kernel
         self._layers = layers_of(layout)
         self._all = joined(self._layers)
         sizes = {segment.size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
-        self._nothing = torch.zeros(1, dtype=torch.uint8, device=device)
         self._memory = memory
         buffers = max(2, memory.numel() // _BUFFER_BYTES)  # one is being filled while another is being emptied
         self._size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
@@ -151,9 +152,11 @@ class BulkLoads:
         """Layers that are fetched together, in the order in which the engine wants them."""
         if whole:
             return [self._all]
-        if self._runs(fetch.sorted) is None:
-            return [joined(self._layers[: -eighth(self._layers)])]
-        return in_turn(self._layers, self._size // len(fetch.slots))
+        runs = self._runs(fetch.sorted)
+        groups = _COPIES // len(runs) if runs is not None else 0
+        if groups < 2:
+            return [joined(self._layers[: -max(1, len(self._layers) // 8)])]
+        return in_halves(self._layers, groups)
 
     def place(self, fetch: Fetch, blocks: Sequence[int], signal: bool) -> None:
         """Put what is fetched, and all the rest, into the engine's blocks. On the stream of loads.
@@ -184,6 +187,10 @@ class BulkLoads:
         for turn in range(self._turn - fetch.begun, self._turn):
             self._emptied[turn % len(self._buffers)].record(self._fetch_stream)
 
+    def wait(self) -> None:
+        """Until nothing reads host memory any more, wanted or not."""
+        self._fetch_stream.synchronize()  # which is behind the other one
+
     def _fetch(self, fetch: Fetch) -> None:
         """Fill the next buffer with the next portion, if there is one left."""
         if fetch.begun == len(fetch.portions):
@@ -198,24 +205,28 @@ class BulkLoads:
 
     def _copy(self, slots: np.ndarray, target: int, portion: Portion, at_a_time: int) -> None:
         """``at_a_time``: bytes after which others have their turn, 0 for never."""
-        pitch, row, stream = self._slab.slot_bytes, portion.row, self._fetch_stream
+        pitch, row = self._slab.slot_bytes, portion.row
         source = self._slab.address + portion.offset
         turns = np.arange(0, len(slots), max(1, at_a_time // row) if at_a_time else len(slots))
+        pauses = {*turns[1:].tolist(), len(slots)} if at_a_time else set()
         runs = self._runs(slots)
         starts = turns if runs is None else np.union1d(runs, turns)
         ends = np.append(starts[1:], len(slots))
-        with torch.cuda.stream(stream):
-            for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
-                if runs is None:
-                    targets = target + np.arange(start, end, dtype=np.int64) * row
-                    self._batch(targets, source + slots[start:end] * pitch, row, stream)
-                else:
-                    copy_rows(target + start * row, row, source + slot * pitch, pitch, row, end - start, stream)
-                if at_a_time:
-                    self._let_others_in()
+        for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
+            if runs is None:
+                targets = target + np.arange(start, end, dtype=np.int64) * row
+                self._batch(targets, source + slots[start:end] * pitch, row, self._fetch_stream)
+            else:
+                rows = end - start
+                copy_rows(target + start * row, row, source + slot * pitch, pitch, row, rows, self._fetch_stream)
+            if end in pauses:
+                self._let_others_in()
 
     def _let_others_in(self) -> None:
-        self._nothing.zero_()
+        """Go on in the other stream, in the same order."""
+        self._turned.record(self._fetch_stream)
+        self._fetch_stream, self._next_stream = self._next_stream, self._fetch_stream
+        self._fetch_stream.wait_event(self._turned)
 
     def _runs(self, slots: np.ndarray) -> np.ndarray | None:
         """Where a single copy must begin anew: neighbours end there, or what is pinned together. None: so often that
@@ -245,17 +256,12 @@ def joined(layers: Sequence[Layers]) -> Layers:
     return Layers(layers[0].first, layers[-1].last, layers[0].offset, sum(layer.row for layer in layers))
 
 
-def eighth(layers: Sequence[Layers]) -> int:
-    """How many layers an eighth is, one at least."""
-    return max(1, len(layers) // 8)
-
-
-def in_turn(layers: Sequence[Layers], room: int) -> list[Layers]:
-    """Half of the layers at once: at that time hardly anything can be computed. Then up to an eighth of them at a time,
-    as many as there is ``room`` for in a buffer, for each slot; the last eighth one by one, for when the last arrives
-    all others should be computed."""
-    count = len(layers)
-    middle, last = count // 2, count - eighth(layers)
-    at_a_time = max(1, min(eighth(layers), room // max(layer.row for layer in layers)))
-    cuts = sorted({0, *range(middle, last, at_a_time), *range(last, count + 1)})
-    return [joined(layers[start:end]) for start, end in pairwise(cuts)]
+def in_halves(layers: Sequence[Layers], groups: int) -> list[Layers]:
+    """Half of the layers, half of the rest, and so on, in so many groups at most: while the bus brings one of them the
+    engine computes the one before, and when the last is there all others have been computed."""
+    halves: list[Layers] = []
+    while len(layers) > 1 and len(halves) < groups - 1:
+        half = -(-len(layers) // 2)
+        halves.append(joined(layers[:half]))
+        layers = layers[half:]
+    return [*halves, joined(layers)]

@@ -241,6 +241,8 @@ class CudaCopier(Copier):
         self.end_prefetch()
         if self._engine is not None:
             self._engine.close()
+        if self._bulk is not None:
+            self._bulk.wait()
         self._load_stream.synchronize()
         self._store_stream.synchronize()
         self._slab.close()
