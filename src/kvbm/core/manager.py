@@ -53,6 +53,11 @@ class Match(NamedTuple):
             blocks -= len(slots)
         return Match(self.start, runs, pending, self.keys)
 
+    def extended(self, run: Run, keys: Sequence[Key]) -> Match:
+        """By the blocks that come after it, which lie in the tier of its last ones."""
+        *runs, (tier, slots) = self.runs
+        return Match(self.start, [*runs, Run(tier, slots + run.slots)], False, keys)
+
     def beyond(self, blocks: int) -> Match:
         """What :meth:`cut` leaves off."""
         runs: list[Run] = []
@@ -112,8 +117,8 @@ class BlockManager:
 
         The caller sets ``limit`` so that at least one token is left to compute: an engine needs its logits. Where it
         does not compute the last token once more by itself, the last block of a prompt that is known to the end is
-        never loaded. Who is ``patient`` does not take from a slower tier
-        what is just being written to the first: many requests with one prefix shall read it from disk once.
+        never loaded. Who is ``patient`` does not take from a slower tier what is just being written to the first: many
+        requests with one prefix shall read it from disk once.
         """
         end = len(keys) if limit is None else min(limit, len(keys))
         wanted = keys if end == len(keys) else keys[:end]
@@ -165,7 +170,7 @@ class BlockManager:
             raise ValueError(f"{match.blocks} matched blocks cannot fill {len(blocks)} engine blocks")
         self._check(match)
         for tier, slots in match.runs:
-            self.pools[tier].pin(slots)  # all of them before room is made for any
+            self.pools[tier].pin_found(slots)  # all of them before room is made for any
         copies: list[Copy] = []
         held: list[_Held] = []
         at = 0
@@ -200,7 +205,7 @@ class BlockManager:
         """
         self._check(match)
         for tier, slots in match.runs:
-            self.pools[tier].pin(slots)
+            self.pools[tier].pin_found(slots)
 
     def release(self, match: Match) -> None:
         # Last run first, as in finish_load.
@@ -258,6 +263,8 @@ class BlockManager:
         Takes as many as there is room for, first blocks first; None when nothing is left to do.
         """
         pool = self.pools[self._target]
+        if len(pool.match(keys)) == len(keys):
+            return None  # as of a prompt that has just been brought back: no need to go through it block by block
         room = pool.available
         wanted: dict[Key, int] = {}
         for key, block in zip(keys, blocks, strict=True):
@@ -303,7 +310,7 @@ class BlockManager:
         if targets is None:
             return None
         slots = near.match(wanted)  # all of them are there
-        near.pin(slots)
+        near.pin_found(slots)
         plan = SpillPlan(self._new_id(), slots, targets, self._tags(wanted))
         self._spills[plan.id] = _Spill(wanted, slots, targets)
         return plan

@@ -23,6 +23,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, KeysView, Sequence
 
+import numpy as np
+
 from kvbm.core.keys import Key
 from kvbm.core.policy import LRU, EvictionPolicy
 
@@ -45,6 +47,7 @@ class Pool:
         self._writing: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}  # of every slot that is being written or published
         self._pins = array("i", [0]) * size
+        self._all_pins = np.frombuffer(self._pins, np.int32)  # the same memory
         self._doomed: set[int] = set()
         self._lent: set[int] = set()
         self._free = array("i", range(size - 1, -1, -1))
@@ -201,36 +204,35 @@ class Pool:
         if found != list(slots):
             slot = next(slot for slot, other in zip(slots, found, strict=True) if slot != other)
             raise ValueError(f"slot {slot} holds no published block")
-        pins = self._pins
-        self._policy.remove([slot for slot in slots if not pins[slot]])
-        for slot in slots:
-            pins[slot] += 1
+        self.pin_found(slots)
+
+    def pin_found(self, slots: Sequence[int]) -> None:
+        """Pin slots that :meth:`match` has found just now: nothing has to be looked up once more."""
+        some = np.array(slots, np.int32)
+        self._policy.remove(some[self._all_pins[some] == 0])
+        np.add.at(self._all_pins, some, 1)
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Undo one pin each. The slots count as just used; later ones go first, as in :meth:`publish`."""
-        pins = self._pins
-        idle: list[int] = []
-        for slot in slots:
-            left = pins[slot] - 1
-            if left < 0:
-                raise ValueError(f"slot {slot} is not pinned")
-            pins[slot] = left
-            if not left:
-                idle.append(slot)
+        some = np.array(slots, np.int32)
+        np.subtract.at(self._all_pins, some, 1)
+        left = self._all_pins[some]
+        if (left < 0).any():
+            np.add.at(self._all_pins, some, 1)
+            raise ValueError(f"slot {some[left < 0][0]} is not pinned")
+        idle = some[left == 0]
         if self._doomed:
-            gone = self._doomed.intersection(idle)
+            gone = self._doomed.intersection(idle.tolist())
             self._doomed -= gone
-            self._free.extend(slot for slot in idle if slot in gone)
-            idle = [slot for slot in idle if slot not in gone]
-        idle.reverse()
-        self._policy.add(idle)
+            self._free.extend(slot for slot in idle.tolist() if slot in gone)
+            idle = np.array([slot for slot in idle.tolist() if slot not in gone], np.int32)
+        self._policy.add(idle[::-1])
 
     def touch(self, keys: Iterable[Key]) -> None:
         """These blocks have been used (found in a faster tier, say): the last of them is the first to go."""
-        get, pins = self._published.get, self._pins
-        found = [slot for slot in map(get, keys) if slot is not None and not pins[slot]]
-        found.reverse()
-        self._policy.add(found)
+        found = [slot for slot in map(self._published.get, keys) if slot is not None]
+        some = np.array(found, np.int32)
+        self._policy.add(some[self._all_pins[some] == 0][::-1])
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
+Slots = Sequence[int] | np.ndarray
+
 
 class EvictionPolicy(ABC):
     """Orders the slots that may be evicted.
@@ -15,11 +19,11 @@ class EvictionPolicy(ABC):
     """
 
     @abstractmethod
-    def add(self, slots: Sequence[int]) -> None:
+    def add(self, slots: Slots) -> None:
         """These slots have just been used and may be evicted from now on; the first of them is the first to go."""
 
     @abstractmethod
-    def remove(self, slots: Sequence[int]) -> None:
+    def remove(self, slots: Slots) -> None:
         """These slots may no longer be evicted. Raises KeyError, and changes nothing, if one of them could not be."""
 
     @abstractmethod

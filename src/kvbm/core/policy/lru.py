@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.core.policy.base import EvictionPolicy
+from kvbm.core.policy.base import EvictionPolicy, Slots
 
 _ABSENT = -1
 _MANY = 64  # slots, from which it pays to treat them all at once
@@ -37,8 +36,8 @@ class LRU(EvictionPolicy):
         self._all_older = np.frombuffer(self._older, np.int32)
         self._count = 0
 
-    def add(self, slots: Sequence[int]) -> None:
-        if len(slots) >= _MANY and self._add_many(np.array(slots, np.int32)):
+    def add(self, slots: Slots) -> None:
+        if len(slots) >= _MANY and self._add_many(np.asarray(slots, np.int32)):
             return
         newer, older = self._newer, self._older
         newest = older[self._end]
@@ -74,9 +73,9 @@ class LRU(EvictionPolicy):
         self._count += len(slots) - len(there)
         return True
 
-    def remove(self, slots: Sequence[int]) -> None:
+    def remove(self, slots: Slots) -> None:
         if len(slots) >= _MANY:
-            many = np.array(slots, np.int32)[::-1]  # in the order of the ring, where the end of a prefix is older
+            many = np.asarray(slots, np.int32)[::-1]  # in the order of the ring, where the end of a prefix is older
             if (self._all_older[many] == _ABSENT).any() or not self._distinct(many):
                 raise KeyError("a slot that is not there, or is named twice")
             self._unlink(many)

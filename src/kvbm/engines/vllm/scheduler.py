@@ -252,12 +252,11 @@ class SchedulerHalf:
         to the last bit. Beside others they depend on those others in any case.
         """
         assert self.leader is not None
-        end = match.start + match.blocks + 1
-        if end * self._block_size != request.num_tokens:
+        last = match.start + match.blocks
+        if (last + 1) * self._block_size != request.num_tokens:
             return match
-        whole = self.leader.manager.lookup(keys, match.start, end)
-        beside = whole.blocks > match.blocks and whole.runs[-1].tier is match.runs[-1].tier
-        return whole if beside else match
+        more = self.leader.manager.lookup(keys, last, last + 1).runs
+        return match.extended(more[0], keys) if more and more[0].tier is match.runs[-1].tier else match
 
     def _comes_back(self, state: RequestState) -> bool:
         """Whether a load outside of the step has left a request with nothing at all.
