@@ -169,7 +169,7 @@ def test_others_have_their_turn_after_every_few_slots(bench, slots, at_a_time, m
     bench = bench(rows=5)
     slot = bench.layout.block_bytes
     monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", at_a_time * slot)
-    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: bench.commands.append("turn"))
+    monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
     blocks = list(range(len(slots)))
     bench.loads.place(bench.loads.begin(slots, whole=True, gently=True), blocks, signal=False)
     bench.check(slots, blocks)
@@ -189,7 +189,7 @@ def test_what_was_fetched_for_a_step_makes_way_for_others_once_no_step_waits_for
     copier._step_began = FakeEvent()
     monkeypatch.setattr(cuda, "mark", lambda stream: FakeEvent())
     turns = []
-    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: turns.append(len(bench.commands)))
+    monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: turns.append(len(bench.commands)))
     blocks = list(range(len(RUN)))
     assert copier.prefetch(RUN, 1)
     fetched = len(bench.commands)
@@ -205,7 +205,7 @@ def test_what_was_fetched_for_a_step_makes_way_for_others_once_no_step_waits_for
 @pytest.mark.parametrize("whole", [False, True], ids=["by layer", "whole"])
 def test_the_step_that_waits_for_a_load_gets_its_inputs_during_the_first_half_of_it(bench, slots, whole, monkeypatch):
     bench = bench(rows=4)
-    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: bench.commands.append("turn"))
+    monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
     fetch = bench.loads.begin(slots, whole)
     bench.loads.place(fetch, list(range(len(slots))), signal=False)
     last = len(bench.commands) - bench.commands[::-1].index("turn")
@@ -225,7 +225,7 @@ def test_slots_in_many_runs_make_no_more_turns(bench, gently, monkeypatch):
     monkeypatch.setattr(bulk_loads, "_LONG_RUN", 1)
     monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
     monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", 100 * bench.layout.block_bytes)
-    monkeypatch.setattr(bench.loads, "_let_others_in", lambda: bench.commands.append("turn"))
+    monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
     apart = list(range(0, 40, 2))
     fetch = bench.loads.begin(apart, whole=True, gently=gently)
     bench.loads.place(fetch, list(range(len(apart))), signal=False)

@@ -25,12 +25,10 @@ A load that nobody computes on yet (*whole*) comes with all layers at once. Besi
 gentle way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond,
 while a kernel that reads the bus would sit on a few multiprocessors all the time, which others count on.
 
-But the copy engine stays with a stream for as long as there is something to copy, and every step of the engine sends
-its own little inputs the same way, several in turn. Beside a load they came when it was over: a step that takes 6 ms
-took 45, and the step that waits for the load itself had not begun to compute when the last layer was there. So every
-so many bytes we go on in another stream of our own, which waits for the first: meanwhile others have their turn. In a
-load that no step waits for (*gently*) that is every half a millisecond, in one that a step waits for a dozen times in
-the first half of it: by then the step has its inputs.
+But the engine's own little inputs come by the same copy engine, and would come when the load is over: those of the
+steps of others, and those of the step that waits for the load itself, which should compute meanwhile. So now and then
+others have their turn (:mod:`~kvbm.transfer.relay`): in a load that no step waits for (*gently*) every half a
+millisecond, in one that a step waits for a dozen times in the first half of it. By then the step has its inputs.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -53,6 +51,7 @@ from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
 from kvbm.transfer.kernels import WIDEST_WORD
+from kvbm.transfer.relay import Relay
 
 _BUFFER_BYTES = (
     384 << 20
@@ -116,8 +115,7 @@ class BulkLoads:
         self._slab = slab
         self._batch = batch
         self._stream = stream
-        self._fetch_stream, self._next_stream = (torch.cuda.Stream(device, priority=stream.priority) for _ in range(2))
-        self._turned = torch.cuda.Event()
+        self._relay = Relay(device, stream.priority)
         self._kernel = kernel
         self._layers = layers_of(layout)
         self._all = joined(self._layers)
@@ -142,7 +140,7 @@ class BulkLoads:
         fetch = Fetch(slots, gently)
         for layers in self._groups(fetch, whole):
             fetch.add(layers, self._size)
-        self._fetch_stream.wait_event(self._layers_read)
+        self._relay.stream.wait_event(self._layers_read)
         with annotate("copier.fetch"):
             for _ in self._buffers:
                 self._fetch(fetch)
@@ -185,11 +183,11 @@ class BulkLoads:
     def drop(self, fetch: Fetch) -> None:
         """What was fetched is not wanted after all."""
         for turn in range(self._turn - fetch.begun, self._turn):
-            self._emptied[turn % len(self._buffers)].record(self._fetch_stream)
+            self._emptied[turn % len(self._buffers)].record(self._relay.stream)
 
     def wait(self) -> None:
         """Until nothing reads host memory any more, wanted or not."""
-        self._fetch_stream.synchronize()  # which is behind the other one
+        self._relay.wait()
 
     def _fetch(self, fetch: Fetch) -> None:
         """Fill the next buffer with the next portion, if there is one left."""
@@ -197,9 +195,9 @@ class BulkLoads:
             return
         portion = fetch.portions[fetch.begun]
         buffer = self._turn % len(self._buffers)
-        self._fetch_stream.wait_event(self._emptied[buffer])
+        self._relay.stream.wait_event(self._emptied[buffer])
         self._copy(fetch.sorted[portion.start : portion.end], self._buffers[buffer], portion, fetch.at_a_time)
-        self._fetched[buffer].record(self._fetch_stream)
+        self._fetched[buffer].record(self._relay.stream)
         self._turn += 1
         fetch.begun += 1
 
@@ -215,18 +213,12 @@ class BulkLoads:
         for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
             if runs is None:
                 targets = target + np.arange(start, end, dtype=np.int64) * row
-                self._batch(targets, source + slots[start:end] * pitch, row, self._fetch_stream)
+                self._batch(targets, source + slots[start:end] * pitch, row, self._relay.stream)
             else:
                 rows = end - start
-                copy_rows(target + start * row, row, source + slot * pitch, pitch, row, rows, self._fetch_stream)
+                copy_rows(target + start * row, row, source + slot * pitch, pitch, row, rows, self._relay.stream)
             if end in pauses:
-                self._let_others_in()
-
-    def _let_others_in(self) -> None:
-        """Go on in the other stream, in the same order."""
-        self._turned.record(self._fetch_stream)
-        self._fetch_stream, self._next_stream = self._next_stream, self._fetch_stream
-        self._fetch_stream.wait_event(self._turned)
+                self._relay.hand_over()
 
     def _runs(self, slots: np.ndarray) -> np.ndarray | None:
         """Where a single copy must begin anew: neighbours end there, or what is pinned together. None: so often that

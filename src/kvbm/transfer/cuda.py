@@ -88,7 +88,7 @@ class CudaCopier(Copier):
             self._load_stream = torch.cuda.Stream(device, priority=high)
             self._store_stream = torch.cuda.Stream(device, priority=low)
             self._kernel = KernelCopies(layout, slab, device)
-            self._engine = EngineCopies.open(layout, slab, device, self._store_stream) if stores != "kernel" else None
+            self._engine = EngineCopies.open(layout, slab, device, low) if stores != "kernel" else None
             self._bulk = self._open_bulk(staging)
             self._bulk_blocks = bulk_bytes // layout.block_bytes  # what is gained on shorter loads is lost at their end
             self.portion = self._bulk_blocks

@@ -2,7 +2,8 @@
 
 ``cudaMemcpyBatchAsync`` costs the CPU 0.8 µs a piece, 15 ms for a step's 8,192 tokens of an 8B model. So it is called
 from a thread of its own, which holds the interpreter only to compute addresses. The engine's thread hands over the
-blocks and an event that marks the end of its forward pass, and goes on.
+blocks and an event that marks the end of its forward pass, and goes on. After every call others have their turn at the
+copy engine, which brings out the engine's tokens too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Ticket
 from kvbm.transfer.cuda_calls import BatchCopy, batch_function
 from kvbm.transfer.kernel_copies import mark
+from kvbm.transfer.relay import Relay
 
 logger = logging.getLogger("kvbm")
 
 _SMALLEST_PIECE = 16 << 10  # below that a copy engine spends its time on setting up (benchmarks/gpu/copies.py)
 _PIECES_A_CALL = 2048  # a call keeps others out of the driver while it runs: this many take 1.6 ms
-_BYTES_A_CALL = 16 << 20  # and out of the copy engine, which brings the engine its tokens too
+_BYTES_A_CALL = 16 << 20  # and out of the copy engine
 
 
 class IssuedTicket(Ticket):
@@ -92,20 +94,18 @@ class Pieces:
 
 class EngineCopies:
     @classmethod
-    def open(
-        cls, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream
-    ) -> EngineCopies | None:
+    def open(cls, layout: BlockLayout, slab: HostSlab, device: torch.device, priority: int) -> EngineCopies | None:
         """None where the copy engine is not worth using: small pieces, or a CUDA without batched copies."""
         if min(segment.size for segment in layout.merged()) < _SMALLEST_PIECE:
             return None
         batch = batch_function()
-        return None if batch is None else cls(layout, slab, device, stream, batch)
+        return None if batch is None else cls(layout, slab, device, priority, batch)
 
     def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream, batch: BatchCopy
+        self, layout: BlockLayout, slab: HostSlab, device: torch.device, priority: int, batch: BatchCopy
     ) -> None:
         self._device = device
-        self._stream = stream
+        self._relay = Relay(device, priority)
         self._batch = batch
         self._pieces = Pieces(layout, slab)
         # Bounded by what the leader lets be pending.
@@ -125,24 +125,26 @@ class EngineCopies:
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
+        self._relay.wait()
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             blocks, slots, forward_ended, ticket = job
-            self._stream.wait_event(forward_ended)
-            began = mark(self._stream)
+            self._relay.stream.wait_event(forward_ended)
+            began = mark(self._relay.stream)
             error: BaseException | None = None
             try:
                 with annotate("copier.issue"):
                     self._issue(np.asarray(blocks, np.int64), np.asarray(slots, np.int64))
             except Exception as caught:
                 error = caught
-            ticket.issued(began, mark(self._stream), error)
+            ticket.issued(began, mark(self._relay.stream), error)
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         targets, sources, sizes = self._pieces.of(blocks, slots)
         pieces = max(1, min(_PIECES_A_CALL, _BYTES_A_CALL // int(sizes.max())))
         for i in range(0, len(sizes), pieces):
             part = slice(i, i + pieces)
-            self._batch(targets[part], sources[part], sizes[part], self._stream)
+            self._batch(targets[part], sources[part], sizes[part], self._relay.stream)
+            self._relay.hand_over()
