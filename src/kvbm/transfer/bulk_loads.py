@@ -164,13 +164,15 @@ class BulkLoads:
         kernel, stream, turn = self._kernel, self._stream, self._turn - fetch.begun
         targets = np.asarray(blocks, np.int64)[fetch.order]
         indices = kernel.upload(targets)
-        for i, (first, last, offset, row, start, end) in enumerate(fetch.portions, turn):
-            buffer = i % len(self._buffers)
-            stream.wait_event(self._fetched[buffer])
-            kernel.from_rows(indices, start, end, self._buffers[buffer] - offset, row, first, last, signal)
-            self._emptied[buffer].record(stream)
-            self._fetch(fetch)
-        kernel.release(indices)
+        try:
+            for i, (first, last, offset, row, start, end) in enumerate(fetch.portions, turn):
+                buffer = i % len(self._buffers)
+                stream.wait_event(self._fetched[buffer])
+                kernel.from_rows(indices, start, end, self._buffers[buffer] - offset, row, first, last, signal)
+                self._emptied[buffer].record(stream)
+                self._fetch(fetch)
+        finally:
+            kernel.release(indices)
         if fetch.portions[-1].last < self._all.last:
             kernel.to_device(fetch.sorted, targets, first=fetch.portions[-1].last, signal=signal)
             self.come_after_layers()

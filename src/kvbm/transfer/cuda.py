@@ -123,16 +123,18 @@ class CudaCopier(Copier):
     def load(
         self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
     ) -> Ticket:
-        if when is not When.BY_LAYER:
-            return self._load_whole(slots, blocks, after, when)
-        for segment in self._layout.segments:
-            self._expected[segment.layer] += len(blocks)
         try:
+            if when is not When.BY_LAYER:
+                return self._load_whole(slots, blocks, after, when)
+            for segment in self._layout.segments:
+                self._expected[segment.layer] += len(blocks)
             ticket = self._load_layers(slots, blocks, after, tokens)
         except Exception:
             # The counts must come to what is expected of them, or the next load would wait for ever.
             with torch.cuda.stream(self._load_stream):
                 self._kernel.arrived.copy_(torch.tensor(self._expected, dtype=torch.int64).to(torch.int32))
+            # And what has been submitted must not come to the blocks after the engine has computed them itself.
+            self._engine_stream.wait_event(mark(self._load_stream))
             raise
         ticket.unasked = set(range(len(self._expected)))
         self._open.append(ticket)
