@@ -252,6 +252,17 @@ def test_nobody_lets_go_of_what_he_does_not_hold(slot):
         pool.unpin([slot])
 
 
+@pytest.mark.parametrize("slots", [[0, 1, 2], [0, 0], [2, 0, 1]])
+def test_letting_go_of_more_than_is_held_lets_go_of_nothing(slots):
+    pool = filled("abc")
+    pool.pin([0, 1])
+    with pytest.raises(ValueError, match="is not pinned"):
+        pool.unpin(slots)
+    assert (pool.pinned, pool.available) == (2, 1)
+    pool.unpin([0, 1])
+    assert (pool.pinned, pool.available) == (0, 3)
+
+
 def test_only_blocks_that_can_be_found_can_be_pinned_and_a_refusal_pins_nothing():
     pool = filled("abd", size=5)
     (writing,) = pool.allocate(keys("w"))
@@ -308,6 +319,17 @@ def test_a_block_dropped_under_its_reader_is_gone_at_once_and_its_slot_later():
     assert pool.free == 0
     pool.unpin([0])
     assert (pool.free, pool.pinned) == (1, 0)
+
+
+def test_a_slot_let_go_of_twice_at_once_is_free_once():
+    pool = filled("ab")
+    pool.pin([0])
+    pool.pin([0])
+    pool.pin([1])
+    pool.drop(b"a")
+    pool.unpin([0, 1, 0])
+    assert (pool.free, pool.available, pool.pinned) == (1, 2, 0)
+    assert sorted(pool.allocate(keys("xy"))) == [0, 1]
 
 
 def test_a_block_dropped_under_its_reader_can_be_stored_elsewhere_meanwhile():

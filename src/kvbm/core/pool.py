@@ -222,10 +222,11 @@ class Pool:
             raise ValueError(f"slot {some[left < 0][0]} is not pinned")
         idle = some[left == 0]
         if self._doomed:
-            gone = self._doomed.intersection(idle.tolist())
+            each = dict.fromkeys(idle.tolist())  # free once, however often it is named
+            gone = self._doomed.intersection(each)
             self._doomed -= gone
-            self._free.extend(slot for slot in idle.tolist() if slot in gone)
-            idle = np.array([slot for slot in idle.tolist() if slot not in gone], np.int32)
+            self._free.extend(slot for slot in each if slot in gone)
+            idle = np.array([slot for slot in each if slot not in gone], np.int32)
         self._policy.add(idle[::-1])
 
     def touch(self, keys: Iterable[Key]) -> None:
