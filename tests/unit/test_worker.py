@@ -477,6 +477,16 @@ def test_what_was_fetched_as_one_is_not_fetched_again_in_parts(worker, slow_copi
     assert step(worker, plan).arrived == {"request-1"}
 
 
+def test_what_comes_after_the_fetched_slots_follows_them(worker, slow_copier):
+    """As the last block of a prompt does, which is not brought back in every case."""
+    plan = a_long_load()
+    assert worker.prefetch(plan.copies[0].slots[:-1], 1)
+    worker.start_early(plan)
+    assert submitted(slow_copier) == [(list(range(40, 62)), list(range(22))), ([62], [22])]
+    end_parts(slow_copier)
+    assert step(worker, plan).arrived == {"request-1"}
+
+
 @pytest.mark.parametrize("how", ["the end of it", "another load"])
 def test_what_is_no_longer_near_comes_in_parts(how, worker, slow_copier):
     plan = a_long_load()

@@ -146,11 +146,12 @@ class Submission:
 
     def cuts(self, slots: list[int]) -> list[tuple[int, int]]:
         """The parts in which a load outside of the step goes to the copier, from where to where: as equal as can be.
-        What has been fetched as one is placed as one, or it would have to be fetched again."""
-        count, portion = len(slots), self._copier.portion
-        parts = -(-count // portion) if portion and slots != self._near else 1
-        ends = [count * i // parts for i in range(parts + 1)]
-        return list(pairwise(ends))
+        What has been fetched as one is placed as one, or it would have to be fetched again; what is left follows."""
+        near = len(self._near) if slots[: len(self._near)] == self._near else 0
+        count, portion = len(slots) - near, self._copier.portion
+        parts = -(-count // portion) if portion else min(count, 1)
+        ends = [near + count * i // parts for i in range(1, parts + 1)]
+        return list(pairwise([0, near, *ends] if near else [0, *ends]))
 
     def step_ended(self) -> None:
         """Beside steps that take long a load is nothing, and in parts it would take several of them."""
