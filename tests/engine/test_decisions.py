@@ -6,7 +6,7 @@ import pytest
 from engines import numbers
 
 from kvbm.core.cost import NEVER, RECOMPUTE
-from kvbm.plans import Tier
+from kvbm.plans import LoadResult, Tier
 
 pytestmark = pytest.mark.engine
 
@@ -423,19 +423,21 @@ def test_who_is_offered_in_vain_and_waits_for_nobody_is_computed(make_engine):
 def scheduled(engine, name):
     """How many tokens of a request each step computes until it is over."""
     counts = []
-    while engine.scheduler.has_requests():
+    for _ in range(5000):
+        if not engine.scheduler.has_requests():
+            return counts
         steps = engine.steps
         engine.turn()
         if engine.steps > steps and name in engine.last_scheduled:
             counts.append(engine.last_scheduled[name])
-    return counts
+    raise TimeoutError(f"still busy: {list(engine.scheduler.requests)}")
 
 
 @pytest.fixture
 def bring_back(make_engine, monkeypatch):
     """The tokens that each step computes of a prompt of so many tokens, which returns after so many of it were kept."""
 
-    def bring_back(length, mode, kept=None, beside=True, overlap=False, **options):
+    def bring_back(length, mode, kept=None, beside=True, overlap=False, loses_last=False, **options):
         engine = make_engine({"onboard": mode}, overlap=overlap, **options)
         engine.last_scheduled = {}
         plan_step = engine.half.plan_step
@@ -445,6 +447,15 @@ def bring_back(make_engine, monkeypatch):
             return plan_step(output)
 
         monkeypatch.setattr(engine.half, "plan_step", watch)
+        if loses_last:
+            worker = engine.ranks[0].connector._half._rank.worker
+            result = worker._result
+
+            def last_is_missed(load):
+                found = result(load)
+                return found if found is None else LoadResult(load.plan.id, missed=[len(load.plan.blocks) - 1])
+
+            monkeypatch.setattr(worker, "_result", last_is_missed)
         prompt = numbers(3, length)
         engine.add("first", prompt[:kept], 1)
         engine.run()
@@ -490,6 +501,21 @@ def test_a_prompt_that_does_not_end_with_a_block_has_its_last_tokens_computed(le
     engine, counts = bring_back(length, "async")
     assert engine.onboarded == 10
     assert counts[0] == length - 40
+
+
+@pytest.mark.parametrize("length", [40, 41])
+def test_what_is_brought_back_has_been_looked_up_and_found(length, bring_back):
+    engine, _ = bring_back(length, "async")
+    log = engine.half.observer.log
+    (second,) = (request for request in log.latest(10) if request.id == "second")
+    assert (second.found, second.loaded_tokens) == ({"host": 40}, 40)
+    assert log.hit_rates().hits == {"host": 10}
+
+
+def test_a_last_block_that_does_not_arrive_is_computed(bring_back):
+    engine, counts = bring_back(40, "async", loses_last=True)
+    assert engine.onboarded == 9
+    assert counts[0] == 4
 
 
 def test_where_the_last_block_was_not_kept_it_is_computed(bring_back):

@@ -240,11 +240,11 @@ class SchedulerHalf:
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         if not state.in_step and self._others_go_on(request.request_id):
-            state.match = self._to_the_end(request, keys, state.match)
+            self._go_to_the_end(request, keys, state)
         return state.match.blocks * self._block_size, not state.in_step
 
-    def _to_the_end(self, request: Any, keys: Sequence[Key], match: Match) -> Match:
-        """A match that leaves out only the last block of a prompt, with that block, if it lies beside the others.
+    def _go_to_the_end(self, request: Any, keys: Sequence[Key], state: RequestState) -> None:
+        """Add the last block of a prompt to a match that leaves out nothing else, if it lies in the same tier.
 
         For a load beside requests that decode. vLLM then computes the last token once more and nothing else, in a step
         that is like any other for them; a block's worth of tokens makes it one of a prompt, three times as long. Alone
@@ -252,11 +252,15 @@ class SchedulerHalf:
         to the last bit. Beside others they depend on those others in any case.
         """
         assert self.leader is not None
-        last = match.start + match.blocks
+        assert state.match is not None
+        assert state.lookup is not None
+        last = state.match.start + state.match.blocks
         if (last + 1) * self._block_size != request.num_tokens:
-            return match
+            return
         more = self.leader.manager.lookup(keys, last, last + 1).runs
-        return match.extended(more[0], keys) if more and more[0].tier is match.runs[-1].tier else match
+        if more and more[0].tier is state.match.runs[-1].tier:
+            state.match = state.match.extended(more[0], keys)
+            state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
 
     def _comes_back(self, state: RequestState) -> bool:
         """Whether a load outside of the step has left a request with nothing at all.
