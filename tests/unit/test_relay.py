@@ -87,6 +87,20 @@ def test_the_streams_change(made):
     assert {stream.priority for stream in made} == {-5}
 
 
+def test_who_cannot_hand_over_goes_on_where_he_is(made, monkeypatch):
+    """In the other stream nothing would wait for what came before."""
+
+    def broken(event):
+        raise RuntimeError("no event")
+
+    two = relay.Relay("cuda:0", -5)
+    before = two.stream
+    monkeypatch.setattr(made[1], "wait_event", broken)
+    with pytest.raises(RuntimeError, match="no event"):
+        two.hand_over()
+    assert two.stream is before
+
+
 def test_who_waits_waits_for_the_last(made):
     two = relay.Relay("cuda:0", 0)
     two.hand_over()

@@ -23,8 +23,8 @@ class Relay:
     def hand_over(self) -> None:
         """Let others in: go on in the other stream, when this one is through."""
         self._passed.record(self.stream)
+        self._next.wait_event(self._passed)  # first: should it fail, all goes on in the same stream
         self.stream, self._next = self._next, self.stream
-        self.stream.wait_event(self._passed)
 
     def wait(self) -> None:
         """Until all that was submitted is over."""
