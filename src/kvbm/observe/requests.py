@@ -117,7 +117,7 @@ class Seen:
         return bool(self._prints[places[0]] == prints[0])
 
     def _split(self, keys: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        # Of keys that are all as long as each other, which they are, the first eight bytes of each.
+        # The first eight bytes of each key. All keys of a request have one length.
         words = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)[:, :8].copy().view("<u8")[:, 0]
         # 0 is an empty place.
         return words & np.uint64(self._PLACES - 1), (words >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

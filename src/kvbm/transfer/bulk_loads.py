@@ -7,19 +7,19 @@ scatters each buffer to the engine's blocks at the speed of device memory. Meanw
 are there, so what counts is how little is left to compute when the last bytes arrive.
 
 Slots that are neighbours need not be fetched one by one: the same layers of all of them are one copy, whatever their
-number. Half of the layers come first, then half of the rest, and so on down to the last one::
+number. Half of the layers come first, then half of the rest, and so on down to the last one. Of 728 blocks of an 8B
+model, with five buffers::
 
     slots (host)             buffers (device)        blocks (device)
-    [0-17 | 18-26 | .. |35]  ->  buffer 0  ->  layers 0 to 17 of blocks 0-362
-    [0-17 | 18-26 | .. |35]  ->  buffer 1  ->  layers 0 to 17 of blocks 363-725
-    ...
+    [0-17 | 18-26 | .. |35]  ->  buffer 0  ->  layers 0 to 17 of blocks 0-363
+    [0-17 | 18-26 | .. |35]  ->  buffer 1  ->  layers 0 to 17 of blocks 364-727
     [     | 18-26 |       ]  ->  buffer 2  ->  layers 18 to 26 of all blocks
     ...
-    [             | .. |35]  ->  buffer 4  ->  layer 35 of all blocks
+    [             | .. |35]  ->  buffer 1  ->  layer 35 of all blocks
 
-Slots that lie apart are a piece each, all layers but the last eighth of them, and the kernel alone brings the rest, one
-layer after the other. So the engine begins to compute late. Where it has more to compute than fits behind the last
-layers, the kernel alone, which brings layer after layer from the start, is the better way.
+Slots that lie apart, or in too many runs, come with all layers but the last eighth of them at once, and the kernel
+alone brings the rest, one layer after the other. So the engine begins to compute late. Where it has more to compute
+than fits behind the last layers, the kernel alone, which brings layer after layer from the start, is the better way.
 
 A load that nobody computes on yet (*whole*) comes with all layers at once. Beside requests that decode this is the
 gentle way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond,
@@ -28,7 +28,8 @@ while a kernel that reads the bus would sit on a few multiprocessors all the tim
 But the engine's own little inputs come by the same copy engine, and would come when the load is over: those of the
 steps of others, and those of the step that waits for the load itself, which should compute meanwhile. So now and then
 others have their turn (:mod:`~kvbm.transfer.relay`): in a load that no step waits for (*gently*) every half a
-millisecond, in one that a step waits for a dozen times in the first half of it. By then the step has its inputs.
+millisecond, in one that a step waits for a dozen times or more while the first half of its portions comes. By then the
+step has its inputs.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not

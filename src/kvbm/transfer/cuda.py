@@ -1,7 +1,7 @@
 """The copier for engines whose cache lies on a CUDA device.
 
-Two streams of our own, one for loads, one of low priority for stores; events order them against the engine's stream,
-and nothing ever makes the CPU wait for the GPU. Everything the hot path needs is made at start.
+Streams of our own, of high priority for loads and of low priority for stores; events order them against the engine's
+stream, and nothing ever makes the CPU wait for the GPU. Everything the hot path needs is made at start.
 
 *Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones the copy engine and a kernel
 (:mod:`~kvbm.transfer.bulk_loads`) unless there is much to compute meanwhile. For the step that is about to run they
