@@ -278,6 +278,17 @@ def test_a_load_outside_the_step_begins_to_come_near_before_the_forward_pass(wor
     assert [call[0] for call in copier.calls] == ["begin_step", "prefetch", "load", "end_prefetch"]
 
 
+@pytest.mark.parametrize(("took", "ahead"), [(0.006, 0), (0.04, 1)])
+def test_beside_short_steps_it_does_not_keep_the_forward_pass_waiting(took, ahead, worker, copier, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("kvbm.runtime.loads.time.monotonic", lambda: now[0])
+    worker.poll()
+    now[0] += took
+    worker.poll()
+    worker.begin(StepPlan([load(in_step=False)]))
+    assert [call[0] for call in copier.calls].count("prefetch") == ahead
+
+
 def test_what_a_step_waits_for_comes_before_what_it_does_not(worker, copier):
     outside, inside = load(in_step=False), load(id=2, in_step=True, layered=True)
     worker.begin(StepPlan([outside, inside]))

@@ -118,6 +118,7 @@ class Submission:
         self._near: list[int] = []  # slots that the copier has begun to bring near
         self._polled = time.monotonic()
         self._submits_until = 0.0  # parts, however many are under way
+        self.steps_are_long = True  # as far as is known
 
     @property
     def keeps_up(self) -> bool:
@@ -157,7 +158,8 @@ class Submission:
         """Beside steps that take long a load is nothing, and in parts it would take several of them."""
         now = time.monotonic()
         step, self._polled = now - self._polled, now
-        self._submits_until = now + _LONG_STEP_SHARE * step if step >= _LONG_STEP else now
+        self.steps_are_long = step >= _LONG_STEP
+        self._submits_until = now + _LONG_STEP_SHARE * step if self.steps_are_long else now
 
     def go_on(self, failed: Callable[[Load, Exception], None]) -> None:
         """Submit as many parts as keep the bus busy until the next step. One load after the other: the first to arrive

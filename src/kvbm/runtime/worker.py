@@ -166,10 +166,12 @@ class Worker:
         return When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
 
     def _fetch_ahead(self, plan: StepPlan) -> None:
-        """Begin with the first load that will be put off, as far as that takes no time: the bus need not wait for the
-        end of the step. Not before loads that the step itself waits for."""
+        """Begin with the first load that will be put off: the bus need not wait for the end of a step that takes long.
+        In a short one those who decode would notice it more than the load. Not before loads that the step waits for."""
+        if not self._step_begun or not self._submission.steps_are_long:
+            return
         waiting = [load for load in plan.loads if load.id not in self._early]
-        if not waiting or not self._step_begun or any(load.in_step for load in waiting):
+        if not waiting or any(load.in_step for load in waiting):
             return
         copies = waiting[0].copies
         if len(copies) != 1 or copies[0].tier is not Tier.HOST or self._submission.keeps_up:

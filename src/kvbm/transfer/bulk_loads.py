@@ -27,9 +27,8 @@ while a kernel that reads the bus would sit on a few multiprocessors all the tim
 
 But the engine's own little inputs come by the same copy engine, and would come when the load is over: those of the
 steps of others, and those of the step that waits for the load itself, which should compute meanwhile. So now and then
-others have their turn (:mod:`~kvbm.transfer.relay`): in a load that no step waits for (*gently*) every half a
-millisecond, in one that a step waits for a dozen times or more while the first half of its portions comes. By then the
-step has its inputs.
+others have their turn (:mod:`~kvbm.transfer.relay`): in a load that no step waits for (*gently*) every 0.3 ms, in one
+that a step waits for a dozen times or more while the first half of its portions comes. By then the step has its inputs.
 
 It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
 scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
@@ -58,7 +57,7 @@ _BUFFER_BYTES = (
     384 << 20
 )  # 7 ms of the bus: few enough to cost little CPU, small enough for the last to be scattered soon
 _LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
-_GENTLE_BYTES = 32 << 20  # after which others have their turn
+_GENTLE_BYTES = 16 << 20  # after which others have their turn
 _STEP_TURNS = 12  # that a step's inputs have in the first half of its load; they take some six of them
 _COPIES = 512  # that a load by layer may be made of: 2 ms of the CPU
 
