@@ -37,6 +37,7 @@ class Match(NamedTuple):
     runs: list[Run]  # may alternate between tiers
     pending: bool  # the block after the last one is being written right now: asking again soon finds more
     keys: Sequence[Key]  # what was asked for; a load makes sure that the slots still hold it
+    changes: int = -1  # of the pools, at the time: as long as there are no more they do
 
     @property
     def blocks(self) -> int:
@@ -51,12 +52,12 @@ class Match(NamedTuple):
                 break
             runs.append(Run(tier, slots[:blocks]))
             blocks -= len(slots)
-        return Match(self.start, runs, pending, self.keys)
+        return Match(self.start, runs, pending, self.keys, self.changes)
 
     def extended(self, run: Run, keys: Sequence[Key]) -> Match:
         """By the blocks that come after it, which lie in the tier of its last ones."""
         *runs, (tier, slots) = self.runs
-        return Match(self.start, [*runs, Run(tier, slots + run.slots)], False, keys)
+        return Match(self.start, [*runs, Run(tier, slots + run.slots)], False, keys, self.changes)
 
     def beyond(self, blocks: int) -> Match:
         """What :meth:`cut` leaves off."""
@@ -66,7 +67,7 @@ class Match(NamedTuple):
             if at + len(slots) > blocks:
                 runs.append(Run(tier, slots[max(blocks - at, 0) :]))
             at += len(slots)
-        return Match(self.start + min(blocks, at), runs, self.pending, self.keys)
+        return Match(self.start + min(blocks, at), runs, self.pending, self.keys, self.changes)
 
 
 class _Held(NamedTuple):
@@ -149,7 +150,7 @@ class BlockManager:
             else:
                 break
         pending = at < end and any(pool.is_writing(keys[at]) for pool in self.pools.values())
-        return Match(start, runs, pending, wanted)
+        return Match(start, runs, pending, wanted, self._changes())
 
     def load(
         self,
@@ -212,7 +213,12 @@ class BlockManager:
         for tier, slots in reversed(match.runs):
             self.pools[tier].unpin(slots)
 
+    def _changes(self) -> int:
+        return sum(pool.changes for pool in self.pools.values())
+
     def _check(self, match: Match) -> None:
+        if match.changes == self._changes():
+            return
         at = match.start
         for tier, slots in match.runs:
             if self.pools[tier].match(match.keys[at : at + len(slots)]) != slots:

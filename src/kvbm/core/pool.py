@@ -37,6 +37,7 @@ class Pool:
             raise ValueError(f"a pool needs at least one slot, got {size}")
         self.size = size
         self.evictions = 0
+        self.changes = 0  # of what can be found
         # Told of blocks that can no longer be found because they were evicted or dropped, not because all were.
         self.on_gone: Callable[[Sequence[Key]], None] | None = None
         # Told of every change, in order: of blocks that have become findable (True), that no longer are (False), and
@@ -274,7 +275,10 @@ class Pool:
         return len(gone)
 
     def _changed(self, keys: Sequence[Key], findable: bool | None) -> None:
-        if keys and self.on_change is not None:
+        if not keys:
+            return
+        self.changes += 1
+        if self.on_change is not None:
             self.on_change(keys, findable)
 
     # -- counting -----------------------------------------------------------------------------------------------------
