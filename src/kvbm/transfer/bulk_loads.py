@@ -53,9 +53,8 @@ from kvbm.transfer.kernel_copies import KernelCopies
 from kvbm.transfer.kernels import WIDEST_WORD
 from kvbm.transfer.relay import Relay
 
-_BUFFER_BYTES = (
-    384 << 20
-)  # 7 ms of the bus: few enough to cost little CPU, small enough for the last to be scattered soon
+# 7 ms of the bus: large enough to be few, which costs little CPU, small enough for the last to be scattered soon.
+_BUFFER_BYTES = 384 << 20
 _LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
 _GENTLE_BYTES = 16 << 20  # after which others have their turn
 _STEP_TURNS = 12  # that a step's inputs have in the first half of its load; they take some six of them
