@@ -11,7 +11,7 @@ With vLLM alone the prompt is computed anew beside the others: that is what all 
 
 Right after it has been brought back the same prompt comes once more, its blocks still on the GPU. Then nothing is
 copied, and what the others notice (`on the GPU`) is vLLM's own work for a prompt of that length: taking in its tokens,
-giving it its blocks. Both times its first token is the same, or something is wrong (`same`).
+giving it its blocks. Both times its first token should be the same (`same`), unless two are as likely as each other.
 
 The 99th percentile of a dozen steps is their worst. `stretch` is that of all quiet steps before a prompt and of those
 it takes, against the quiet ones alone: what one such prompt does to somebody who gets 250 tokens meanwhile.
