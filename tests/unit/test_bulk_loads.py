@@ -44,12 +44,14 @@ class FakeKernel:
         self.layout, self.slab = layout, slab
         self.arrived = [0] * len(layout.layers)
         self.read_slots = 0
+        self.uploaded = 0  # and not released
 
     def upload(self, blocks):
+        self.uploaded += 1
         return list(blocks)
 
     def release(self, indices):
-        pass
+        self.uploaded -= 1
 
     def from_rows(self, indices, start, end, address, row, first, last, signal):
         for i, block in enumerate(indices[start:end]):
@@ -180,14 +182,39 @@ def test_others_have_their_turn_after_every_few_slots(bench, slots, at_a_time, m
     assert sum(copied) == len(slots) * slot
 
 
-@pytest.mark.parametrize("when", [When.LATER, When.NOW])
-def test_what_was_fetched_for_a_step_makes_way_for_others_once_no_step_waits_for_it(bench, when, monkeypatch):
-    bench = bench(rows=2)
-    copier = object.__new__(cuda.CudaCopier)
-    copier._bulk, copier._bulk_blocks, copier._prefetched = bench.loads, 1, None
-    copier._load_stream = copier._engine_stream = FakeStream()
-    copier._step_began = FakeEvent()
+@pytest.fixture
+def copier(monkeypatch):
+    """Makes one over a bench."""
     monkeypatch.setattr(cuda, "mark", lambda stream: FakeEvent())
+
+    def make(bench):
+        copier = object.__new__(cuda.CudaCopier)
+        copier._bulk, copier._bulk_blocks, copier._prefetched = bench.loads, 1, None
+        copier._load_stream = copier._engine_stream = FakeStream()
+        copier._step_began = FakeEvent()
+        return copier
+
+    return make
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "fetched ahead"])
+def test_others_have_their_turn_from_the_start_of_a_load_that_no_step_waits_for(bench, copier, ahead, monkeypatch):
+    bench = bench(rows=100)
+    copier = copier(bench)
+    monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", 3 * bench.layout.block_bytes)
+    monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
+    monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
+    if ahead:
+        assert copier.prefetch(RUN, whole=True)
+    copier.load(RUN, list(range(len(RUN))), [], When.LATER)
+    bench.check(RUN, list(range(len(RUN))))
+    assert bench.commands.count("turn") == len(RUN) // 3
+
+
+@pytest.mark.parametrize("when", [When.LATER, When.NOW])
+def test_what_was_fetched_for_a_step_makes_way_for_others_once_no_step_waits_for_it(bench, copier, when, monkeypatch):
+    bench = bench(rows=2)
+    copier = copier(bench)
     turns = []
     monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: turns.append(len(bench.commands)))
     blocks = list(range(len(RUN)))
@@ -216,6 +243,23 @@ def test_the_step_that_waits_for_a_load_gets_its_inputs_during_the_first_half_of
     if len(fetch.portions) > 2:
         assert after >= total / 8
     assert bench.commands.count("turn") <= 2 * bulk_loads._STEP_TURNS + len(fetch.portions)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 100])
+@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
+def test_a_step_has_all_its_turns_in_the_first_half_of_its_load(bench, slots, rows, monkeypatch):
+    bench = bench(rows)
+    monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 3)
+    monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
+    bench.loads.place(bench.loads.begin(slots, whole=True), list(range(len(slots))), signal=False)
+    assert 3 <= bench.commands.count("turn") <= 2 * 3 + 1
+
+
+def test_neighbours_are_one_copy_once_nobody_needs_a_turn(bench, monkeypatch):
+    monkeypatch.setattr(bulk_loads.Fetch, "at_a_time", 0)
+    bench = bench(rows=100)
+    bench.loads.begin(RUN, whole=True)
+    assert len(bench.commands) == len({slot // bench.slab.piece_slots for slot in RUN})
 
 
 @pytest.mark.parametrize("gently", [False, True])
@@ -247,6 +291,35 @@ def test_slots_in_many_runs_come_in_fewer_groups(bench, monkeypatch):
         bench.wipe()
     assert groups == sorted(groups, reverse=True)
     assert groups[-1] == 1
+
+
+def test_twice_as_many_runs_come_in_half_as_many_groups(bench, monkeypatch):
+    monkeypatch.setattr(bulk_loads, "_LONG_RUN", 1)
+    monkeypatch.setattr(bulk_loads, "_COPIES", 4)
+    bench = bench(rows=100)
+    two, four = [0, 1, 3, 4], [0, 2, 4, 6]
+    for slots, groups in ((two, 2), (four, 1)):
+        fetch = bench.loads.begin(slots)
+        assert len({portion.first for portion in fetch.portions}) == groups
+        bench.loads.drop(fetch)
+    # In a single group the last layers would keep the engine waiting: the kernel alone brings them.
+    bench.loads.place(bench.loads.begin(four), [0, 1, 2, 3], signal=False)
+    assert bench.kernel.read_slots == 4
+    bench.check(four, [0, 1, 2, 3])
+
+
+def test_a_load_that_fails_keeps_no_numbers(bench, monkeypatch):
+    """There are only so many buffers for them on the device."""
+    bench = bench(rows=1)
+    fetch = bench.loads.begin(SCATTERED)
+
+    def refuse(*copy):
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(bench.kernel, "from_rows", refuse)
+    with pytest.raises(RuntimeError, match="refused"):
+        bench.loads.place(fetch, list(range(len(SCATTERED))), signal=False)
+    assert bench.kernel.uploaded == 0
 
 
 def test_neighbours_are_one_copy(bench, monkeypatch):
