@@ -8,6 +8,8 @@
     copier     KVBM's own copier as engines use it: whole, and layer by layer
     kernel     KVBM's copy kernel alone, by programs, warps and KiB moved at a time
     batch      cudaMemcpyBatchAsync, a call a layer, on the same pieces
+    beside     eight copies of 16 KiB one after the other, as an engine makes them in every step: milliseconds until the
+               last is there, alone and while the copier moves all blocks the same way
 
 `issue` is the time until the calling thread is free again. The copier's rates are by the clock on the wall, from the
 call to the end; the others' by the GPU's own. The rows hold every repeat, the table the median. With `layers` every
@@ -31,6 +33,8 @@ from records import SOURCE, Record, Row, arguments, leave_without_device, median
 LAYERS = 36
 PLAIN_BYTES = 1 << 30
 STAGING_BYTES = 2048 << 20  # KVBM_STAGING_MB's default
+LITTLE_COPIES, LITTLE_BYTES = 8, 16 << 10
+UNDER_WAY_SECONDS = 2e-3  # after which a long copy is: it takes tens of milliseconds
 ALL = slice(None)
 
 # Waits for the end of a copy; returns the seconds it took by the GPU's own clock, where that is the one that counts.
@@ -226,6 +230,50 @@ class Bench:
         return all(torch.equal(tensor[at], kept) for tensor, kept in zip(self.tensors, before, strict=True))
 
 
+class Little:
+    """What an engine copies in every step, beside anything else: little, and several times."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._here = torch.zeros(LITTLE_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._there = torch.zeros(LITTLE_BYTES, dtype=torch.uint8, device=device)
+
+    def copy(self, to_device: bool) -> float:
+        """Milliseconds until the last of them has arrived."""
+        import torch
+
+        target, source = (self._there, self._here) if to_device else (self._here, self._there)
+        began = time.perf_counter()
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            for _ in range(LITTLE_COPIES):
+                target.copy_(source, non_blocking=True)
+                self._there.add_(1)  # as an engine does something with each
+        if self._stream is not None:
+            self._stream.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+
+def measure_beside(record: Record, what: Row, bench: Bench, repeats: int, way: Callable[[], Ended]) -> None:
+    """What little copies notice of a long one."""
+    little, to_device = Little(bench.device), what["direction"] == "to device"
+    alone, beside = [], []
+    for _ in range(repeats + 1):
+        synchronize(bench.device)
+        alone.append(little.copy(to_device))
+        ended = way()
+        time.sleep(UNDER_WAY_SECONDS)
+        beside.append(little.copy(to_device))
+        ended()
+    times = {"alone_ms": alone[1:], "beside_ms": beside[1:]}
+    row = {**what, **{name: [round(ms, 3) for ms in some] for name, some in times.items()}}
+    record.add(row)
+    place = f"{row['layout']:<7}{row['piece_kib']:>6} KiB  {row['direction']:<10}"
+    print(f"{place}{median(row['alone_ms']):>8.2f} ms, {median(row['beside_ms']):.2f} beside {row['way']}", flush=True)
+
+
 def synchronize(device: Any) -> None:
     import torch
 
@@ -273,6 +321,10 @@ def run(options: Any, record: Record) -> bool:
             shapes = variants(options.programs, options.warps, options.tiles, piece_kib)
             for way, direction, *copies in ways(bench, batch_function(), list(shapes)):
                 measure(record, {**where, "way": way, "direction": direction}, bench, options.repeats, *copies)
+            for way, direction, *copies in ways(bench, None, []):
+                if direction != "both":
+                    what = {**where, "way": way, "direction": direction}
+                    measure_beside(record, what, bench, options.repeats, *copies)
         finally:
             bench.close()
     return good

@@ -72,17 +72,25 @@ def copies_table(record: dict[str, Any]) -> str:
         for direction, name in (("to device", "to_device"), ("to host", "to_host"), ("both", "both"))
     ]
     trips = []
+    little: list[list[object]] = []
     for row in record["rows"]:
         place = f"{row.get('layout')}, {row.get('piece_kib')} KiB"
         if "gbps" in row:
             rates, issue = row["gbps"], median(row["issue_ms"])
             spread = f"{min(rates):.1f} to {max(rates):.1f}"
             lines.append([row["way"], place, row["direction"], median(rates), spread, f"{issue:.2f}"])
+        elif "beside_ms" in row:
+            times = [f"{median(row[name]):.2f}" for name in ("alone_ms", "beside_ms")]
+            little.append([row["way"], place, row["direction"], *times, f"{max(row['beside_ms']):.2f}"])
         elif "equal" in row:
             outcome = "every byte came back" if row["equal"] else "**NOT every byte came back**"
             trips.append(f"{row['blocks']} blocks ({place}) out and in again: {outcome}.")
     header = ("way", "pieces", "direction", "GB/s", "all repeats", "ms to issue")
-    return "\n\n".join([table(header, lines), *trips])
+    parts = [table(header, lines)]
+    if little:
+        parts.append("Little copies, as an engine makes them, beside a long one: milliseconds until the last is there.")
+        parts.append(table(("beside", "pieces", "direction", "alone", "beside it", "worst"), little))
+    return "\n\n".join([*parts, *trips])
 
 
 def ttft_table(record: dict[str, Any]) -> str:

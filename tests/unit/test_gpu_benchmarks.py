@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,6 +331,12 @@ def test_the_bench_moves_blocks_through_the_projects_own_copier(gpu, layout):
         for row in record.rows:
             assert len(row["gbps"]) == len(row["issue_ms"]) == 3
             assert min(row["gbps"]) > 0
+        for direction, way in (("to device", bench.copier_load), ("to host", bench.copier_store)):
+            what = {"layout": layout, "piece_kib": 4, "way": "copier", "direction": direction}
+            begin = partial(way, False) if direction == "to device" else way
+            gpu.copies.measure_beside(record, what, bench, 3, begin)
+            assert len(record.rows[-1]["alone_ms"]) == len(record.rows[-1]["beside_ms"]) == 3
+            assert min(record.rows[-1]["beside_ms"]) > 0
         bench.copier.store = lambda places, slots: SimpleNamespace(wait=lambda: None)
         assert not bench.round_trip()
     finally:
@@ -782,6 +789,7 @@ def copies_rows():
         {**what, "way": "round trip", "blocks": 2048, "equal": True},
         {**what, "way": "copier", "direction": "to device", "gbps": [50.0, 51.0, 52.0], "issue_ms": [1.0, 1.1, 1.2]},
         {**what, "way": "copier", "direction": "both", "gbps": [90.0], "issue_ms": [1.0]},
+        {**what, "way": "copier", "direction": "to host", "alone_ms": [0.1, 0.2, 0.3], "beside_ms": [1.0, 9.5, 2.0]},
     ]
 
 
@@ -826,6 +834,7 @@ def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_pat
     assert "| graphs | kvbm | 10.0 | 11.0 | 10.0 | – | 12.0 | 12.0 | 20.0 | – | – | 92.0 | 990 | – | 3 |" in page
     assert "| kvbm | 1.010 | 990 | -0.99 | +0.00, -4.76, -0.99 | 0 |" in page
     assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
+    assert "| copier | layers, 64 KiB | to host | 0.20 | 2.00 | 9.50 |" in page
     assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page
     assert "| 1 | kvbm | 0.200 | 0.200 | 0.900 | 1.00 | 80 | 0 | 0 | 1 | 3.0 |" in page
     assert "| kvbm | always | 1500.0 | 1500.0 | 1500.0 | 1.496 | 300 | 0 | 3.0 | 3 | 3 |" in page
