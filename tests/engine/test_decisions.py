@@ -6,6 +6,7 @@ import pytest
 from engines import numbers
 
 from kvbm.core.cost import NEVER, RECOMPUTE
+from kvbm.core.manager import Run
 from kvbm.plans import LoadResult, Tier
 
 pytestmark = pytest.mark.engine
@@ -437,7 +438,7 @@ def scheduled(engine, name):
 def bring_back(make_engine, monkeypatch):
     """The tokens that each step computes of a prompt of so many tokens, which returns after so many of it were kept."""
 
-    def bring_back(length, mode, kept=None, beside=True, overlap=False, loses_last=False, **options):
+    def bring_back(length, mode, kept=None, beside=True, overlap=False, loses_last=False, before=None, **options):
         engine = make_engine({"onboard": mode}, overlap=overlap, **options)
         engine.last_scheduled = {}
         plan_step = engine.half.plan_step
@@ -460,6 +461,8 @@ def bring_back(make_engine, monkeypatch):
         engine.add("first", prompt[:kept], 1)
         engine.run()
         engine.forget()
+        if before is not None:
+            before(engine, prompt)
         if beside:
             engine.add("other", numbers(4, 5), 40)
             for _ in range(5):
@@ -510,6 +513,7 @@ def test_what_is_brought_back_has_been_looked_up_and_found(length, bring_back):
     (second,) = (request for request in log.latest(10) if request.id == "second")
     assert (second.found, second.loaded_tokens) == ({"host": 40}, 40)
     assert log.hit_rates().hits == {"host": 10}
+    assert log.looked_up_blocks == (length - 1) // 4 + 1 + 10  # of the first, the other and the second
 
 
 def test_a_last_block_that_does_not_arrive_is_computed(bring_back):
@@ -522,3 +526,62 @@ def test_where_the_last_block_was_not_kept_it_is_computed(bring_back):
     engine, counts = bring_back(40, "async", kept=39)
     assert engine.onboarded == 9
     assert counts[0] == 4
+
+
+def test_a_prompt_that_the_gpu_has_the_front_of_comes_back_to_its_last_block(bring_back):
+    def again(engine, prompt):
+        engine.add("front", prompt[:20], 1)
+        engine.run()
+
+    engine, counts = bring_back(40, "async", before=again)
+    assert engine.onboarded == 4 + 5
+    assert counts[0] == 1
+
+
+def test_a_prompt_comes_back_to_its_last_block_while_others_are_stored(bring_back, monkeypatch):
+    """Then its slots are compared with its keys once more, and all of them are known."""
+
+    def change(engine, prompt):
+        onboard, pool = engine.half.leader.onboard, engine.half.leader.manager.pools[Tier.HOST]
+
+        def stored_before(*load):
+            pool.publish(pool.allocate([b"another"]))
+            pool.drop(b"another")
+            return onboard(*load)
+
+        monkeypatch.setattr(engine.half.leader, "onboard", stored_before)
+
+    engine, counts = bring_back(40, "async", before=change)
+    assert engine.onboarded == 10
+    assert counts[0] == 1
+
+
+def test_a_last_block_that_lies_in_another_tier_is_computed(bring_back, monkeypatch):
+    def spill(engine, prompt):
+        manager = engine.half.leader.manager
+        lookup = manager.lookup
+
+        def look(keys, start, limit, **options):
+            found = lookup(keys, start, limit, **options)
+            return found._replace(runs=[Run(Tier.DISK, [0])]) if limit == start + 1 else found
+
+        monkeypatch.setattr(manager, "lookup", look)
+
+    engine, counts = bring_back(40, "async", before=spill)
+    assert engine.onboarded == 9
+    assert counts[0] == 4
+
+
+def test_what_is_not_worth_bringing_back_is_not_brought_back_for_being_the_next(bring_back, monkeypatch):
+    def cut(engine, prompt):
+        decide = engine.half._cost.decide
+
+        def at_most_four(*asked):
+            decision = decide(*asked)
+            return decision._replace(blocks=min(decision.blocks, 4))
+
+        monkeypatch.setattr(engine.half._cost, "decide", at_most_four)
+
+    engine, counts = bring_back(40, "async", before=cut)
+    assert engine.onboarded == 4
+    assert sum(counts[:-3]) == 24

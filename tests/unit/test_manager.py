@@ -133,6 +133,15 @@ def test_what_is_cut_off_a_match_is_what_lies_beyond(blocks):
     assert all(run.slots for run in beyond.runs)
 
 
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize(("host", "disk"), [("abcd", ""), ("acd", "b"), ("ab", "cd"), ("", "abcd")])
+def test_a_match_extended_by_the_block_after_it_is_the_longer_match(host, disk, start):
+    manager = tiers(host=host, disk=disk)
+    match = manager.lookup(keys("abcd"), start, 3)._replace(pending=True)
+    (more,) = manager.lookup(keys("abcd"), 3, 4).runs
+    assert match.extended(more, keys("abcd")) == manager.lookup(keys("abcd"), start)
+
+
 def test_a_match_cut_short_is_not_waiting_for_anything():
     manager = tiers(host="ab")
     store(manager, "c")
@@ -329,6 +338,15 @@ def test_a_store_is_found_when_it_has_ended_well():
     assert len(manager.finish_store(plan.id, ok=True)) == 2
     assert manager.lookup(keys("ab")).runs == [Run(HOST, plan.copy.slots)]
     assert not manager.busy
+
+
+def test_a_prompt_that_is_there_already_is_not_gone_through_block_by_block(monkeypatch):
+    """One that has just been brought back is offered whole: ten thousand blocks, while the next step waits."""
+    manager = tiers(host="abcd")
+    pool = manager.pools[HOST]
+    monkeypatch.setattr(pool, "holds", lambda key: pytest.fail("asked for a single block"))
+    assert store(manager, "abcd") is None
+    assert store(manager, "") is None
 
 
 def test_a_store_that_failed_leaves_nothing():

@@ -323,10 +323,11 @@ def test_a_block_dropped_under_its_reader_is_gone_at_once_and_its_slot_later():
 
 def test_a_slot_let_go_of_twice_at_once_is_free_once():
     pool = filled("ab")
-    pool.pin([0])
-    pool.pin([0])
-    pool.pin([1])
+    pool.pin([0, 1])
+    pool.pin([0, 0])
     pool.drop(b"a")
+    pool.unpin([0])
+    assert pool.pinned == 2
     pool.unpin([0, 1, 0])
     assert (pool.free, pool.available, pool.pinned) == (1, 2, 0)
     assert sorted(pool.allocate(keys("xy"))) == [0, 1]
