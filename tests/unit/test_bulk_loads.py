@@ -150,7 +150,7 @@ def test_every_byte_gets_to_its_block(bench, slots, whole, rows, buffers):
     assert bench.kernel.arrived == expected
 
 
-def test_loads_take_turns_and_what_is_dropped_leaves_nothing_behind(bench):
+def test_loads_take_turns_and_what_is_not_placed_leaves_nothing_behind(bench):
     bench = bench(rows=2, buffers=3)
     source = random.Random(3)
     for turn in range(20):
@@ -159,7 +159,6 @@ def test_loads_take_turns_and_what_is_dropped_leaves_nothing_behind(bench):
         blocks = source.sample(range(BLOCKS), len(slots))
         fetch = bench.loads.begin(slots, whole=turn % 2 == 0)
         if turn % 5 == 4:
-            bench.loads.drop(fetch)
             continue
         bench.loads.place(fetch, blocks, signal=False)
         bench.check(slots, blocks)
@@ -301,7 +300,6 @@ def test_twice_as_many_runs_come_in_half_as_many_groups(bench, monkeypatch):
     for slots, groups in ((two, 2), (four, 1)):
         fetch = bench.loads.begin(slots)
         assert len({portion.first for portion in fetch.portions}) == groups
-        bench.loads.drop(fetch)
     # In a single group the last layers would keep the engine waiting: the kernel alone brings them.
     bench.loads.place(bench.loads.begin(four), [0, 1, 2, 3], signal=False)
     assert bench.kernel.read_slots == 4

@@ -135,7 +135,7 @@ class BulkLoads:
         return len(self._layers) > 1 and self._all.row <= self._size and self._aligned
 
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
-        """Start to fill the buffers. :meth:`place` or :meth:`drop` must follow before the next one begins."""
+        """Start to fill the buffers. What is not wanted after all, and never placed, is filled over in its turn."""
         fetch = Fetch(slots, gently)
         for layers in self._groups(fetch, whole):
             fetch.add(layers, self._size)
@@ -180,11 +180,6 @@ class BulkLoads:
         """Fetch nothing more before the kernel has read the layers of this load, for which a step waits: beside the
         copy engine it would get little of the bus."""
         self._layers_read.record(self._stream)
-
-    def drop(self, fetch: Fetch) -> None:
-        """What was fetched is not wanted after all."""
-        for turn in range(self._turn - fetch.begun, self._turn):
-            self._emptied[turn % len(self._buffers)].record(self._relay.stream)
 
     def wait(self) -> None:
         """Until nothing reads host memory any more, wanted or not."""

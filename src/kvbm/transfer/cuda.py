@@ -199,9 +199,7 @@ class CudaCopier(Copier):
         return len(slots) >= least and tokens <= _BULK_TOKENS
 
     def end_prefetch(self) -> None:
-        if self._prefetched is not None and self._bulk is not None:
-            self._bulk.drop(self._prefetched)
-            self._prefetched = None
+        self._prefetched = None
 
     def wait_layer(self, layer: str) -> None:
         index = self._layer_index.get(layer)
