@@ -236,7 +236,6 @@ class Little:
     def __init__(self, device: Any) -> None:
         import torch
 
-        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._here = torch.zeros(LITTLE_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
         self._there = torch.zeros(LITTLE_BYTES, dtype=torch.uint8, device=device)
@@ -270,8 +269,8 @@ def measure_beside(record: Record, what: Row, bench: Bench, repeats: int, way: C
     times = {"alone_ms": alone[1:], "beside_ms": beside[1:]}
     row = {**what, **{name: [round(ms, 3) for ms in some] for name, some in times.items()}}
     record.add(row)
-    place = f"{row['layout']:<7}{row['piece_kib']:>6} KiB  {row['direction']:<10}"
-    print(f"{place}{median(row['alone_ms']):>8.2f} ms, {median(row['beside_ms']):.2f} beside {row['way']}", flush=True)
+    took = f"{median(row['alone_ms']):>8.2f} ms, {median(row['beside_ms']):.2f} beside {row['way']}"
+    print(place(row) + took, flush=True)
 
 
 def synchronize(device: Any) -> None:
@@ -297,9 +296,12 @@ def measure(record: Record, what: Row, bench: Bench, repeats: int, *ways: Callab
     print(show(row), flush=True)
 
 
+def place(row: Row) -> str:
+    return f"{row['layout']:<7}{row['piece_kib']:>6} KiB  {row['direction']:<10}"
+
+
 def show(row: Row) -> str:
-    place = f"{row['layout']:<7}{row['piece_kib']:>6} KiB  {row['direction']:<10}"
-    return f"{place}{median(row['gbps']):>8.1f} GB/s{median(row['issue_ms']):>9.2f} ms  {row['way']}"
+    return f"{place(row)}{median(row['gbps']):>8.1f} GB/s{median(row['issue_ms']):>9.2f} ms  {row['way']}"
 
 
 def run(options: Any, record: Record) -> bool:

@@ -50,7 +50,6 @@ class Stepper:
 
         parameters = vllm_kinds.greedy(count, output_kind=RequestOutputKind.DELTA)
         self.times[name] = []
-        self.tokens[name] = []
         self._engine.add_request(name, vllm_kinds.as_prompt(tokens), parameters)
 
     def step(self) -> set[str]:

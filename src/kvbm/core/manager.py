@@ -316,7 +316,7 @@ class BlockManager:
         if targets is None:
             return None
         slots = near.match(wanted)  # all of them are there
-        near.pin_found(slots)
+        near.pin(slots)
         plan = SpillPlan(self._new_id(), slots, targets, self._tags(wanted))
         self._spills[plan.id] = _Spill(wanted, slots, targets)
         return plan
