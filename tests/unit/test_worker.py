@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan, Tier
+from kvbm.runtime import loads
 from kvbm.runtime.worker import Worker
 from kvbm.transfer.base import Copier, Ticket, When
 
@@ -385,6 +386,33 @@ def test_a_long_load_outside_the_step_is_submitted_part_by_part(worker, slow_cop
     assert pairs == list(zip(range(40, 63), range(23), strict=True))
 
 
+def test_beside_short_steps_a_long_load_begins_with_the_next_one_a_part_at_a_time(worker, slow_copier):
+    """In the step before, the engine has made room for all of its blocks."""
+    step(worker)
+    step(worker, a_long_load())
+    assert submitted(slow_copier) == []
+    for parts in (1, 2, 2):  # the bus is busy then
+        step(worker)
+        assert len(submitted(slow_copier)) == parts
+    end_parts(slow_copier, 1)
+    step(worker)
+    assert len(submitted(slow_copier)) == 3
+
+
+def test_beside_short_steps_a_short_load_begins_at_once(worker, slow_copier):
+    step(worker)
+    step(worker, a_long_load(count=5))
+    assert len(submitted(slow_copier)) == 1
+
+
+def test_beside_long_steps_a_long_load_begins_at_once(worker, slow_copier, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(loads.time, "monotonic", lambda: next(now))
+    step(worker)
+    step(worker, a_long_load())
+    assert submitted(slow_copier)
+
+
 def test_a_load_that_a_step_waits_for_is_submitted_at_once(worker, slow_copier):
     step(worker, a_long_load(in_step=True))
     assert len(submitted(slow_copier)) == 1
@@ -431,10 +459,11 @@ def test_every_part_of_a_load_comes_after_what_still_reads_its_blocks(worker, sl
     slow_copier.ticket = FakeTicket(over=False)
     step(worker, stores=[store(id=9)])
     step(worker, a_long_load(after=[9]))
-    slow_copier.tickets[0].over = True
-    worker.poll()
+    for _ in range(5):
+        worker.poll()
+        end_parts(slow_copier)
     orders = [call[3] for call in slow_copier.calls if call[0] == "load"]
-    assert orders == [[slow_copier.ticket]] * 3
+    assert orders == [[slow_copier.ticket]] * 5
 
 
 def end_parts(copier, count=None):
@@ -507,7 +536,7 @@ def test_what_is_no_longer_near_comes_in_parts(how, worker, slow_copier):
     else:
         worker.end_prefetch()
     worker.start_early(plan)
-    assert submitted(slow_copier)[-1] == (list(range(44, 49)), list(range(4, 9)))
+    assert submitted(slow_copier)[-1] == (list(range(40, 44)), list(range(4)))
 
 
 def test_a_load_that_cannot_be_asked_whether_it_is_over_holds_up_nobody_else(worker, slow_copier, monkeypatch):

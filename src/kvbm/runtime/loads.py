@@ -1,7 +1,8 @@
 """Loads under way, and how the long ones among those that no step waits for are submitted: part by part.
 
 Submitting a long load takes the engine's thread milliseconds. A step that waits for it has nothing else to do. Beside
-requests that decode it is done in parts, with every step as much as keeps the bus busy until the next.
+requests that decode it is done in parts, with every step as much as keeps the bus busy until the next, and the first of
+them not in the step in which the engine has made room for thousands of blocks.
 """
 
 from __future__ import annotations
@@ -161,6 +162,13 @@ class Submission:
         self.steps_are_long = step >= _LONG_STEP
         self._submits_until = now + _LONG_STEP_SHARE * step if self.steps_are_long else now
 
+    def take_in(self, load: Load, rest: Iterable[Rest], failed: Callable[[Load, Exception], None]) -> None:
+        """A load that comes in these parts. Beside short steps the first of them waits for the next step: in this one
+        the engine has made room for the blocks, which took long enough. Unless it is near by now."""
+        load.divide(rest)
+        if self.steps_are_long or self._near:
+            self.go_on(failed)
+
     def go_on(self, failed: Callable[[Load, Exception], None]) -> None:
         """Submit as many parts as keep the bus busy until the next step. One load after the other: the first to arrive
         is answered while the second is on its way. ``failed``: is told of a load of which a part could not be."""
@@ -176,11 +184,14 @@ class Submission:
         under_way = self._under_way()
         if load.parts and not under_way:
             load.lead *= 2  # steps are long: the bus had nothing to do
-        while load.rest and (under_way < load.lead or time.monotonic() < self._submits_until):
+        due = load.lead - under_way
+        if load.lead == _LEAD and not self._near:
+            due = min(due, 1)  # as far as is known it takes longer than a step; what is near has come part of the way
+        while load.rest and (due > 0 or time.monotonic() < self._submits_until):
             first, slots, blocks, after = load.rest.popleft()
             ticket = self.submit(slots, blocks, after, When.LATER, load.plan.tokens)
             load.parts.append(Part(first, len(blocks), ticket, 0, 1.0))
-            under_way += 1
+            due -= 1
 
     def _under_way(self) -> int:
         tickets = [part.ticket for load in self._loads if load.lead for part in load.parts]

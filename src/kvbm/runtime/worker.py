@@ -466,8 +466,8 @@ class Worker:
             if len(cuts) > 1:
                 load, first, _, _ = places[0]
                 tickets = list(after.values())
-                load.divide(Rest(first + start, slots[start:end], blocks[start:end], tickets) for start, end in cuts)
-                self._submission.go_on(self._spoil)
+                rest = (Rest(first + start, slots[start:end], blocks[start:end], tickets) for start, end in cuts)
+                self._submission.take_in(load, rest, self._spoil)
                 return
             ticket = self._submission.submit(slots, blocks, after.values(), when, sum(plan.tokens for plan in plans))
         except Exception as error:
