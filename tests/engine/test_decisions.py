@@ -7,6 +7,7 @@ from engines import numbers
 
 from kvbm.core.cost import NEVER, RECOMPUTE
 from kvbm.core.manager import Run
+from kvbm.engines.vllm import scheduler
 from kvbm.plans import LoadResult, Tier
 
 pytestmark = pytest.mark.engine
@@ -585,3 +586,52 @@ def test_what_is_not_worth_bringing_back_is_not_brought_back_for_being_the_next(
     engine, counts = bring_back(40, "async", before=cut)
     assert engine.onboarded == 4
     assert sum(counts[:-3]) == 24
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def seen_off(engine, long, beside):
+    """Whether a request was seen off at once; else it is with the next step."""
+    logged = []
+    log = engine.half.observer.log
+    finished = log.finished
+
+    def watch(name, *rest):
+        logged.append(name)
+        finished(name, *rest)
+
+    log.finished = watch
+    if beside:
+        engine.add("other", PROMPT, max_tokens=60)
+    engine.add("one", long, max_tokens=1)
+    while "one" in engine.scheduler.requests:
+        engine.turn()
+    at_once = logged == ["one"]
+    engine.turn()
+    assert logged == ["one"]
+    engine.run()
+    engine.check()
+    engine.check_idle()
+    return at_once
+
+
+@pytest.mark.parametrize(("blocks", "beside", "at_once"), [(30, True, False), (30, False, True), (5, True, True)])
+def test_the_end_of_a_long_request_waits_for_the_next_step_of_others(blocks, beside, at_once, make_engine, monkeypatch):
+    """Their tokens are not sent before everything is done of those that have ended."""
+    monkeypatch.setattr(scheduler, "LONG_PROMPT", 20)
+    engine = make_engine()
+    assert seen_off(engine, numbers(7, 4 * blocks + 1), beside) is at_once
+
+
+def test_who_has_ended_is_seen_off_before_everything_is_forgotten(make_engine, monkeypatch):
+    monkeypatch.setattr(scheduler, "LONG_PROMPT", 1)
+    engine = make_engine()
+    engine.add("other", PROMPT, max_tokens=60)
+    engine.add("one", PROMPT[::-1], max_tokens=1)
+    while "one" in engine.scheduler.requests:
+        engine.turn()
+    assert engine.half.reset()
+    assert engine.half._ended == []
+    engine.run()
+    engine.check_idle()

@@ -253,6 +253,17 @@ def test_a_release_that_has_nothing_where_others_have_it_starts_like_any_other(g
     importlib.reload(hashing).quicken()
 
 
+def test_only_long_prompts_wait_for_those_who_decode(own, function, monkeypatch):
+    waits = []
+    monkeypatch.setattr(hashing.decoding, "wait", lambda: waits.append(1))
+    quick = hashing.quick(own, SIZE, function)
+    for length in (100, 4095):
+        make(quick, length)
+    assert waits == []
+    make(quick, 4096)
+    assert waits == [1]
+
+
 def test_a_request_that_lacks_what_is_asked_of_it_is_left_to_vllm(function):
     """Raised there, an error would be the end of the request, or of the engine."""
 

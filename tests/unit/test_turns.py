@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from kvbm.transfer.turns import short_turns
+from kvbm.transfer import turns
+from kvbm.transfer.turns import Submission, short_turns
 
 
 def test_turns_are_as_usual_afterwards_even_after_an_error() -> None:
@@ -79,3 +80,28 @@ def test_calls_that_let_go_of_the_interpreter_wait_less_for_it_beside_a_busy_thr
         over = True
         thread.join()
     assert short < usual / 3
+
+
+def in_another_thread(call) -> bool:
+    """Whether a call is over while this thread looks on."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    return not thread.is_alive()
+
+
+def test_work_that_can_wait_waits_for_the_submission_of_a_step(monkeypatch) -> None:
+    monkeypatch.setattr(turns, "_LONGEST_SUBMISSION", 60.0)
+    step = Submission()
+    assert in_another_thread(step.wait)  # none has begun yet
+    step.begin()
+    assert not in_another_thread(step.wait)
+    step.wait()  # who submits does not wait for itself
+    step.end()
+    assert in_another_thread(step.wait)
+
+
+def test_a_submission_that_nobody_ends_holds_up_nobody_for_long() -> None:
+    step = Submission()
+    step.begin()
+    assert in_another_thread(step.wait)

@@ -25,6 +25,7 @@ from typing import Any
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 
 from kvbm.engines.vllm import compat
+from kvbm.transfer.turns import decoding
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ HashFunction = Callable[[Any], bytes]
 
 _STRETCH = 1024  # tokens that are remembered together: few enough to share, enough to cost next to nothing
 _STRETCHES = 4096  # that are remembered, some 10 kB each
+_LONG_PROMPT = 4096  # tokens, from which on those who decode would notice that they are hashed
 
 
 def quicken() -> None:
@@ -59,7 +61,10 @@ def quick(own: Hasher, size: int, function: HashFunction) -> Hasher:
     def hasher(request: Any) -> list[bytes]:
         try:
             if not request.block_hashes and _is_plain(request):
-                return names.of(request.all_token_ids[:])
+                tokens = request.all_token_ids[:]
+                if len(tokens) >= _LONG_PROMPT:
+                    decoding.wait()
+                return names.of(tokens)
         except Exception as error:
             logger.debug("a prompt is hashed vLLM's own way (%s: %s)", type(error).__name__, error)
         return own(request)

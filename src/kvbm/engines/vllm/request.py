@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvbm.core.keys import Key
 from kvbm.core.manager import Match
 from kvbm.engines.vllm.sight import Lookup
 
@@ -42,3 +43,13 @@ class RequestState:
         self.outside = False
         if not computed:
             self.keep = True  # it starts from nothing
+
+
+class Ended(NamedTuple):
+    """A request that is over for vLLM."""
+
+    name: str
+    output_tokens: int
+    keys: Sequence[Key]  # of all its full blocks, those of its answer included
+    stored: int  # blocks from the front that a tier has, or had
+    found: int  # blocks from the front that it did not have to compute

@@ -17,7 +17,7 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
 from kvbm.engines.vllm.ahead import Ahead
 from kvbm.engines.vllm.keys import RequestKeys
-from kvbm.engines.vllm.request import RequestState
+from kvbm.engines.vllm.request import Ended, RequestState
 from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity, say_ready
 from kvbm.engines.vllm.steps import work_of
 from kvbm.engines.vllm.stores import Stores
@@ -32,7 +32,7 @@ from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import DiskTier, make_manager, measured
-from kvbm.transfer.turns import short_turns
+from kvbm.transfer import turns
 
 logger = logging.getLogger("kvbm")
 
@@ -45,6 +45,9 @@ SPILL_PATIENCE_SECONDS = 2.0
 
 # After so many steps without anything to compute none is under way any more, however many overlap.
 STILL_STEPS = 10
+
+# Blocks from which on the end of a request is work that others would notice.
+LONG_PROMPT = 256
 
 
 class SchedulerHalf:
@@ -68,6 +71,7 @@ class SchedulerHalf:
         self._loads: list[LoadPlan] = []
         self._settle: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
+        self._ended: list[Ended] = []  # requests that are not seen off yet
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._still_steps = 0  # in a row, with nothing to compute
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
@@ -85,6 +89,7 @@ class SchedulerHalf:
         self._waits: Waits | None = None
         self._stores: Stores | None = None
         self._ahead: Ahead | None = None  # where the only worker can be reached before the step
+        self._submits = False  # the thread that schedules steps submits them too
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
@@ -127,6 +132,7 @@ class SchedulerHalf:
         )
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         worker = find_local(engine_id, 0) if self._ranks == 1 else None
+        self._submits = worker is not None
         if worker is not None and self._may_layer:
             self._ahead = Ahead(
                 self.leader,
@@ -297,7 +303,7 @@ class SchedulerHalf:
         loading = (self._requests.get(load.request) for load in self._loads)
         return any(state is not None and compat.tokens_left(state.request) > 1 for state in loading)
 
-    @short_turns()
+    @turns.short_turns()
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
         state = self._requests.get(request.request_id)
@@ -367,6 +373,10 @@ class SchedulerHalf:
         stores: list[StorePlan] = []
         fences: list[int] = []
         try:
+            self._see_off()
+        except Exception as error:
+            self._faults.record("the end of a request", error)
+        try:
             fences = self._follow_tables(output)
         except Exception as error:
             # Without the tables we can tell neither which copies are in danger nor whose a block is: the step waits for
@@ -388,7 +398,10 @@ class SchedulerHalf:
             self._faults.record("prefetching", error)
         try:
             waits = any(load.in_step for load in loads)
-            self._steps.scheduled(work_of(output, self._decode_tokens, waits), time.monotonic())
+            work = work_of(output, self._decode_tokens, waits)
+            self._steps.scheduled(work, time.monotonic())
+            if work.decodes and self._submits:
+                turns.decoding.begin()
         except Exception as error:
             self._faults.record("timing a step", error)
         keeps = {} if self.leader is None else self.leader.take_verdicts()
@@ -510,18 +523,29 @@ class SchedulerHalf:
             self._ahead.not_loaded(request.request_id)
         if self._keys is None:
             return
-        if state is not None and state.stored and self.leader is not None:
-            # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
-            keys = self._keys.of(request)
-            self.leader.touch(keys[: state.stored])
-            if state.found:
-                self.leader.used(keys[: state.found])
-                self._spill_progress = time.monotonic()
-        self.observer.log.finished(request.request_id, request.num_output_tokens, self._keys.of(request))
+        keys = self._keys.of(request)
         self._keys.forget(request.request_id)
+        stored, found = (0, 0) if state is None else (state.stored, state.found or 0)
+        self._ended.append(Ended(request.request_id, request.num_output_tokens, keys, stored, found))
+        # Tokens of others wait to be sent meanwhile, and there is time when their next step is being computed.
+        if len(keys) < LONG_PROMPT or not self._others_go_on(request.request_id):
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """What is left to do of requests that have ended."""
+        ended, self._ended = self._ended, []
+        for request, output_tokens, keys, stored, found in ended:
+            if stored and self.leader is not None:
+                # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
+                self.leader.touch(keys[:stored])
+                if found:
+                    self.leader.used(keys[:found])
+                    self._spill_progress = time.monotonic()
+            self.observer.log.finished(request, output_tokens, keys)
 
     def reset(self) -> bool:
         """Forget every block. Requests that live on keep nothing more: they may rest on weights that are gone."""
+        self._see_off()
         for state in self._requests.values():
             state.keep = False
         if self._ahead is not None:

@@ -12,6 +12,7 @@ from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
+from kvbm.transfer.turns import decoding
 
 # Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
 # does with one GPU, the leader reaches its only worker here, several milliseconds before the step's metadata does.
@@ -88,7 +89,11 @@ class WorkerHalf:
             self._worker.start_stores(plan)
 
     def poll(self) -> Outcome | None:
-        return None if self._worker is None else self._worker.poll()
+        """What has ended. The engine's thread has submitted all of its step by now."""
+        try:
+            return None if self._worker is None else self._worker.poll()
+        finally:
+            decoding.end()
 
     def close(self) -> None:
         _local.pop(self._name, None)
