@@ -96,7 +96,7 @@ class _Entry:
 
 
 class Seen:
-    """Remembers which blocks there once were: four million or so, the latest, in 16 MiB at most.
+    """Remembers which blocks there once were: four million or so, the latest, in 16 MiB.
 
     A table of fingerprints; a key that falls on another's place takes it over. So it may forget a block, and it takes a
     new one for an old one once in four billion times.
@@ -105,7 +105,7 @@ class Seen:
     _PLACES = 1 << 22
 
     def __init__(self) -> None:
-        self._prints = np.zeros(self._PLACES, dtype=np.uint32)
+        self._prints = np.full(self._PLACES, 0, dtype=np.uint32)  # touched here: later it is 20 ms of a step
 
     def add(self, keys: Sequence[bytes]) -> None:
         if keys:
