@@ -304,9 +304,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("stores", "KVBM_STORES", Choice(words=("auto", "kernel", "engine")), "auto", MOVING,
             "How blocks are copied out of a GPU: by a kernel, by the copy engine, or as a measurement at start finds "
             "best.", used=True),
-    Setting("fast_hash", "KVBM_FAST_HASH", _SWITCH, True, MOVING,
-            "vLLM: hash prompts in a shorter loop than its own, to the same hashes, and recognise what was hashed "
-            "before.", used=True),
+    Setting("fast_prompts", "KVBM_FAST_PROMPTS", _SWITCH, True, MOVING,
+            "vLLM: go through a long prompt's blocks and tokens in shorter loops than its own, with the same results: "
+            "hashing, taking and naming blocks, bringing tokens to the GPU.", used=True),
     Setting("host_offload_prefix_min_priority", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY",
             Number(high=100, example="35"), 0, MOVING,
             "Retention priority a block needs to be offloaded; the first block of a request below it ends offloading "
@@ -494,7 +494,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_pending_offloads: int
     staging_mb: int
     stores: Literal["auto", "kernel", "engine"]
-    fast_hash: bool
+    fast_prompts: bool
     host_offload_prefix_min_priority: int
     max_concurrent_transfers: int
     max_transfer_batch_size: int

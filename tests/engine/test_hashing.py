@@ -232,7 +232,7 @@ def test_engines_made_from_now_on_take_the_short_way(core, function):
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
 def test_the_short_way_is_taken_where_it_is_wanted(wanted, core, make_clockwork):
-    make_clockwork({"fast_hash": wanted})
+    make_clockwork({"fast_prompts": wanted})
     assert hasattr(core.get_request_block_hasher, "__wrapped__") is wanted
 
 

@@ -96,3 +96,25 @@ def test_prompts_get_the_names_that_this_release_gives():
     kv_cache_utils.init_none_hash(sha256)
     own = kv_cache_utils.get_request_block_hasher(16, sha256)
     assert hashing.quick(own, 16, sha256) is not own  # which it would be, had they been seen to differ
+
+
+def test_blocks_are_taken_and_named_as_this_release_does_it(monkeypatch):
+    import vllm.v1.worker.gpu.buffer_utils as buffers
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from kvbm.engines.vllm import shortcuts
+
+    places = [
+        (BlockPool, "get_new_blocks"),
+        (BlockPool, "cache_full_blocks"),
+        (KVCacheManager, "estimate_cached_tokens"),
+        (buffers, "async_tensor_h2d"),
+    ]
+    for place, name in places:
+        function = getattr(place, name)
+        monkeypatch.setattr(place, name, getattr(function, "__wrapped__", function))
+    shortcuts.quicken_scheduler()
+    shortcuts.quicken_worker()
+    # They would not be there, had the two been seen to differ.
+    assert all(hasattr(getattr(place, name), "__wrapped__") for place, name in places)

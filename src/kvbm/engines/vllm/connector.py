@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm import config as settings
 from kvbm.engines.guard import Faults, guarded
-from kvbm.engines.vllm import compat, hashing
+from kvbm.engines.vllm import compat, hashing, shortcuts
 from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerHalf
@@ -86,10 +86,13 @@ class DynamoConnector(KVConnectorBase_V1):
             return
         if is_scheduler:
             _advise(config, transfer)
-            if config.fast_hash:
+            if config.fast_prompts:
                 hashing.quicken()
+                shortcuts.quicken_scheduler()
             self._half = SchedulerHalf(config, vllm_config, kv_cache_config, self._faults)
         else:
+            if config.fast_prompts:
+                shortcuts.quicken_worker()
             self._half = WorkerHalf(config, vllm_config, kv_cache_config)
 
     @property
