@@ -107,8 +107,9 @@ test-gpu: ## run the tests that need a CUDA device, with the vLLM that PYTHON ha
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
 	$(python) benchmarks/core.py
 
-bench-hashing: env ## measure how long a prompt's blocks take to be named, vLLM's way and ours
+bench-hashing: env ## measure how long a prompt's blocks take to be hashed, taken and named, vLLM's way and ours
 	$(python) benchmarks/hashing.py --check
+	$(python) benchmarks/shortcuts.py --check
 
 bench-observe: env ## measure what being looked at costs: scraping and recording
 	$(python) benchmarks/observe.py --json benchmarks/results/observe.json

@@ -382,6 +382,10 @@ def spec(kind=kv_cache_interface.FullAttentionSpec, **more):
     return kind(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float16, **more)
 
 
+class Passing(kv_cache_interface.FullAttentionSpec):
+    prefix_cacheable = False
+
+
 def manager(groups, blocks):
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in groups]
     return SimpleNamespace(
@@ -403,8 +407,8 @@ def test_as_many_tokens_are_counted_as_vllm_counts(cached):
 
 @pytest.mark.parametrize(
     "groups",
-    [[spec(), spec()], [spec(kv_cache_interface.CrossAttentionSpec)]],
-    ids=["two groups", "cross attention"],
+    [[spec(), spec()], [spec(kv_cache_interface.CrossAttentionSpec)], [spec(Passing)]],
+    ids=["two groups", "cross attention", "never cached"],
 )
 def test_other_groups_are_counted_by_vllm(groups):
     pool, blocks, hashes = plain()
