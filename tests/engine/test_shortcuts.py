@@ -525,6 +525,30 @@ def test_the_short_way_is_taken_where_it_is_wanted(wanted, make_clockwork):
     assert len(replaced()) == (4 if wanted else 0)
 
 
+@pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
+def test_long_prompts_that_return_are_answered_right(wanted, make_clockwork, monkeypatch):
+    done_by_vllm = {"_insert_block_hash": 0, "_maybe_evict_cached_block": 0}
+    for name in done_by_vllm:
+        own = getattr(BlockPool, name)
+
+        def told(self, *args, name=name, own=own, **more):
+            done_by_vllm[name] += 1
+            return own(self, *args, **more)
+
+        monkeypatch.setattr(BlockPool, name, told)
+    room = {"max_model_len": 2048, "max_num_batched_tokens": 512}
+    engine = make_clockwork({"fast_prompts": wanted, "cpu_cache_override_num_blocks": 1000}, blocks=160, **room)
+    done_by_vllm.update(dict.fromkeys(done_by_vllm, 0))  # at start they were compared
+    for again in range(2):
+        for prompt in range(4):  # of 125 blocks, 50 of them shared
+            tokens = [*range(200), *range(1000 * prompt, 1000 * prompt + 300)]
+            engine.add(f"{prompt} {again}", tokens, 4)
+            engine.run()
+    engine.check()
+    assert engine.onboarded
+    assert all((times < 100) is wanted for times in done_by_vllm.values()), done_by_vllm
+
+
 def test_a_release_that_nobody_has_read_keeps_its_own(monkeypatch):
     monkeypatch.setattr(compat, "release", lambda: (9, 9))
     shortcuts.quicken_scheduler()
