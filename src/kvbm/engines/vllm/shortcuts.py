@@ -46,16 +46,12 @@ def quicken_scheduler() -> None:
     if not compat.is_tested():
         return
     try:
-        from vllm.v1.core.block_pool import (
-            BlockPool,
-        )  # only the scheduler's process needs these, and releases we have read
+        # Only the scheduler's process needs these, and only releases we have read.
+        from vllm.v1.core.block_pool import BlockPool
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-        take, cache, count = (
-            BlockPool.get_new_blocks,
-            BlockPool.cache_full_blocks,
-            KVCacheManager.estimate_cached_tokens,
-        )
+        take, cache = BlockPool.get_new_blocks, BlockPool.cache_full_blocks
+        count = KVCacheManager.estimate_cached_tokens
         if any(hasattr(own, "__wrapped__") for own in (take, cache, count)):
             return
         short = taking(take, BlockPool, 1), caching(cache, BlockPool, 1), counting(count)
