@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import sys
 import threading
+import time
 
 import pytest
 
@@ -105,3 +106,15 @@ def test_a_submission_that_nobody_ends_holds_up_nobody_for_long() -> None:
     step = Submission()
     step.begin()
     assert in_another_thread(step.wait)
+
+
+def test_submissions_that_follow_one_another_hold_up_nobody_for_long() -> None:
+    """Who looks only now and then, because the engine's thread has the interpreter, may see every one and no end."""
+    step = Submission()
+    step.begin()
+    thread = threading.Thread(target=step.wait, daemon=True)
+    thread.start()
+    until = time.monotonic() + 2
+    while thread.is_alive() and time.monotonic() < until:
+        step.begin()
+    assert not thread.is_alive()

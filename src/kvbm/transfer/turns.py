@@ -57,8 +57,10 @@ class Submission:
         self._ends = 0.0
 
     def wait(self) -> None:
-        """Until it is over, in a thread that is not the one which submits."""
-        while time.monotonic() < self._ends and threading.get_ident() != self._thread:
+        """Until it is over, in a thread that is not the one which submits. One that has not been seen to end, because the
+        next has begun meanwhile, is waited for no longer."""
+        latest = time.monotonic() + _LONGEST_SUBMISSION
+        while time.monotonic() < min(self._ends, latest) and threading.get_ident() != self._thread:
             time.sleep(_SHORT_SECONDS)
 
 
