@@ -624,14 +624,68 @@ def test_the_end_of_a_long_request_waits_for_the_next_step_of_others(blocks, bes
     assert seen_off(engine, numbers(7, 4 * blocks + 1), beside) is at_once
 
 
-def test_who_has_ended_is_seen_off_before_everything_is_forgotten(make_engine, monkeypatch):
+def end_beside_another(engine, *names):
+    """These requests end beside one that goes on, and are not seen off yet."""
+    if "other" not in engine.scheduler.requests:
+        engine.add("other", PROMPT, max_tokens=60)
+    for name in names:
+        engine.add(name, PROMPT[::-1], max_tokens=1)
+    while any(name in engine.scheduler.requests for name in names):
+        engine.turn()
+    assert [ended.name for ended in engine.half._ended] == list(names)
+
+
+@pytest.fixture
+def long_ends(make_engine, monkeypatch):
+    """An engine for which every request is a long one, and what its log was told of their ends."""
     monkeypatch.setattr(scheduler, "LONG_PROMPT", 1)
     engine = make_engine()
-    engine.add("other", PROMPT, max_tokens=60)
-    engine.add("one", PROMPT[::-1], max_tokens=1)
-    while "one" in engine.scheduler.requests:
-        engine.turn()
+    told = []
+    monkeypatch.setattr(
+        engine.half.observer.log.record, "add", lambda kind, *_, request=None, **__: told.append((kind, request))
+    )
+    return engine, told
+
+
+def test_who_has_ended_is_seen_off_before_everything_is_forgotten(long_ends):
+    engine, told = long_ends
+    end_beside_another(engine, "one")
     assert engine.half.reset()
+    assert ("request", "one") in told
     assert engine.half._ended == []
     engine.run()
     engine.check_idle()
+
+
+def test_an_end_that_fails_is_in_nobodys_way(long_ends, monkeypatch):
+    """Neither of others that have ended meanwhile, nor of who wants everything forgotten."""
+    engine, told = long_ends
+    log, finished = engine.half.observer.log, engine.half.observer.log.finished
+
+    def fail_once(name, *rest):
+        if name == "one":
+            raise OSError("no")
+        finished(name, *rest)
+
+    monkeypatch.setattr(log, "finished", fail_once)
+    end_beside_another(engine, "one", "two")
+    assert engine.half.reset()
+    assert ("request", "two") in told
+    assert engine.half._faults.counts == {"the end of a request: OSError": 1}
+
+
+def test_a_request_that_takes_the_name_of_one_that_has_just_ended_is_another(long_ends):
+    engine, told = long_ends
+    for _ in range(2):
+        end_beside_another(engine, "one")
+    engine.run()
+    assert told.count(("request", "one")) == 2
+    assert not engine.half.observer.log._running
+
+
+def test_who_has_ended_is_seen_off_before_the_engine_stops(long_ends):
+    engine, told = long_ends
+    end_beside_another(engine, "one")
+    assert ("request", "one") not in told
+    engine.close()
+    assert ("request", "one") in told

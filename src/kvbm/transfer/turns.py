@@ -57,8 +57,8 @@ class Submission:
         self._ends = 0.0
 
     def wait(self) -> None:
-        """Until it is over, in a thread that is not the one which submits. One that has not been seen to end, because the
-        next has begun meanwhile, is waited for no longer."""
+        """Until it is over, in a thread that is not the one which submits; not for the next, if that has begun before
+        this one was seen to end."""
         latest = time.monotonic() + _LONGEST_SUBMISSION
         while time.monotonic() < min(self._ends, latest) and threading.get_ident() != self._thread:
             time.sleep(_SHORT_SECONDS)

@@ -181,6 +181,7 @@ class SchedulerHalf:
         return self._feed is not None
 
     def close(self) -> None:
+        self._see_off()
         self.observer.close()
         if self._presence is not None:
             self._presence.close()
@@ -347,6 +348,8 @@ class SchedulerHalf:
         if state is not None and state.lookup is not None:
             seen = admission(request, state.lookup, plan, self._block_size, self._cost)
             state.lookup = None
+            if any(ended.name == request.request_id for ended in self._ended):
+                self._see_off()  # the log goes by names, and knows one of a kind at a time
             self.observer.log.admitted(seen, None if plan is None else plan.id)
 
     def _plan_load(self, request: Any, state: RequestState | None, table: Sequence[int], count: int) -> LoadPlan:
@@ -372,10 +375,7 @@ class SchedulerHalf:
         settle, self._settle = self._settle, []
         stores: list[StorePlan] = []
         fences: list[int] = []
-        try:
-            self._see_off()
-        except Exception as error:
-            self._faults.record("the end of a request", error)
+        self._see_off()
         try:
             fences = self._follow_tables(output)
         except Exception as error:
@@ -532,16 +532,19 @@ class SchedulerHalf:
             self._see_off()
 
     def _see_off(self) -> None:
-        """What is left to do of requests that have ended."""
+        """What is left to do of requests that have ended. Should it fail for one, it is done for the others."""
         ended, self._ended = self._ended, []
         for request, output_tokens, keys, stored, found in ended:
-            if stored and self.leader is not None:
-                # What the request has used is recent now, wherever it was found; its last blocks are the first to go.
-                self.leader.touch(keys[:stored])
-                if found:
-                    self.leader.used(keys[:found])
-                    self._spill_progress = time.monotonic()
-            self.observer.log.finished(request, output_tokens, keys)
+            try:
+                if stored and self.leader is not None:
+                    # What it has used is recent now, wherever it was found; its last blocks are the first to go.
+                    self.leader.touch(keys[:stored])
+                    if found:
+                        self.leader.used(keys[:found])
+                        self._spill_progress = time.monotonic()
+                self.observer.log.finished(request, output_tokens, keys)
+            except Exception as error:
+                self._faults.record("the end of a request", error)
 
     def reset(self) -> bool:
         """Forget every block. Requests that live on keep nothing more: they may rest on weights that are gone."""
