@@ -519,6 +519,20 @@ def test_pools_and_lists_take_the_short_way_from_now_on():
     assert states[0] == states[1]
 
 
+@pytest.mark.parametrize(("place", "name"), PLACES, ids=[name for _, name in PLACES])
+def test_what_somebody_else_has_replaced_stays_as_it_is(place, name, monkeypatch):
+    """It may do more than what is to be seen in a pool."""
+    own = getattr(place, name)
+
+    def theirs(*args, **options):
+        return own(*args, **options)
+
+    monkeypatch.setattr(place, name, theirs)
+    shortcuts.quicken_scheduler()
+    shortcuts.quicken_worker()
+    assert getattr(place, name) is theirs
+
+
 @pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
 def test_the_short_way_is_taken_where_it_is_wanted(wanted, make_clockwork):
     make_clockwork({"fast_prompts": wanted})

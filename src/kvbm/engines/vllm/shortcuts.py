@@ -52,7 +52,8 @@ def quicken_scheduler() -> None:
 
         take, cache = BlockPool.get_new_blocks, BlockPool.cache_full_blocks
         count = KVCacheManager.estimate_cached_tokens
-        if any(hasattr(own, "__wrapped__") for own in (take, cache, count)):
+        places = (take, BlockPool), (cache, BlockPool), (count, KVCacheManager)
+        if not all(_is_vllms(own, place.__module__) for own, place in places):
             return
         short = taking(take, BlockPool, 1), caching(cache, BlockPool, 1), counting(count)
         if any(_history(BlockPool, seed, *short) != _history(BlockPool, seed, take, cache, count) for seed in range(4)):
@@ -73,7 +74,7 @@ def quicken_worker() -> None:
         return
     try:
         own = buffers.async_tensor_h2d
-        if hasattr(own, "__wrapped__"):
+        if not _is_vllms(own, "vllm.utils.torch_utils"):
             return
         short = sending(own, 1)
         if any(_sent(short, sample) != _sent(own, sample) for sample in _samples()):
@@ -82,6 +83,11 @@ def quicken_worker() -> None:
         buffers.async_tensor_h2d = sending(own)
     except Exception as error:
         logger.info("tokens go to the GPU vLLM's own way (%s: %s)", type(error).__name__, error)
+
+
+def _is_vllms(function: Function, module: str) -> bool:
+    """Whether it is the one that has been read: not ours, of another engine in this process, and no third party's."""
+    return function.__module__ == module and not hasattr(function, "__wrapped__")
 
 
 def taking(own: Function, kind: type, least: int = _MANY) -> Function:
