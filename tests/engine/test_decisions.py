@@ -9,6 +9,7 @@ from kvbm.core.cost import NEVER, RECOMPUTE
 from kvbm.core.manager import Run
 from kvbm.engines.vllm import scheduler
 from kvbm.plans import LoadResult, Tier
+from kvbm.transfer import turns
 
 pytestmark = pytest.mark.engine
 
@@ -689,3 +690,20 @@ def test_who_has_ended_is_seen_off_before_the_engine_stops(long_ends):
     assert ("request", "one") not in told
     engine.close()
     assert ("request", "one") in told
+
+
+# -- submissions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"), [(1, ["over", "begins", "over", "begins", "over"]), (2, ["over"] * 6)], ids=["here", "elsewhere"]
+)
+def test_whoever_can_wait_is_told_of_steps_that_decode_and_are_submitted_here(ranks, told, make_engine, monkeypatch):
+    heard = []
+    monkeypatch.setattr(turns.decoding, "begin", lambda: heard.append("begins"))
+    monkeypatch.setattr(turns.decoding, "end", lambda: heard.append("over"))
+    engine = make_engine(overlap=False, ranks=ranks)
+    engine.add("one", PROMPT, max_tokens=3)
+    while "one" in engine.scheduler.requests:
+        engine.turn()
+    assert heard == told
