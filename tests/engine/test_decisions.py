@@ -625,6 +625,20 @@ def test_the_end_of_a_long_request_waits_for_the_next_step_of_others(blocks, bes
     assert seen_off(engine, numbers(7, 4 * blocks + 1), beside) is at_once
 
 
+def test_at_its_end_what_a_request_has_used_is_recent_and_what_it_found_was_of_use(make_engine, monkeypatch):
+    """The blocks of its answer are not among them where those are not kept."""
+    engine = make_engine({"offload_decode": False})
+    touched, used = [], []
+    monkeypatch.setattr(engine.half.leader, "touch", touched.append)
+    monkeypatch.setattr(engine.half.leader, "used", used.append)
+    for name in ("first", "second"):
+        keys = engine.add(name, PROMPT, max_tokens=12).block_hashes
+        engine.run()
+    assert len(keys) == 13
+    assert touched == [keys[:10]] * 2
+    assert used == [keys[:10]]
+
+
 def end_beside_another(engine, *names):
     """These requests end beside one that goes on, and are not seen off yet."""
     if "other" not in engine.scheduler.requests:
