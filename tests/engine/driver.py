@@ -421,10 +421,12 @@ class Scenario:
         from kvbm.transfer.faults import FaultyCopier, parse
 
         worker = find_local(self.half._vllm_config.kv_transfer_config.engine_id, 0)._worker
-        if isinstance(worker._copier, FaultyCopier):
-            worker._copier = worker._copier._inner
+        copier = worker._copier
+        if isinstance(copier, FaultyCopier):
+            copier = copier._inner
         if rules:
-            worker._copier = FaultyCopier(worker._copier, parse(rules), 0)
+            copier = FaultyCopier(copier, parse(rules), 0)
+        worker._copier = worker._submission._copier = copier  # it hands loads over
 
     def hold_stores(self) -> None:
         """No store that ``slow-store`` delays begins of itself until ``mend``, however long this machine takes."""

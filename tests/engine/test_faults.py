@@ -142,3 +142,13 @@ def test_faults_under_preemption_change_no_token(run_scenario, baseline):
     assert end["failed_store_blocks"] > 0
     assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
     assert end["engine_blocks_free"] == 35
+
+
+def test_faults_begin_and_end_in_the_middle_of_a_story(run_scenario):
+    """As the stories of tests/gpu count on: each of them takes an engine that cannot be started for every fault."""
+    load = [do("reset"), generate(PROMPT, max_tokens=1), do("drain")]
+    steps = [generate(PROMPT, max_tokens=1), do("drain"), do("faults", rules="load:every=5"), *load]
+    steps += [do("state", "faulty"), do("faults", rules=""), *load, do("state", "mended")]
+    story = run_scenario(steps, CACHE)
+    assert story["faulty"]["failed_load_blocks"] == story["mended"]["failed_load_blocks"] == len(BAD)
+    assert story["mended"]["onboarded"] > story["faulty"]["onboarded"]
