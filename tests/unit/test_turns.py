@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kvbm.transfer import turns
-from kvbm.transfer.turns import Submission, short_turns
+from kvbm.transfer.turns import Submitting, short_turns
 
 
 def test_turns_are_as_usual_afterwards_even_after_an_error() -> None:
@@ -93,7 +93,7 @@ def in_another_thread(call) -> bool:
 
 def test_work_that_can_wait_waits_for_the_submission_of_a_step(monkeypatch) -> None:
     monkeypatch.setattr(turns, "_LONGEST_SUBMISSION", 60.0)
-    step = Submission()
+    step = Submitting()
     assert in_another_thread(step.wait)  # none has begun yet
     step.begin()
     assert not in_another_thread(step.wait)
@@ -103,7 +103,7 @@ def test_work_that_can_wait_waits_for_the_submission_of_a_step(monkeypatch) -> N
 
 
 def test_a_submission_that_nobody_ends_holds_up_nobody_for_long() -> None:
-    step = Submission()
+    step = Submitting()
     step.begin()
     assert in_another_thread(step.wait)
 
@@ -111,7 +111,7 @@ def test_a_submission_that_nobody_ends_holds_up_nobody_for_long() -> None:
 def test_submissions_that_follow_one_another_hold_up_nobody_for_long(monkeypatch) -> None:
     """Who looks only now and then, because the engine's thread has the interpreter, may see every one and no end."""
     monkeypatch.setattr(turns, "_LONGEST_SUBMISSION", 0.2)
-    step = Submission()
+    step = Submitting()
     step.begin()
     thread = threading.Thread(target=step.wait, daemon=True)
     thread.start()

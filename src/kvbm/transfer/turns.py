@@ -42,7 +42,7 @@ def short_turns() -> Iterator[None]:
                 sys.setswitchinterval(_usual)
 
 
-class Submission:
+class Submitting:
     """Of a step, by the engine's thread."""
 
     def __init__(self) -> None:
@@ -64,4 +64,4 @@ class Submission:
             time.sleep(_SHORT_SECONDS)
 
 
-decoding = Submission()  # of a step in which requests decode and nothing else
+decoding = Submitting()  # of a step in which requests decode and nothing else
