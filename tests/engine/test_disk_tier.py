@@ -60,6 +60,20 @@ def test_what_was_kept_comes_from_disk_after_a_restart(overlap, ranks, make_engi
     second.check_idle()
 
 
+@pytest.mark.parametrize("faults", ["load", "load:every=7"], ids=["no block arrives", "some do not"])
+def test_what_never_arrives_is_computed_in_the_end(faults, make_engine):
+    """The blocks on disk are good: it is the way from host memory to the engine that fails, every time."""
+    first = make_engine()
+    first.add("first", PROMPT)
+    first.run()
+    first.close()
+    second = make_engine({"inject_faults": faults, "cpu_cache_override_num_blocks": 14})
+    second.add("second", PROMPT)
+    second.run(20_000)
+    second.check()
+    second.check_idle()
+
+
 def test_what_host_memory_has_no_room_for_comes_from_disk(make_engine):
     engine = make_engine({"cpu_cache_override_num_blocks": 14})
     prompts = [numbers(10 + i, 42) for i in range(4)]

@@ -14,7 +14,7 @@ class RequestState:
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "blocks", "declined", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
+        "blocks", "declined", "failures", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
         "put_off_since", "refused", "request", "stored", "waits_since", "within",
     )  # fmt: skip
 
@@ -29,7 +29,8 @@ class RequestState:
         self.lookup: Lookup | None = None  # the last one, until the request is let in
         self.in_step = False
         self.outside = False  # since it was last in a step a load outside of one was planned
-        self.refused = False  # a load of it could not even be planned: nothing more is offered
+        self.refused = False  # a load of it could not even be planned, or several have failed: nothing more is offered
+        self.failures = 0  # loads of which something did not arrive
         self.declined = False  # blocks were found that are sooner computed than loaded
         self.waits_since: float | None = None
         self.put_off = 0  # blocks that it was to have in a step that was full

@@ -43,6 +43,9 @@ SHORTEST_LOAD = 1.0
 # Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
 SPILL_PATIENCE_SECONDS = 2.0
 
+# Loads of a request that may fail before all that it lacks is computed.
+MOST_FAILURES = 3
+
 # After so many steps without anything to compute none is under way any more, however many overlap.
 STILL_STEPS = 10
 
@@ -126,6 +129,7 @@ class SchedulerHalf:
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         self.leader.kept = self._kept
+        self.leader.on_ended_load = self._load_ended
         self._waits = Waits(manager, self._cost, self._block_size, self._block_bytes)
         self._stores = Stores(
             self.leader, self._keys, self._block_size, self._config.offload_decode, self._describe, self._faults
@@ -515,6 +519,13 @@ class SchedulerHalf:
             self.leader = self._stores = self._ahead = None
             if self._feed is not None:
                 self._feed.withdraw()
+
+    def _load_ended(self, plan: LoadPlan, absent: set[int]) -> None:
+        """What did not arrive from a slower tier is no worse for it, and would be found again: not for ever."""
+        state = self._requests.get(plan.request)
+        if absent and state is not None:
+            state.failures += 1
+            state.refused = state.refused or state.failures >= MOST_FAILURES
 
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
