@@ -38,6 +38,7 @@ tokens: a thread would have to fight the engine for the interpreter, five millis
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -84,6 +85,7 @@ class Fetch:
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
+        self.breaks: list[int] = []  # positions at which a single copy must begin anew
         self.portions: list[Portion] = []
         self.begun = 0  # portions
 
@@ -96,6 +98,11 @@ class Fetch:
             return 0
         total = sum((portion.end - portion.start) * portion.row for portion in self.portions)
         return total // (2 * _STEP_TURNS)
+
+    def runs(self, start: int, end: int) -> list[int] | None:
+        """Where in this stretch runs of neighbours begin. None: so often that they are not copied as such."""
+        inside = self.breaks[bisect_right(self.breaks, start) : bisect_left(self.breaks, end)]
+        return [start, *inside] if end - start >= _LONG_RUN * (1 + len(inside)) else None
 
     def add(self, layers: Layers, room: int) -> None:
         """These layers of all slots, as many of them at a time as there is room for."""
@@ -137,6 +144,9 @@ class BulkLoads:
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
         """Start to fill the buffers. What is not wanted after all, and never placed, is filled over in its turn."""
         fetch = Fetch(slots, gently)
+        # Where neighbours end, or what is pinned together.
+        apart = (np.diff(fetch.sorted, prepend=-2) != 1) | (fetch.sorted % self._slab.piece_slots == 0)
+        fetch.breaks = np.flatnonzero(apart).tolist()
         for layers in self._groups(fetch, whole):
             fetch.add(layers, self._size)
         self._relay.stream.wait_event(self._layers_read)
@@ -149,7 +159,7 @@ class BulkLoads:
         """Layers that are fetched together, in the order in which the engine wants them."""
         if whole:
             return [self._all]
-        runs = self._runs(fetch.sorted)
+        runs = fetch.runs(0, len(fetch.sorted))
         groups = _COPIES // len(runs) if runs is not None else 0
         if groups < 2:
             return [joined(self._layers[: -max(1, len(self._layers) // 8)])]
@@ -192,35 +202,30 @@ class BulkLoads:
         portion = fetch.portions[fetch.begun]
         buffer = self._turn % len(self._buffers)
         self._relay.stream.wait_event(self._emptied[buffer])
-        self._copy(fetch.sorted[portion.start : portion.end], self._buffers[buffer], portion, fetch.at_a_time)
+        self._copy(fetch, portion, self._buffers[buffer])
         self._fetched[buffer].record(self._relay.stream)
         self._turn += 1
         fetch.begun += 1
 
-    def _copy(self, slots: np.ndarray, target: int, portion: Portion, at_a_time: int) -> None:
-        """``at_a_time``: bytes after which others have their turn, 0 for never."""
-        pitch, row = self._slab.slot_bytes, portion.row
+    def _copy(self, fetch: Fetch, portion: Portion, target: int) -> None:
+        pitch, row, first, last = self._slab.slot_bytes, portion.row, portion.start, portion.end
         source = self._slab.address + portion.offset
-        turns = np.arange(0, len(slots), max(1, at_a_time // row) if at_a_time else len(slots))
-        pauses = {*turns[1:].tolist(), len(slots)} if at_a_time else set()
-        runs = self._runs(slots)
-        starts = turns if runs is None else np.union1d(runs, turns)
-        ends = np.append(starts[1:], len(slots))
-        for start, end, slot in zip(starts.tolist(), ends.tolist(), slots[starts].tolist(), strict=True):
+        at_a_time = fetch.at_a_time
+        turns = range(first, last, max(1, at_a_time // row)) if at_a_time else (first,)
+        pauses = {*turns[1:], last} if at_a_time else set()
+        runs = fetch.runs(first, last)
+        starts = turns if runs is None else sorted({*runs, *turns})
+        for start, end in pairwise([*starts, last]):
             if runs is None:
-                targets = target + np.arange(start, end, dtype=np.int64) * row
-                self._batch(targets, source + slots[start:end] * pitch, row, self._relay.stream)
+                targets = target + np.arange(start - first, end - first, dtype=np.int64) * row
+                self._batch(targets, source + fetch.sorted[start:end] * pitch, row, self._relay.stream)
             else:
-                rows = end - start
-                copy_rows(target + start * row, row, source + slot * pitch, pitch, row, rows, self._relay.stream)
+                slot, rows = int(fetch.sorted[start]), end - start
+                copy_rows(
+                    target + (start - first) * row, row, source + slot * pitch, pitch, row, rows, self._relay.stream
+                )
             if end in pauses:
                 self._relay.hand_over()
-
-    def _runs(self, slots: np.ndarray) -> np.ndarray | None:
-        """Where a single copy must begin anew: neighbours end there, or what is pinned together. None: so often that
-        they are not copied as runs."""
-        starts = np.flatnonzero((np.diff(slots, prepend=-2) != 1) | (slots % self._slab.piece_slots == 0))
-        return starts if len(slots) >= _LONG_RUN * len(starts) else None
 
 
 class Layers(NamedTuple):
