@@ -79,13 +79,15 @@ class Fetch:
     They come in the order in which they lie in the slab, not in that of the request: neighbours are one copy.
     """
 
-    def __init__(self, slots: Sequence[int], gently: bool) -> None:
+    def __init__(self, slots: Sequence[int], gently: bool, piece_slots: int) -> None:
+        """``piece_slots``: how many of them are pinned together."""
         self.slots = slots
         self.gently = gently  # others decode meanwhile
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
-        self.breaks: list[int] = []  # positions at which a single copy must begin anew
+        apart = (np.diff(self.sorted, prepend=-2) != 1) | (self.sorted % piece_slots == 0)
+        self._breaks: list[int] = np.flatnonzero(apart).tolist()  # where a single copy must begin anew
         self.portions: list[Portion] = []
         self.begun = 0  # portions
 
@@ -101,7 +103,7 @@ class Fetch:
 
     def runs(self, start: int, end: int) -> list[int] | None:
         """Where in this stretch runs of neighbours begin. None: so often that they are not copied as such."""
-        inside = self.breaks[bisect_right(self.breaks, start) : bisect_left(self.breaks, end)]
+        inside = self._breaks[bisect_right(self._breaks, start) : bisect_left(self._breaks, end)]
         return [start, *inside] if end - start >= _LONG_RUN * (1 + len(inside)) else None
 
     def add(self, layers: Layers, room: int) -> None:
@@ -143,10 +145,7 @@ class BulkLoads:
 
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
         """Start to fill the buffers. What is not wanted after all, and never placed, is filled over in its turn."""
-        fetch = Fetch(slots, gently)
-        # Where neighbours end, or what is pinned together.
-        apart = (np.diff(fetch.sorted, prepend=-2) != 1) | (fetch.sorted % self._slab.piece_slots == 0)
-        fetch.breaks = np.flatnonzero(apart).tolist()
+        fetch = Fetch(slots, gently, self._slab.piece_slots)
         for layers in self._groups(fetch, whole):
             fetch.add(layers, self._size)
         self._relay.stream.wait_event(self._layers_read)
