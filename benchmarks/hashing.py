@@ -16,6 +16,7 @@ import random
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import vllm
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
@@ -33,11 +34,7 @@ LEAST_SAVED_AGAIN = 0.7
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--check", action="store_true", help="fail if too little is saved")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
-    options = parser.parse_args()
+    options = given(__doc__)
     kv_cache_utils.init_none_hash(sha256)
     own = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
     ways = {"own": own, "short": hashing.quick(own, BLOCK, sha256)}
@@ -58,17 +55,29 @@ def main() -> int:
             "{tokens:>8,} tokens: {own_ms:7.2f} ms vLLM's own way, {short_ms:7.2f} ms the short one, "
             "{short_again_ms:7.2f} ms when the prompt returns".format(**row)
         )
-    if options.json:
-        machine = {"python": platform.python_version(), "vllm": vllm.__version__, "cores": os.cpu_count()}
-        options.json.write_text(
-            json.dumps({"machine": machine, "rounds": options.rounds, "figures": figures}, indent=2)
-        )
+    keep(figures, options)
     limits = (("short_ms", LEAST_SAVED), ("short_again_ms", LEAST_SAVED_AGAIN))
     missed = [row["tokens"] for row in figures for name, least in limits if row[name] > (1 - least) * row["own_ms"]]
     if options.check and missed:
         print(f"too little saved at {', '.join(map(str, missed))} tokens")
         return 1
     return 0
+
+
+def given(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--check", action="store_true", help="fail if too little is saved")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
+    return parser.parse_args()
+
+
+def keep(figures: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Where they are wanted."""
+    if options.json:
+        machine = {"python": platform.python_version(), "vllm": vllm.__version__, "cores": os.cpu_count()}
+        found = {"machine": machine, "rounds": options.rounds, "figures": figures}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

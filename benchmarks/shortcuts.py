@@ -9,41 +9,29 @@ name; a new prompt's names; the prompt's tokens, which stay on the CPU. The time
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import vllm
+from hashing import BLOCK, LENGTHS, VOCABULARY, given, keep
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from kvbm.engines.vllm import shortcuts
 
-BLOCK = 16
-LENGTHS = (8_192, 32_768, 131_072)
-VOCABULARY = 150_000
 LEAST_SAVED = 0.4  # of the time of each
 
 Ways = dict[str, Callable[..., Any]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--check", action="store_true", help="fail if too little is saved")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
-    options = parser.parse_args()
+    options = given(__doc__)
     own: Ways = {
         "take": BlockPool.get_new_blocks,
         "name": BlockPool.cache_full_blocks,
@@ -69,11 +57,7 @@ def main() -> int:
         figures.append(row)
         print(f"{length:>8,} tokens, ms vLLM's own way -> the short one:", end=" ")
         print(", ".join(f"{what} {row[f'{what}_own_ms']:.2f} -> {row[f'{what}_short_ms']:.2f}" for what in own))
-    if options.json:
-        machine = {"python": platform.python_version(), "vllm": vllm.__version__, "cores": os.cpu_count()}
-        options.json.write_text(
-            json.dumps({"machine": machine, "rounds": options.rounds, "figures": figures}, indent=2) + "\n"
-        )
+    keep(figures, options)
     missed = [
         f"{what} at {row['tokens']} tokens"
         for row in figures
