@@ -105,7 +105,7 @@ class Seen:
     _PLACES = 1 << 22
 
     def __init__(self) -> None:
-        self._prints = np.full(self._PLACES, 0, dtype=np.uint32)  # touched here: later it is 20 ms of a step
+        self._prints = np.full(self._PLACES, 0, dtype=np.uint32)  # touched here: later a step would wait for it
 
     def add(self, keys: Sequence[bytes]) -> None:
         if keys:

@@ -4,8 +4,8 @@ The GPU's copy engine stays with a stream for as long as there is something to c
 too: its inputs in, its tokens out, a few bytes each, several times a step. Behind a long copy of ours they came when
 all of it was over: a step of 6 ms took 45, and a new prompt's first token could be as late as the store of its blocks.
 But where the next piece waits in *another* stream for the one before it there is a moment between them in which others
-are served, and hardly anything is lost: the bus carries 55 GB/s as without. A little kernel between two copies of one
-stream does the same and takes 0.1 ms each time.
+are served, and hardly anything is lost (``benchmarks/gpu/copies.py`` measures both). A little kernel between two copies
+of one stream does the same, and takes longer.
 """
 
 from __future__ import annotations

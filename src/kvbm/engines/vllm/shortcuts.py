@@ -2,9 +2,9 @@
 
 When a prompt of 32k tokens returns, vLLM's thread goes through its 2,000 blocks several times, a few calls a block: to
 take them from those that are free, to name them, to count those it had; and torch takes the list of its tokens apart
-one by one. All who decode wait meanwhile, five milliseconds and on some servers twice that
-(``benchmarks/shortcuts.py``). Here the same is done to the same fields in one loop without calls, for many blocks at a
-time. A decode step, which has few, pays a comparison.
+one by one. All who decode wait meanwhile, five milliseconds on a CPU that is fast (``benchmarks/shortcuts.py``). Here
+the same is done to the same fields in one loop without calls, for many blocks at a time. A decode step, which has few,
+pays a comparison.
 
 What a block pool holds is for vLLM to say. So this is for releases that have been read, for pools that do nothing else
 when a block changes hands (no events, no metrics, nobody who watches), and only after both ways have been seen to leave
