@@ -27,7 +27,7 @@ from kvbm.transfer.base import When  # noqa: E402
 
 BLOCKS, SLOTS, LAYERS = 16, 24, 5
 WORD = 8
-SLAB, BUFFERS, ARRIVED, CACHE = 1 << 20, 2 << 20, 3 << 20, 1 << 24  # addresses
+SLAB, BUFFERS, ARRIVED, CACHE = 1 << 40, 2 << 20, 3 << 20, 1 << 24  # addresses; the first is a wide one
 
 
 class Gpu:
@@ -130,18 +130,21 @@ class Kernels:
     def __init__(self, gpu):
         self.gpu, self.pinned = gpu, {}
 
-    def copy_numbers(self, source, target, count, **_):
+    def copy_numbers(self, target, source, count, _tile):
         stream = self.gpu.current[-1]
         stream.submit(lambda: target[:count].copy_(self.pinned[source][:count]))
 
-    def copy_pieces(self, table, pairs, slots_at, blocks_at, host, pitch, first, segments, count, arrived, **how):
+    def copy_pieces(
+        self, table, pairs, arrived, slots_at, blocks_at, host, pitch, first, segments, count, _word, words, _tile,
+        to_device, signal,
+    ):  # fmt: skip
         def move(segment, pair):
             address, stride, offset, layer = table[segment]
             device = address + int(pairs[blocks_at + pair]) * stride
             slot = host + int(pairs[slots_at + pair]) * pitch + offset
-            source, target = (slot, device) if how["TO_DEVICE"] else (device, slot)
-            self.gpu.copy(target, source, how["WORDS"] * WORD)
-            arrived.counts[layer] += how["SIGNAL"]
+            source, target = (slot, device) if to_device else (device, slot)
+            self.gpu.copy(target, source, words * WORD)
+            arrived.counts[layer] += signal
 
         pieces = [(first + piece // count, piece % count) for piece in range(segments * count)]
         self.gpu.source.shuffle(pieces)
@@ -150,12 +153,22 @@ class Kernels:
             stream.submit(lambda segment=segment, pair=pair: move(segment, pair))
 
 
-class Launcher:
-    def __init__(self, kernel):
-        self.kernel = kernel
+class Compiled:
+    """A kernel as Triton starts it: the first call of a kind compiles it, and returns what was compiled. That takes
+    arguments of this kind only, and does not look."""
+
+    def __init__(self, kernel, constants, kind=None):
+        self.kernel, self.constants, self.kind = kernel, constants, kind
 
     def __getitem__(self, grid):
-        return self.kernel
+        return self.run
+
+    def run(self, *arguments, num_warps=None):
+        numbers = [argument for argument in arguments[: -self.constants] if isinstance(argument, int)]
+        kind = [*(number.bit_length() > 31 for number in numbers), *arguments[-self.constants :]]
+        assert self.kind in (None, kind)
+        self.kernel(*arguments)
+        return Compiled(self.kernel, self.constants, kind)
 
 
 class Issued:
@@ -217,8 +230,8 @@ class History:
         )  # fmt: skip
         patch.setattr(kernel_copies, "_BUFFERS", source.choice((5, 20)))
         patch.setattr(kernel_copies, "_BATCH", source.choice((3, 64)))
-        patch.setattr(kernel_copies, "copy_pieces", Launcher(kernels.copy_pieces))
-        patch.setattr(kernel_copies, "copy_numbers", Launcher(kernels.copy_numbers))
+        patch.setattr(kernel_copies, "copy_pieces", Compiled(kernels.copy_pieces, constants=5))
+        patch.setattr(kernel_copies, "copy_numbers", Compiled(kernels.copy_numbers, constants=1))
         self.layout = self.make_layout()
         row = self.layout.block_bytes
         piece = source.choice((3, 7, SLOTS))

@@ -11,7 +11,7 @@ import torch
 
 from kvbm.storage.host import HostSlab
 from kvbm.storage.layout import BlockLayout, Segment
-from kvbm.transfer.kernels import copy_numbers, copy_pieces, tile_of, word_of
+from kvbm.transfer.kernels import Launcher, copy_numbers, copy_pieces, tile_of, word_of
 
 # Found with benchmarks/gpu/copies.py: over the bus four programs of this shape reach all there is and more gain
 # nothing; within the device's own memory more of them do.
@@ -21,6 +21,7 @@ _WARPS = 16
 _TILE_BYTES = 64 << 10
 _BATCH = 8192  # blocks of one launch; a longer transfer takes several
 _NUMBERS = 1024  # of these, that one program brings
+_NUMBERS_WARPS = 4
 _BUFFERS = 128  # transfers that may be on their way before the next one has to wait: 16 MiB here and there
 
 
@@ -36,16 +37,17 @@ class KernelCopies:
         self.segments = len(segments)
         rows = [(s.address, s.stride, s.offset, s.layer) for s in segments]
         self._table = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._copy_pieces = Launcher(copy_pieces, _WARPS)
         self._launches: list[_Launch] = []
-        for _, group in groupby(segments, key=lambda segment: segment.size):
-            self._launches.append(_Launch(list(group), len(self._launches), slab.slot_bytes, slab.address))
         first = 0
-        for launch in self._launches:
-            launch.first, first = first, first + launch.segments
+        for _, group in groupby(segments, key=lambda segment: segment.size):
+            self._launches.append(_Launch(list(group), first, slab.slot_bytes, slab.address))
+            first += self._launches[-1].segments
         self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         pinned = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, pin_memory=True)
         copies = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, device=device)
-        self._buffers = deque(_IndexBuffer(*pair) for pair in zip(pinned, copies, strict=True))
+        numbers = Launcher(copy_numbers, _NUMBERS_WARPS)
+        self._buffers = deque(_IndexBuffer(*pair, numbers) for pair in zip(pinned, copies, strict=True))
         # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
         self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
 
@@ -60,7 +62,7 @@ class KernelCopies:
     def upload(self, blocks: Numbers) -> list[_IndexBuffer]:
         """Put row numbers and blocks on the device for any number of :meth:`from_rows`; :meth:`release` ends it."""
         parts = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
-        return [self._upload(range(len(part)), part) for part in parts]
+        return [self._upload(np.arange(len(part)), part) for part in parts]
 
     def from_rows(
         self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int,
@@ -124,22 +126,11 @@ class KernelCopies:
         for launch in self._launches:
             begin, end = max(first, launch.first), min(last, launch.first + launch.segments)
             if begin < end:
-                copy_pieces[(min(programs, (end - begin) * count),)](
-                    self._table,
-                    buffer.device,
-                    slots_at,
-                    blocks_at,
-                    *host,
-                    begin,
-                    end - begin,
-                    count,
-                    self.arrived,
-                    WORD=launch.word,
-                    WORDS=launch.words,
-                    TILE=launch.tile,
-                    TO_DEVICE=to_device,
-                    SIGNAL=signal,
-                    num_warps=_WARPS,
+                self._copy_pieces.start(
+                    min(programs, (end - begin) * count),
+                    (self._table, buffer.device, self.arrived),
+                    (slots_at, blocks_at, *host, begin, end - begin, count),
+                    (launch.word, launch.words, launch.tile, to_device, signal),
                 )
 
     def _upload(self, slots: Numbers, blocks: Numbers) -> _IndexBuffer:
@@ -165,8 +156,9 @@ class _Launch:
 class _IndexBuffer:
     """Slots and blocks of one transfer on their way to the device: memory made once, used again and again."""
 
-    def __init__(self, pinned: torch.Tensor, device: torch.Tensor) -> None:
+    def __init__(self, pinned: torch.Tensor, device: torch.Tensor, copy_numbers: Launcher) -> None:
         self.device = device
+        self._copy_numbers = copy_numbers
         self.count = 0
         self._pinned = pinned
         self._array = pinned.numpy()
@@ -180,7 +172,7 @@ class _IndexBuffer:
         self._array[:count] = slots
         self._array[count : 2 * count] = blocks
         programs = -(-2 * count // _NUMBERS)
-        copy_numbers[(programs,)](self._pinned.data_ptr(), self.device, 2 * count, TILE=_NUMBERS, num_warps=4)
+        self._copy_numbers.start(programs, (self.device,), (self._pinned.data_ptr(), 2 * count), (_NUMBERS,))
 
     def release(self) -> None:
         self._free.record()

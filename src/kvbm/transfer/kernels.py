@@ -8,11 +8,15 @@ a piece, which for a 32k-token prompt of an 8B model is 60 ms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 WIDEST_WORD = max(_WORDS)  # bytes
+_NARROW = 2**31 - 1  # the largest number that a kernel takes in 32 bits
 
 
 # Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for
@@ -21,14 +25,14 @@ WIDEST_WORD = max(_WORDS)  # bytes
 def copy_pieces(
     table,  # int64[segments, 4]: device address of block 0, bytes between blocks, offset in a slot, layer
     pairs,  # int64[]: slots and blocks
-    slots_at,  # where in it the slots of this launch begin
+    arrived,  # int32[layers]: how many pieces of each layer have ever arrived
+    slots_at,  # where in pairs the slots of this launch begin
     blocks_at,  # and the blocks
     host,  # device-visible address of slot 0
     slot_bytes,
     first,  # first segment of this launch
     segments,  # how many
     count,  # pieces a segment
-    arrived,  # int32[layers]: how many pieces of each layer have ever arrived
     WORD: tl.constexpr,
     WORDS: tl.constexpr,  # words in a piece
     TILE: tl.constexpr,  # words moved at a time; divides WORDS
@@ -61,8 +65,8 @@ def copy_pieces(
 
 @triton.jit(do_not_specialize=["source", "count"])
 def copy_numbers(
-    source,  # device-visible address of int64 numbers in pinned memory
     target,  # int64[]
+    source,  # device-visible address of int64 numbers in pinned memory
     count,
     TILE: tl.constexpr,
 ):
@@ -70,6 +74,30 @@ def copy_numbers(
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     numbers = source.to(tl.pointer_type(tl.int64))
     tl.store(target + at, tl.load(numbers + at, mask=at < count), mask=at < count)
+
+
+class Launcher:
+    """Starts a kernel on the current stream, of one device, with pointers that are always aligned alike.
+
+    Triton looks at all arguments of every call, to find what it has compiled for such ones, and takes several times as
+    long for that as for the launch. Here they can only differ in what is compiled in and in how wide the numbers are.
+    """
+
+    def __init__(self, kernel: Any, warps: int) -> None:
+        self._kernel = kernel
+        self._warps = warps
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def start(
+        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], constants: tuple[object, ...]
+    ) -> None:
+        """Arguments in the order in which kernels take them."""
+        variant = (*[number > _NARROW for number in numbers], *constants)
+        compiled = self._compiled.get(variant)
+        if compiled is None:
+            self._compiled[variant] = self._kernel[(programs,)](*pointers, *numbers, *constants, num_warps=self._warps)
+        else:
+            compiled[(programs, 1, 1)](*pointers, *numbers, *constants)
 
 
 def word_of(*numbers: int) -> tuple[int, tl.dtype]:
