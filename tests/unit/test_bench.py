@@ -294,6 +294,11 @@ def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path):
         (["--base-url", "http://127.0.0.1:1", "--model", "m", "--num-users", "0"], "--num-users 0"),
         (["--base-url", "http://127.0.0.1:1", "--model", "m", "--trace", "nothing.jsonl"], "nothing.jsonl"),
         (["--base-url", "http://127.0.0.1:1", "--model", "m", "--warm-up", "1"], "does not answer"),
+        (["--base-url", "http://127.0.0.1:1", "--qps", "1", "0"], "--qps 0.0"),
+        (["--base-url", "http://127.0.0.1:1", "--num-rounds", "0"], "--num-rounds 0"),
+        (["--base-url", "http://127.0.0.1:port"], "'http://127.0.0.1:port': Port could not"),
+        (["--target", "a/b=x"], "no slash"),
+        (["--base-url", "http://127.0.0.1:1", "--model", "m", "--out", "/proc/nowhere"], "/proc/nowhere"),
         (["--report", "nothing.json"], "nothing.json is no result"),
     ],
 )
@@ -301,6 +306,15 @@ def test_what_cannot_be_done_is_said(arguments, reason, capsys, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *arguments]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", [["--api-key", "sesame"], ["--api-key=sesame"], ["--api", "sesame"]])
+def test_the_key_of_an_endpoint_is_in_no_result(server, tmp_path, monkeypatch, key):
+    arguments = ["bench", "--base-url", server.url, "--time", "0.1", "--warm-up", "1", "--out", str(tmp_path), *key]
+    monkeypatch.setattr("sys.argv", ["kvbm", *arguments])
+    main(arguments)
+    assert "(hidden)" in " ".join(from_json((tmp_path / "bench.json").read_bytes()).command)
+    assert [path.name for path in tmp_path.iterdir() if "sesame" in path.read_text()] == []
 
 
 def test_a_result_of_another_format_is_refused(tmp_path):

@@ -6,8 +6,10 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -103,6 +105,27 @@ def test_somebody_else_there_is_said_too(server, source, capsys):
     source.now = None
     with pytest.raises(NotReachableError, match="answered with 500"):
         fetch(f"http://127.0.0.1:{server.port}")
+
+
+def test_what_is_no_address_is_said_too(capsys):
+    assert main(["top", "--once", "host:port"]) == 1
+    assert "http://host:port: nonnumeric port: 'port'. Expected a port, host:port or a URL" in capsys.readouterr().err
+
+
+def test_what_does_not_speak_http_is_said_too(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            client, _ = listener.accept()
+            with client:
+                client.recv(4096)
+                client.sendall(b"SSH-2.0-somebody\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["top", "--once", str(listener.getsockname()[1])]) == 1
+        thread.join()
+    assert "nothing answers at" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

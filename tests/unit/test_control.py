@@ -221,6 +221,6 @@ def test_the_command_says_what_is_missing(server, capsys):
     assert main(["control", "reset", "--engine", server.address]) == 2
     assert "say which tier" in capsys.readouterr().err
     assert main(["control", "status", "--engine", "no such engine"]) == 1
-    assert "0 engines fit" in capsys.readouterr().err
+    assert "no engine fits --engine 'no such engine'; `kvbm control list`" in capsys.readouterr().err
     assert main(["control", "reset", "tape", "--engine", server.address]) == 1
     assert "expected one of host, disk" in capsys.readouterr().err

@@ -16,6 +16,7 @@ import yaml
 from kvbm import config as settings
 from kvbm.cli.main import build_parser
 from kvbm.engines.sglang.__main__ import extra_config
+from kvbm.engines.sglang.__main__ import main as sglang_extra_config
 from kvbm.observe.metrics import METRICS
 
 PROJECT = Path(__file__).parents[2]
@@ -160,3 +161,18 @@ def test_the_configuration_for_tensorrt_llm_is_the_one_that_is_tested():
 def test_what_is_shown_for_sglang_is_what_is_printed():
     [shown] = blocks(DOCS / "sglang.md", "json")
     assert json.loads(shown) == json.loads(extra_config())
+
+
+def test_a_setting_for_sglang_is_looked_at_when_it_is_printed(capsys):
+    assert json.loads(extra_config("disk_cache_gb=200"))["disk_cache_gb"] == "200"
+    assert sglang_extra_config(["disk_cache_gb=much"]) == 2
+    assert "disk_cache_gb='much' (kv_connector_extra_config): expected a number" in capsys.readouterr().err
+    assert sglang_extra_config(["disk_cache_gib=2"]) == 0
+    assert "did you mean disk_cache_gb?" in capsys.readouterr().err
+
+
+def test_the_message_that_is_shown_for_a_wrong_value_is_the_one_that_is_given():
+    page = " ".join((DOCS / "configuration.md").read_text().split())
+    with pytest.raises(settings.ConfigError) as refused:
+        settings.load(environ={"KVBM_STAGING_MB": "many"}, files=())
+    assert f"`{refused.value}`" in page

@@ -57,13 +57,17 @@ class Endpoint:
         self, url: str, model: str, api_key: str = "", extra: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
     ) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise EndpointError(f"{url!r}: {error}; expected a URL, for example http://localhost:8000") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise EndpointError(f"{url!r} is no URL of an endpoint, for example http://localhost:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self.model = model
         self._secure = parts.scheme == "https"
         self._host = parts.hostname
-        self._port = parts.port or (443 if self._secure else 80)
+        self._port = port or (443 if self._secure else 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key or 'EMPTY'}"}
         self._extra = dict(extra or {})

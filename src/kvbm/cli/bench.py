@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         return _report(args) if args.report else _bench(args)
-    except (EndpointError, TraceError, ValueError) as error:
+    except (EndpointError, TraceError, OSError, ValueError) as error:
         print(f"kvbm bench: {error}", file=sys.stderr)
         return 2
 
@@ -101,13 +101,20 @@ def _bench(args: argparse.Namespace) -> int:
     from kvbm.bench.runner import Interrupted, Target, run, warm
     from kvbm.bench.workload import MultiRound, Replay, Shape, Workload, read_trace
 
-    targets = [Target(name, endpoint) for name, endpoint in _endpoints(args).items()]
     shape = Shape(
         args.num_users, args.num_rounds, args.shared_system_prompt, args.user_history_prompt, args.answer_len, args.time
     )
-    shape.check()
     lines = read_trace(args.trace, args.max_requests) if args.trace else []
     rates = [0.0] if args.trace else args.qps
+
+    def workload_at(qps: float, first: int) -> Workload:
+        if args.trace:
+            return Replay(lines, args.speed, args.scale, args.vocabulary, args.block_tokens)
+        return MultiRound(shape, qps, first)
+
+    for qps in rates:
+        workload_at(qps, 0)  # what cannot be run is said before anybody is asked anything
+    targets = [Target(name, endpoint) for name, endpoint in _endpoints(args).items()]
     # Users that were never there before: what a run of yesterday has left in a cache shall not help.
     first = args.init_user_id if args.init_user_id is not None else int(datetime.now().timestamp()) % 10**8 * 100
     runs: list[Run] = []
@@ -119,12 +126,7 @@ def _bench(args: argparse.Namespace) -> int:
     try:
         for qps in rates:
             for target in targets:
-                workload: Workload
-                if args.trace:
-                    workload = Replay(lines, args.speed, args.scale, args.vocabulary, args.block_tokens)
-                else:
-                    workload = MultiRound(shape, qps, first)
-                runs.append(run(target, workload, qps, args.patience))
+                runs.append(run(target, workload_at(qps, first), qps, args.patience))
             # The same users for every target, others for every rate.
             first += 2 * args.num_users + int(args.time * qps)
     except Interrupted as stop:
@@ -138,7 +140,7 @@ def _bench(args: argparse.Namespace) -> int:
     )
     result = Result(
         taken=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=["kvbm", *sys.argv[1:]],
+        command=_without_key(["kvbm", *sys.argv[1:]]),
         model=targets[0].endpoint.model,
         workload=described,
         machine={"client": platform.machine(), "kvbm": kvbm.__version__},
@@ -152,6 +154,23 @@ def _bench(args: argparse.Namespace) -> int:
     print(f"\n{report.text(runs)}\n\n{args.out / 'bench.html'}")
     failed = any(one.summary.failed or not one.summary.answered for one in runs)
     return 1 if interrupted or failed else 0
+
+
+def _without_key(command: list[str]) -> list[str]:
+    """Results are shown to others, and what opens an endpoint is not."""
+    shown: list[str] = []
+    for word in command:
+        name, sign, _ = word.partition("=")
+        if shown and _is_key(shown[-1]):
+            word = "(hidden)"
+        elif sign and _is_key(name):
+            word = f"{name}=(hidden)"
+        shown.append(word)
+    return shown
+
+
+def _is_key(option: str) -> bool:
+    return len(option) > 3 and "--api-key".startswith(option)  # argparse takes the beginning of an option for it
 
 
 def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
@@ -168,6 +187,8 @@ def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
         name, separator, url = text.partition("=")
         if not separator or not name or not url:
             raise ValueError(f"--target {text!r}: expected NAME=URL, for example kvbm=http://localhost:8000")
+        if "/" in name:
+            raise ValueError(f"--target {text!r}: the name becomes that of a file, and has no slash")
         if name in named:
             raise ValueError(f"--target {text!r}: there are two of that name")
         named[name] = url

@@ -183,7 +183,7 @@ vllm serve Qwen/Qwen3-0.6B --kv-transfer-config '{{
 ## How values are read
 
 - A wrong value stops the engine at start, with a message that names the setting, its value, where it was set and what
-  is accepted: `KVBM_STAGING_MB='many' (environment): expected a whole number of MiB from 0 to 65536, for example 384`.
+  is accepted: `KVBM_STAGING_MB='many' (environment): expected a whole number of MiB from 0 to 65536, for example 512`.
   A value that a higher place replaces is not looked at.
 - A switch is on with `1`, `true`, `on` or `yes`, and off with `0`, `false`, `off`, `no` or nothing, in whatever case.
 - Numbers have no unit and no sign. Sizes are in GB of 1e9 bytes and need not be whole: `0.5` is half a GB.

@@ -41,9 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     fitting = [address for address in addresses() if args.engine in address]
     if len(fitting) != 1:
-        found = "".join(f"\n  {address}" for address in fitting)
-        hint = "is an engine with KVBM running, with KVBM_CONTROL on?" if not fitting else f"say which:{found}"
-        print(f"kvbm control: {len(fitting)} engines fit --engine {args.engine!r}; {hint}", file=sys.stderr)
+        print(f"kvbm control: {_which(args.engine, fitting)}", file=sys.stderr)
         return 1
     order: dict[str, Any] = {"do": args.what}
     if args.what == "reset" and args.tier != "all":
@@ -57,6 +55,16 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(json.dumps(answer) if args.json else _said(args.what, answer))
     return 0
+
+
+def _which(wanted: str, fitting: list[str]) -> str:
+    if fitting:
+        listed = "".join(f"\n  {address}" for address in fitting)
+        fit = f"fit --engine {wanted!r}" if wanted else "run here"
+        return f"{len(fitting)} engines {fit}; say which with --engine:{listed}"
+    if wanted:
+        return f"no engine fits --engine {wanted!r}; `kvbm control list` shows them"
+    return "no engine with KVBM runs on this machine, or KVBM_CONTROL is off"
 
 
 def _said(what: str, answer: dict[str, Any]) -> str:

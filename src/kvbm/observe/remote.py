@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 
@@ -35,10 +36,12 @@ def fetch(url: str, requests: int = 0, timeout: float = 5.0) -> Snapshot:
             f"{url} answered with {error.code}: this is not a metrics port of KVBM. Name the one that the engine's log "
             "names, DYN_KVBM_METRICS_PORT."
         ) from error
-    except (OSError, ValueError) as error:
+    except http.client.InvalidURL as error:
+        raise NotReachableError(f"{url}: {error}. Expected a port, host:port or a URL, for example 6880.") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, msgspec.DecodeError):
             raise NotReachableError(f"{url} gave no snapshot that this kvbm understands: {error}") from error
-        reason = getattr(error, "reason", error)
+        reason = getattr(error, "reason", error) or type(error).__name__
         raise NotReachableError(
             f"nothing answers at {url} ({reason}). Start the engine with DYN_KVBM_METRICS=1; the port is "
             "DYN_KVBM_METRICS_PORT, 6880 by default."

@@ -9,6 +9,8 @@ import json
 import sys
 from collections.abc import Sequence
 
+from kvbm import config as settings
+
 BACKEND = {
     "backend_name": "kvbm",
     "module_path": "kvbm.engines.sglang.backend",
@@ -25,6 +27,9 @@ def extra_config(*given: str) -> str:
         if not sign or not key:
             raise ValueError(f"{setting!r}: expected a setting as key=value, for example disk_cache_gb=200")
         values[key] = value
+    # Said here, because a server would say it only after it has loaded its model.
+    for warning in settings.load(values, environ={}, files=()).warnings:
+        print(warning, file=sys.stderr)
     return json.dumps(values)
 
 
