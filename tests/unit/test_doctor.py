@@ -257,6 +257,12 @@ def test_an_engine_that_was_not_tested(ask, monkeypatch):
     assert "0.99.1 is installed; KVBM is made for" in found["engine-untested"]["text"]
 
 
+def pd(*children):
+    """A PdConnector with these in it."""
+    outer = {**json.loads(setup.EXAMPLE), "kv_connector": "PdConnector"}
+    return json.dumps({**outer, "kv_connector_extra_config": {"connectors": list(children)}})
+
+
 @pytest.mark.parametrize(
     ("text", "name", "cure"),
     [
@@ -265,6 +271,8 @@ def test_an_engine_that_was_not_tested(ask, monkeypatch):
         ('{"kv_connector": "KvbmConnector"}', "connector-name", '"kv_connector'),
         ('{"kv_connector": "DynamoConnector"}', "connector-name", "kvbm.vllm_integration.connector"),
         (setup.EXAMPLE.replace("kv_both", "kv_producer"), "connector-role", "kv_both"),
+        (pd({"kv_connector": "DynamoConnector"}), "connector-name", "kvbm.vllm_integration.connector"),
+        (pd(), "connector-name", "kvbm.vllm_integration.connector"),
     ],
 )
 def test_a_connector_that_is_named_wrongly(ask, text, name, cure):
@@ -276,6 +284,20 @@ def test_a_connector_that_is_named_well(ask):
     assert (code, found["connector"]["level"]) == (0, "good")
     code, found = ask("--quick", "--kv-transfer-config", setup.EXAMPLE.replace("recompute", "fail"), **GOOD)
     assert (code, found["failure-policy"]["level"]) == (0, "note")
+
+
+def test_prefill_and_decode_apart_is_named_well_too(ask):
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    code, found = ask("--quick", "--kv-transfer-config", pd(json.loads(setup.EXAMPLE), nixl), **GOOD)
+    assert (code, found["connector"]["level"]) == (0, "good")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_settings_in_what_vllm_is_started_with_count(ask, wrapped):
+    ours = {**json.loads(setup.EXAMPLE), "kv_connector_extra_config": {"cpu_cache_gb": 0.25}}
+    code, found = ask("--quick", "--kv-transfer-config", pd(ours) if wrapped else json.dumps(ours))
+    assert code == 0
+    assert "cpu_cache_gb=0.25" in found["settings"]["text"]
 
 
 # -- GPUs, as nvidia-smi shows them -----------------------------------------------------------------------------------

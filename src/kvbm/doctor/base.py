@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from kvbm.config import Config, ConfigError, load
 from kvbm.observe.remote import NotReachableError, fetch
@@ -44,9 +46,16 @@ class Examination:
     @cached_property
     def settings(self) -> Config | ConfigError:
         try:
-            return load(environ=self.environ)
+            return load(self._extra_config(), environ=self.environ)
         except ConfigError as error:
             return error
+
+    def _extra_config(self) -> dict[str, Any]:
+        """Settings in --kv-transfer-config, which win over all others. What is wrong with it another check says."""
+        with contextlib.suppress(ValueError):
+            extra = our_part(json.loads(self.transfer or "{}")).get("kv_connector_extra_config")
+            return extra if isinstance(extra, dict) else {}
+        return {}
 
     @property
     def config(self) -> Config | None:
@@ -64,6 +73,17 @@ class Examination:
     @property
     def snapshot(self) -> Snapshot | None:
         return self.engine if isinstance(self.engine, Snapshot) else None
+
+
+def our_part(transfer: object) -> dict[str, Any]:
+    """KVBM's own part of --kv-transfer-config: all of it, or the first of a PdConnector's two, or nothing."""
+    if not isinstance(transfer, dict):
+        return {}
+    if transfer.get("kv_connector") != "PdConnector":
+        return transfer
+    extra = transfer.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, dict) else None
+    return our_part(children[0]) if isinstance(children, list) and children else {}
 
 
 def examine(case: Examination, checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:

@@ -11,13 +11,14 @@ from importlib import metadata
 from typing import Any
 
 from kvbm.config import Config, ConfigError, require_tier
-from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.base import Examination, bad, good, note, our_part
 from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import size
 
 MODULE, CLASS = "kvbm.vllm_integration.connector", "DynamoConnector"
+MODULES = (MODULE, "dynamo.llm.vllm_integration.connector")  # the second is that of older guides
 EXAMPLE = json.dumps(
     {"kv_connector": CLASS, "kv_connector_module_path": MODULE, "kv_role": "kv_both",
      "kv_load_failure_policy": "recompute"}
@@ -100,10 +101,15 @@ class Connector:
             yield bad("transfer-json", "--kv-transfer-config is not a JSON object.", f"For example '{EXAMPLE}'")
             return
         wrong = False
-        for key, wanted in (("kv_connector", CLASS), ("kv_connector_module_path", MODULE)):
-            if config.get(key) != wanted:
+        ours = our_part(config)
+        named = [(ours, "kv_connector", (CLASS,)), (ours, "kv_connector_module_path", MODULES)]
+        if ours is not config:  # a PdConnector, which is KVBM's too
+            named.append((config, "kv_connector_module_path", MODULES))
+        for part, key, accepted in named:
+            if part.get(key) not in accepted:
                 wrong = True
-                yield bad("connector-name", f'"{key}" is {config.get(key)!r}.', f'Set "{key}": "{wanted}".')
+                where = "" if part is config else " of PdConnector's first connector"
+                yield bad("connector-name", f'"{key}"{where} is {part.get(key)!r}.', f'Set "{key}": "{accepted[0]}".')
         if config.get("kv_role") != "kv_both":
             wrong = True
             yield bad("connector-role", f'"kv_role" is {config.get("kv_role")!r}.', 'Set "kv_role": "kv_both".')
