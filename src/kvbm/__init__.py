@@ -14,6 +14,11 @@ else:
 
     def __getattr__(name: str) -> str:
         # On demand, because importlib.metadata takes longer to import than everything else here together.
+        if name in ("BlockManager", "KvbmLeader", "KvbmWorker"):
+            raise ImportError(
+                f"kvbm.{name} was part of the native module of earlier releases, which this one does without; engines "
+                "load KVBM through kvbm.vllm_integration.connector or kvbm.trtllm_integration.connector"
+            )
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib.metadata import PackageNotFoundError, version

@@ -69,6 +69,6 @@ def test_every_rank_listens_to_its_own_vllm():
 def test_words_are_understood_as_upstream_does(monkeypatch):
     from kvbm.vllm_integration.consolidator_config import get_consolidator_mode, is_truthy
 
-    assert [is_truthy(word) for word in ("1", "TRUE", " yes ", "0", "", "off")] == [True] * 3 + [False] * 3
+    assert [is_truthy(word) for word in ("1", "TRUE", " yes ", "0", "", "off", "y")] == [True] * 3 + [False] * 4
     monkeypatch.setenv("DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE", "passthrough")
     assert get_consolidator_mode() == "passthrough"

@@ -220,6 +220,9 @@ def test_both_module_paths_lead_to_the_same_classes(modules, generation):
         ("DynamoKVBMConnectorWorker", api.KvCacheConnectorWorker),
     ):
         assert getattr(here, name) is getattr(older, name)
+        part = name.removeprefix("DynamoKVBMConnector").lower()
+        alone = importlib.import_module(f"{here.__name__}.kvbm_connector_{part}")
+        assert getattr(alone, name) is getattr(here, name)
         assert issubclass(getattr(here, name), base)
 
 

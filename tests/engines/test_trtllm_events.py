@@ -167,6 +167,9 @@ def test_what_dynamo_asks(monkeypatch):
     assert should_enable_consolidator(ours)
     objects = {"kv_connector_config": SimpleNamespace(connector_module="kvbm.trtllm_integration.connector")}
     assert should_enable_consolidator(objects)
+    older = {"connector_module": "dynamo.llm.trtllm_integration.connector"}
+    assert should_enable_consolidator({**ours, "kv_connector_config": older})
+    assert not should_enable_consolidator({**ours, "kv_connector_config": {"connector_module": "others.connector"}})
     assert not should_enable_consolidator({})
     assert not should_enable_consolidator({**ours, "kv_cache_config": {"enable_block_reuse": False}})
     assert get_consolidator_endpoints() == ("tcp://127.0.0.1:20081", "tcp://127.0.0.1:57001", "tcp://127.0.0.1:57001")

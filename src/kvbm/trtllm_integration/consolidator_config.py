@@ -10,6 +10,8 @@ from kvbm.events import launch
 
 __all__ = ["get_consolidator_endpoints", "should_enable_consolidator"]
 
+MODULES = ("kvbm.", "dynamo.llm.trtllm_integration.")  # of our connector: today's and that of older guides
+
 
 def should_enable_consolidator(arg_map: Mapping[str, Any]) -> bool:
     """Whether TensorRT-LLM's events go through our consolidator: it has to be told on which port they come."""
@@ -18,7 +20,7 @@ def should_enable_consolidator(arg_map: Mapping[str, Any]) -> bool:
         return False
     connector = _get(arg_map.get("kv_connector_config"), "connector_module") or ""
     reuse = _get(arg_map.get("kv_cache_config"), "enable_block_reuse")
-    return "kvbm" in connector and reuse is not False
+    return connector.startswith(MODULES) and reuse is not False
 
 
 def get_consolidator_endpoints() -> tuple[str, str, str]:

@@ -11,7 +11,8 @@ __all__ = ["get_consolidator_endpoints", "get_consolidator_mode", "is_truthy", "
 
 
 def is_truthy(text: str) -> bool:
-    return settings.Switch().parse(text)
+    """Any word but these is off, as upstream reads them; settings of ours refuse what they do not know."""
+    return text.strip().lower() in ("1", "true", "on", "yes")
 
 
 def get_consolidator_mode() -> str:
