@@ -56,10 +56,22 @@ def test_every_metric_is_in_observability():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), target
+def test_every_link_leads_somewhere(page):
+    for target, place in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not place or place in headings(file), f"{target}#{place}"
+
+
+def headings(page: Path) -> set[str]:
+    """What links call the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.M)
+    }
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
