@@ -546,6 +546,23 @@ def test_of_a_load_that_has_failed_nothing_comes_later(first):
     assert failed
 
 
+def test_nobody_waits_for_ever_for_a_store_of_which_not_even_an_event_could_be_had(monkeypatch):
+    history = History(1, monkeypatch)
+    copies = engine_copies.EngineCopies(history.layout, history.copier._slab, None, 0, lambda *pieces: None)
+
+    def fail(event):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(copies._relay.stream, "wait_event", fail, raising=False)
+    tickets = [copies.store([1, 2], [3, 4], history.engine) for _ in range(2)]
+    copies.close()
+    for ticket in tickets:
+        ticket.wait()
+        ticket.hold(history.engine)
+        assert ticket.done()
+        assert (list(ticket.bad), ticket.reason) == ([0, 1], "RuntimeError: CUDA error")
+
+
 def test_stores_change_streams_after_every_call(monkeypatch):
     """So that the engine's own copies have their turn."""
     history = History(1, monkeypatch)

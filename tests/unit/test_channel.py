@@ -20,6 +20,7 @@ from kvbm.plans import (
     LoadPlan,
     LoadResult,
     Report,
+    SpillResult,
     StepPlan,
     StorePlan,
     StoreResult,
@@ -61,7 +62,9 @@ def plan(number):
 
 
 def report(rank, number):
-    return Report(rank, [LoadResult(number, [0])], [StoreResult(number, ok=False)], {"why": number})
+    results = [LoadResult(number, [0])], [StoreResult(number, ok=False)], {"why": number}, [SpillResult(number)]
+    assert len(results) + 1 == len(Report.__struct_fields__)  # or what is merged is not looked at as a whole
+    return Report(rank, *results)
 
 
 def until(condition, seconds=20.0):
@@ -870,6 +873,7 @@ def test_reports_beyond_the_window_are_merged_and_none_is_missing(monkeypatch):
         until(lambda: got.extend(leader.receive()) or sum(len(one.loads) for one in got) >= 100)
         assert [load.id for one in got for load in one.loads] == list(range(100))
         assert [store.id for one in got for store in one.stores] == list(range(100))
+        assert [spill.id for one in got for spill in one.spills] == list(range(100))
         assert sum(one.faults["why"] for one in got) == sum(range(100))
         assert len(got) < 20
 

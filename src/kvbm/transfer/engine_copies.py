@@ -46,20 +46,25 @@ class IssuedTicket(Ticket):
         self._began, self._ended, self._error = began, ended, error
         self._issued.set()
 
+    def failed(self, error: BaseException) -> None:
+        """Not even an event could be had: CUDA itself has failed. Nobody may be left waiting for it."""
+        self._error = error
+        self._issued.set()
+
     def done(self) -> bool:
-        self._over = self._over or (self._issued.is_set() and self._ended is not None and self._ended.query())
+        self._over = self._over or (self._issued.is_set() and (self._ended is None or self._ended.query()))
         return self._over
 
     def wait(self) -> None:
         self._issued.wait()
-        assert self._ended is not None
-        self._ended.synchronize()
+        if self._ended is not None:
+            self._ended.synchronize()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Nothing submitted to the stream from now on begins before this is over. Waits until it has been issued."""
         self._issued.wait()
-        assert self._ended is not None
-        stream.wait_event(self._ended)
+        if self._ended is not None:
+            stream.wait_event(self._ended)
 
     @property
     def bad(self) -> Sequence[int]:
@@ -128,18 +133,25 @@ class EngineCopies:
         self._relay.wait()
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
-            blocks, slots, forward_ended, ticket = job
-            self._relay.stream.wait_event(forward_ended)
-            began = mark(self._relay.stream)
-            error: BaseException | None = None
             try:
-                with annotate("copier.issue"):
-                    self._issue(np.asarray(blocks, np.int64), np.asarray(slots, np.int64))
-            except Exception as caught:
-                error = caught
-            ticket.issued(began, mark(self._relay.stream), error)
+                self._carry_out(*job)
+            except Exception as error:
+                job[-1].failed(error)
+
+    def _carry_out(
+        self, blocks: Sequence[int], slots: Sequence[int], forward_ended: torch.cuda.Event, ticket: IssuedTicket
+    ) -> None:
+        torch.cuda.set_device(self._device)
+        self._relay.stream.wait_event(forward_ended)
+        began = mark(self._relay.stream)
+        error: BaseException | None = None
+        try:
+            with annotate("copier.issue"):
+                self._issue(np.asarray(blocks, np.int64), np.asarray(slots, np.int64))
+        except Exception as caught:
+            error = caught
+        ticket.issued(began, mark(self._relay.stream), error)
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         targets, sources, sizes = self._pieces.of(blocks, slots)

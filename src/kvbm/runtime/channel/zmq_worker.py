@@ -210,4 +210,5 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
 def _merge(first: Report, second: Report) -> Report:
     faults = Counter(first.faults)
     faults.update(second.faults)
-    return Report(first.rank, first.loads + second.loads, first.stores + second.stores, dict(faults))
+    spills = first.spills + second.spills
+    return Report(first.rank, first.loads + second.loads, first.stores + second.stores, dict(faults), spills)
