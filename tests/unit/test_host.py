@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -45,10 +46,33 @@ def test_more_than_the_machine_has_is_refused_with_the_figure_that_would_fit():
 def test_a_control_group_counts_as_the_machine(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000000\n")
     (tmp_path / "memory.current").write_text("400000000\n")
-    monkeypatch.setattr(host, "_control_group", lambda: tmp_path)
+    monkeypatch.setattr(host, "_control_groups", lambda: [tmp_path])
     assert available_memory() == 600_000_000
     with pytest.raises(HostMemoryError, match=r"0\.57 GB can be had"):
         HostSlab(590_000_000)
+
+
+def test_what_a_control_group_has_cached_of_files_can_be_had(tmp_path, monkeypatch):
+    """An engine has just read its weights: in a container they count as memory in use."""
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    (tmp_path / "memory.current").write_text("900000000\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 100000000\nshmem 50000000\nactive_file 200000000\ninactive_file 500000000\n"
+    )
+    monkeypatch.setattr(host, "_control_groups", lambda: [tmp_path])
+    assert available_memory() == 800_000_000
+
+
+def test_the_tightest_of_the_control_groups_around_it_counts(tmp_path, monkeypatch):
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    for group, limit in ((inner, "max"), (inner.parent, "700000000")):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("200000000\n")
+    monkeypatch.setattr(host, "_GROUPS", tmp_path)
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: "0::/a/b\n" if path.name == "cgroup" else read(path))
+    assert available_memory() == 500_000_000
 
 
 def test_slots_that_do_not_fit_are_an_error():

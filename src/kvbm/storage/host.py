@@ -7,6 +7,7 @@ allocator and no fragmentation.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -26,6 +27,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PIECE = 256 << 20  # one unit of faulting-in: small enough for progress lines, large enough to cost nothing
 _HUGE_PAGE = 2 << 20
 _PIN_PIECE = 4 << 30
+_GROUPS = Path("/sys/fs/cgroup")
 _THREADS = 16  # faulting-in scales with threads until memory bandwidth ends it
 
 
@@ -128,27 +130,39 @@ def available_memory() -> int:
         name, value = line.split(":", 1)
         fields[name] = int(value.split()[0]) * 1024
     available = fields.get("MemAvailable", fields["MemFree"])
-    group = _control_group()
-    if group is not None:
+    for group in _control_groups():
         try:
             limit = (group / "memory.max").read_text().strip()
             if limit != "max":
-                used = int((group / "memory.current").read_text())
-                available = min(available, max(0, int(limit) - used))
+                available = min(available, max(0, int(limit) - _taken(group)))
         except (OSError, ValueError):
             pass
     return available
 
 
-def _control_group() -> Path | None:
+def _taken(group: Path) -> int:
+    """Bytes of a control group that it would not get back if it needed them. What it has cached of files, the weights
+    that were just read, say, the kernel gives back; MemAvailable leaves that out too."""
+    taken = int((group / "memory.current").read_text())
+    with contextlib.suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("active_file", "inactive_file"):
+                taken -= int(value)
+    return max(0, taken)
+
+
+def _control_groups() -> list[Path]:
+    """This process's, and those around it: each may have a limit."""
     try:
         entries = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
+        return []
     for entry in entries:
         if entry.startswith("0::"):
-            return Path("/sys/fs/cgroup") / entry[3:].lstrip("/")
-    return None
+            inner = Path(entry[3:].lstrip("/"))
+            return [_GROUPS / inner, *(_GROUPS / outer for outer in inner.parents)]
+    return []
 
 
 def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks: int = 1) -> None:
