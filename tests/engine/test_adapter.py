@@ -276,6 +276,32 @@ def test_whatever_changes_the_kv_changes_the_fingerprint(key, change, describe, 
     assert {name for name in before if before[name] != after[name]} == {key}
 
 
+def test_the_longest_prompt_counts_where_the_rope_depends_on_it(describe):
+    """vLLM takes the long factors of such a rope, for short prompts too, when longer ones than it was trained on may
+    come: the KV of the same tokens is another."""
+
+    def length(config, folder):
+        config.model_config.max_model_len //= 2
+
+    def long_rope(config, folder):
+        config.model_config.hf_config.rope_parameters = {"rope_type": "longrope"}
+
+    def both(config, folder):
+        long_rope(config, folder)
+        length(config, folder)
+
+    assert describe() == describe(length)
+    assert describe(long_rope) != describe(both)
+
+
+def test_scales_of_one_start_are_no_cache_for_the_next(describe, caplog):
+    def computed(config, folder):
+        object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+
+    assert describe(computed) is None
+    assert "--calculate-kv-scales" in caplog.text
+
+
 def test_hashes_that_the_next_process_would_not_repeat_do_not_name_what_outlives_this_one(keys, monkeypatch):
     from kvbm.engines.vllm import compat
 

@@ -8,6 +8,7 @@ what is too much only costs a warm start.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
 from kvbm.engines.weights import digest, weights
 from kvbm.storage.index import Fingerprint
+
+logger = logging.getLogger("kvbm")
 
 _COLLISION_RESISTANT = ("sha256", "sha256_cbor")
 
@@ -28,16 +31,20 @@ def reuses_engine_hashes(vllm_config: Any, kv_cache_config: Any, persistent: boo
     return resistant and size == cache.block_size and (not persistent or compat.hashes_are_stable(dict(os.environ)))
 
 
-def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint:
-    """Everything but the layout of a block, which is known when the engine has made its cache."""
+def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
+    """Everything but the layout of a block, which is known when the engine has made its cache. None, with a sentence,
+    when no other engine could read its blocks."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    if getattr(cache, "calculate_kv_scales", False):
+        logger.warning("nothing outlives this engine: --calculate-kv-scales gives every start scales of its own")
+        return None
     reuses = reuses_engine_hashes(vllm_config, kv_cache_config, persistent=True)
     draft = getattr(vllm_config, "speculative_config", None)
     return {
         "engine": "vllm {}.{}".format(*compat.release()),
         "model": str(model.model),
         "weights": weights(str(model.model), getattr(model, "revision", None), _load_format(vllm_config)),
-        "config": digest(_json(model.hf_config)),
+        "config": digest(_json(model.hf_config) + _length(model)),
         "draft": "" if draft is None else digest(str(draft)),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}",
         "block_size": cache.block_size,
@@ -47,6 +54,13 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint:
         "replica": getattr(parallel, "data_parallel_rank", 0) or 0,
         "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else _own_scheme(),
     }
+
+
+def _length(model: Any) -> str:
+    """The longest prompt that the engine takes, where that changes the numbers in every block: it decides between the
+    factors of a long and a short rope, and whether Llama 4 tunes the temperature of its queries."""
+    config = _json(model.hf_config)
+    return f" {model.max_model_len}" if '"longrope"' in config or '"llama4' in config else ""
 
 
 def _load_format(vllm_config: Any) -> str:
