@@ -118,6 +118,13 @@ def test_namespaces_do_not_see_each_other(tmp_path):
         kept.close()
 
 
+def test_what_is_no_card_is_passed_over(tmp_path, monkeypatch):
+    """Anybody may write to etcd."""
+    entries = {"kvbm/dynamo/leaders/a": b"nonsense", "kvbm/dynamo/leaders/e": msgspec.json.encode(card())}
+    monkeypatch.setattr(FileRegistry, "entries", lambda self, prefix: entries)
+    assert discovery.find(config(tmp_path)) == [card()]
+
+
 def test_a_registry_that_cannot_be_reached_costs_a_sentence(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")

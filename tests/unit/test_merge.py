@@ -49,6 +49,16 @@ def test_two_names_of_one_block_are_one_block():
     assert merge.apply("kvbm", [removed([101], "CPU")]) == [removed([1])]
 
 
+def test_a_place_that_has_two_names_for_a_block_must_lose_both():
+    """An engine may tell blocks apart by something that its events do not say."""
+    merge = Merge("dedup")
+    merge.apply("engine", [stored([1], [10, 11]), stored([2], [10, 11])])
+    assert merge.apply("engine", [removed([1])]) == []
+    assert merge.apply("engine", [removed([2])]) == [removed([1])]
+    merge.apply("engine", [stored([1], [10, 11]), stored([2], [10, 11]), removed([1])])
+    assert merge.clear("engine") == [CLEARED]
+
+
 def test_the_same_tokens_behind_another_prefix_are_another_block():
     merge = Merge("dedup")
     merge.apply("engine", [stored([1, 2], [10, 11, 12, 13])])

@@ -35,7 +35,7 @@ class _Block:
 
     def __init__(self, name: int) -> None:
         self.name = name
-        self.places: set[_Place] = set()
+        self.places: set[tuple[_Place, int]] = set()  # and what it is called there: it may have two names
 
 
 class Merge:
@@ -112,7 +112,7 @@ class Merge:
                 })  # fmt: skip
             else:
                 logger.debug("DEDUP: Block %d added to source %s", name, place)
-            block.places.add(place)
+            block.places.add((place, name))
         return fresh
 
     def _content_of(self, place: _Place, name: int | None) -> bytes:
@@ -146,7 +146,7 @@ class Merge:
     def _forget(self, place: _Place, name: int) -> list[dict[str, Any]]:
         content = self._known[place][name][0]
         block = self._blocks[content]
-        block.places.discard(place)
+        block.places.discard((place, name))
         if block.places:
             logger.debug("Block %d removed from source %s, still in %d source(s)", name, place, len(block.places))
             return []

@@ -181,8 +181,11 @@ def find(config: Config) -> list[Card]:
     place = registry(config)
     if place is None:
         return []
-    entries = place.entries(f"{_ROOT}/{config.dynamo_namespace}/")
-    return [msgspec.json.decode(card, type=Card) for _, card in sorted(entries.items())]
+    found = []
+    for _, card in sorted(place.entries(f"{_ROOT}/{config.dynamo_namespace}/").items()):
+        with contextlib.suppress(msgspec.MsgspecError):  # somebody else's, or of another release
+            found.append(msgspec.json.decode(card, type=Card))
+    return found
 
 
 class Registration:
