@@ -263,6 +263,7 @@ def test_more_than_the_disk_has_is_refused_with_the_figure_that_would_fit(path):
     assert "DYN_KVBM_DISK_CACHE_GB asks for 1152921504.61 GB" in text
     assert "GB are free" in text
     assert "would fit" in text
+    assert "`kvbm cache clear`" in text
     assert path.stat().st_size == 0
     DiskFile(path, 4, SLOT).close()
 

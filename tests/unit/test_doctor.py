@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -176,6 +177,20 @@ def test_memory_of_a_running_engine_is_not_called_left_over(ask, tmp_path):
 def test_more_disk_than_there_is(ask, tmp_path):
     answer = ask("--quick", DYN_KVBM_DISK_CACHE_GB="1000000", DYN_KVBM_DISK_CACHE_DIR=tmp_path, **GOOD)
     assert_wrong(answer, "disk-space-short", "asks for 1000 TB", "Set it to at most")
+
+
+def test_room_that_only_caches_of_before_have(ask, tmp_path, monkeypatch):
+    """Another model's would stay beside the new one."""
+    slab = tmp_path / "kvbm-model-1" / "rank-0.slab"
+    slab.parent.mkdir()
+    slab.write_bytes(os.urandom(1 << 20))
+    (tmp_path / "kvbm.log").write_bytes(os.urandom(2 << 20))  # of somebody else: the directory may be /tmp
+    usage = shutil.disk_usage(tmp_path)._replace(free=int(1e9 - 1e5))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    code, found = ask("--quick", DYN_KVBM_DISK_CACHE_GB="1", DYN_KVBM_DISK_CACHE_DIR=tmp_path, **GOOD)
+    assert (code, found["disk-kept"]["level"]) == (0, "note")
+    assert found["disk-kept"]["text"].startswith("1.05 MB at")
+    assert "disk-kept" not in ask("--quick", DYN_KVBM_DISK_CACHE_GB="0.9", DYN_KVBM_DISK_CACHE_DIR=tmp_path, **GOOD)[1]
 
 
 def test_a_disk_tier_smaller_than_the_host_tier(ask, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -74,8 +75,17 @@ class Disk:
             )
         if config.disk_cache_override_num_blocks:
             return
-        free = shutil.disk_usage(where).free + _held(config.disk_cache_dir)
+        held = _held(config.disk_cache_dir)
+        free = shutil.disk_usage(where).free + held
         wanted = config.disk_cache_gb * 1e9
+        if free - held < wanted <= free:
+            yield note(
+                "disk-kept",
+                f"{size(held)} at {config.disk_cache_dir} are held by caches that are there already. An engine takes "
+                "over its own; beside one of another model, or of another release of the engine, there is no room for "
+                f"{size(wanted)}, and it would be refused.",
+                "`kvbm cache ls` shows them, `kvbm cache clear` removes those that are not wanted any more.",
+            )
         if wanted > free:
             yield bad(
                 "disk-space-short",
@@ -149,11 +159,12 @@ def _existing(folder: Path) -> Path:
 
 
 def _held(folder: Path) -> int:
-    """What the tier's own files take already."""
-    try:
-        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file() and "kvbm" in str(path))
-    except OSError:
-        return 0
+    """What caches take there already, in use or not, as far as this user may look."""
+    found = 0
+    for slab in folder.glob("kvbm-*/rank-*.slab"):
+        with contextlib.suppress(OSError):
+            found += slab.stat().st_blocks * 512
+    return found
 
 
 def _filesystem(path: Path) -> str:

@@ -477,7 +477,8 @@ def _refuse_without_room(fd: int, path: Path, size: int, missing: int, setting: 
             f"{setting} asks for {size / 1e9:.2f} GB of disk on this rank, of which {missing / 1e9:.2f} GB are not "
             f"there yet, but only {free / 1e9:.2f} GB are free at {path.parent}. "
             f"Lower {setting}: up to {fits / 1e9:.2f} GB a rank would fit; or set DYN_KVBM_DISK_CACHE_DIR to a larger "
-            "filesystem",
+            "filesystem. `kvbm cache ls` shows what other models, and other releases of the engine, have left there, "
+            "and `kvbm cache clear` removes it",
         )
 
 

@@ -270,5 +270,6 @@ def _no_room(length: int, free: int, path: Path, setting: str) -> DiskSpaceError
     return DiskSpaceError(
         errno.ENOSPC,
         f"{setting} asks for {length / 1e9:.2f} GB a rank, and only {free / 1e9:.2f} GB are free at {path.parent}. "
-        f"Make that filesystem larger (mount -o remount,size=...), or lower {setting}",
+        f"Make that filesystem larger (mount -o remount,size=...), lower {setting}, or give back what other models "
+        "have left there: `kvbm cache ls`, `kvbm cache clear`",
     )
