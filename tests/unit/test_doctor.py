@@ -20,9 +20,10 @@ from kvbm.doctor import gpu, memory, setup, tiers
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import HitRates, Saved
 from kvbm.storage.lock import FileLock
-from servers import free_port
+from servers import free_ports
 
 GOOD = {"DYN_KVBM_CPU_CACHE_GB": "0.1"}
+PORTS = ("DYN_KVBM_METRICS_PORT", "DYN_KVBM_LEADER_ZMQ_PUB_PORT", "DYN_KVBM_LEADER_ZMQ_ACK_PORT")
 
 
 def _version(name):
@@ -41,9 +42,8 @@ def _clean(monkeypatch, tmp_path):
     monkeypatch.setattr(setup, "gpus", lambda: ())
     monkeypatch.setattr(metadata, "version", _version)
     # Others on this machine may have the usual ones.
-    monkeypatch.setenv("DYN_KVBM_METRICS_PORT", str(free_port()))
-    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_PUB_PORT", str(free_port()))
-    monkeypatch.setenv("DYN_KVBM_LEADER_ZMQ_ACK_PORT", str(free_port()))
+    for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):
+        monkeypatch.setenv(name, str(port))
     monkeypatch.setenv("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", "0")
 
 
