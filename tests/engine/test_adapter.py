@@ -294,12 +294,27 @@ def test_the_longest_prompt_counts_where_the_rope_depends_on_it(describe):
     assert describe(long_rope) != describe(both)
 
 
-def test_scales_of_one_start_are_no_cache_for_the_next(describe, caplog):
-    def computed(config, folder):
-        object.__setattr__(config.cache_config, "calculate_kv_scales", True)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c: object.__setattr__(c.cache_config, "calculate_kv_scales", True), "--calculate-kv-scales"),
+        (lambda c: setattr(c.model_config, "model_weights", "s3://bucket/model"), "the weights of s3://bucket/model"),
+        (lambda c: setattr(c.model_config, "model", "nobody/has-this"), "the weights of nobody/has-this"),
+    ],
+)
+def test_what_the_next_start_may_have_otherwise_is_no_cache_for_it(describe, caplog, change, reason):
+    assert describe(lambda config, folder: change(config)) is None
+    assert reason in caplog.text
 
-    assert describe(computed) is None
-    assert "--calculate-kv-scales" in caplog.text
+
+def test_a_commit_says_which_weights_they_are_wherever_they_lie(describe):
+    def published(commit):
+        def change(config, folder):
+            config.model_config.model, config.model_config.revision = "nobody/has-this", commit * 40
+
+        return change
+
+    assert describe(published("a"))["weights"] != describe(published("b"))["weights"]
 
 
 def test_hashes_that_the_next_process_would_not_repeat_do_not_name_what_outlives_this_one(keys, monkeypatch):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def weights(name: str, revision: str | None, load_format: str = "auto") -> str:
-    """Which weights a model has: the commit they were published with, or what can be seen of their files.
+    """Which weights a model has: the commit they were published with, or what can be seen of their files. Empty when
+    that is nothing: then nobody can tell whether the next engine of that name has the same.
 
     A folder whose files have been replaced is another model, whatever its name.
     """
@@ -17,7 +18,10 @@ def weights(name: str, revision: str | None, load_format: str = "auto") -> str:
         path = _in_hub_cache(name, revision) or path
     if commit := re.search(r"/snapshots/([0-9a-f]{40})(/|$)", str(path.resolve()) if path.exists() else ""):
         return f"{load_format} commit {commit[1]}"
-    return f"{load_format} {revision or ''} {files(path)}"
+    if not path.exists() and re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        return f"{load_format} commit {revision}"
+    seen = files(path)
+    return f"{load_format} {revision or ''} {seen}" if seen else ""
 
 
 def files(path: Path) -> str:

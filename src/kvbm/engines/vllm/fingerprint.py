@@ -35,15 +35,16 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
     """Everything but the layout of a block, which is known when the engine has made its cache. None, with a sentence,
     when no other engine could read its blocks."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    if getattr(cache, "calculate_kv_scales", False):
-        logger.warning("nothing outlives this engine: --calculate-kv-scales gives every start scales of its own")
+    seen = weights(str(model.model), getattr(model, "revision", None), _load_format(vllm_config))
+    if (reason := _not_for_others(model, cache, seen)) is not None:
+        logger.warning("nothing that KVBM keeps outlives this engine: %s", reason)
         return None
     reuses = reuses_engine_hashes(vllm_config, kv_cache_config, persistent=True)
     draft = getattr(vllm_config, "speculative_config", None)
     return {
         "engine": "vllm {}.{}".format(*compat.release()),
         "model": str(model.model),
-        "weights": weights(str(model.model), getattr(model, "revision", None), _load_format(vllm_config)),
+        "weights": seen,
         "config": digest(_json(model.hf_config) + _length(model)),
         "draft": "" if draft is None else digest(str(draft)),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}",
@@ -54,6 +55,16 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
         "replica": getattr(parallel, "data_parallel_rank", 0) or 0,
         "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else _own_scheme(),
     }
+
+
+def _not_for_others(model: Any, cache: Any, seen: str) -> str | None:
+    """Why the blocks of this engine would be wrong in another, as far as can be known. ``seen``: of its weights."""
+    if getattr(cache, "calculate_kv_scales", False):
+        return "--calculate-kv-scales gives every start scales of its own"
+    # What is on this machine of a model whose weights come from an object store says nothing of them.
+    if (remote := getattr(model, "model_weights", "")) or not seen:
+        return f"nobody can tell whether the weights of {remote or model.model} are the same the next time"
+    return None
 
 
 def _length(model: Any) -> str:
