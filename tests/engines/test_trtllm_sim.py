@@ -152,6 +152,7 @@ def test_the_ranks_that_live_go_on_without_one_that_was_killed():
     result = serve(SHORT, faults="slow:rank=1", kill=(1, 20), silence=1.5)
     check(SHORT, result)
     assert result["lost_ranks"] == result["kvbm"]["lost"] == [1]
+    assert result["kvbm"]["faults"]["rank 1: lost"] == 1
     assert result["loaded_requests"]
 
 

@@ -180,12 +180,6 @@ def test_reports_about_plans_that_are_over_change_nothing():
     assert quiet(leader)
 
 
-def test_reasons_of_failures_add_up():
-    leader = make()
-    leader.apply([Report(0, faults={"checksum": 2}), Report(1, faults={"checksum": 1, "io": 1})])
-    assert leader.faults == {"checksum": 3, "io": 1}
-
-
 # -- a failed load and the stores beside it ---------------------------------------------------------------------------
 
 

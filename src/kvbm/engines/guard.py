@@ -19,6 +19,9 @@ from kvbm.observe.nvtx import annotate
 
 logger = logging.getLogger("kvbm")
 
+MOST_KINDS = 256  # that are counted, and said, each for itself
+OTHERS = "more faults, of other kinds"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -52,7 +55,9 @@ class Faults:
         return dict(fresh)
 
     def note(self, reason: str, times: int) -> None:
-        """A fault that a worker has reported."""
+        """A fault that a worker has reported. An error's text may be another every time, and is not kept for ever."""
+        if reason not in self.counts and len(self.counts) >= MOST_KINDS:
+            reason = OTHERS
         if reason not in self.counts:
             logger.warning("%s; the blocks are computed again. Further faults of this kind are only counted.", reason)
         self.counts[reason] += times

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kvbm.config import CONSOLIDATOR_PORT_OFFSET, Config
+from kvbm.config import Config
 
 logger = logging.getLogger("kvbm")
 
 
 def output_endpoint(config: Config, rank: int = 0) -> str:
     """Where the consolidator of a data-parallel rank publishes: on this machine only, as all who need it are here."""
-    return f"tcp://127.0.0.1:{config.leader_zmq_pub_port + CONSOLIDATOR_PORT_OFFSET + rank}"
+    return f"tcp://127.0.0.1:{config.consolidator_port + rank}"
 
 
 class ConsolidatorProcess:

@@ -12,7 +12,6 @@ and collects reports; it never touches a byte and never waits. Three rules keep 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -94,7 +93,6 @@ class Leader:
         self._kept_bytes = kept_bytes or sum(block_bytes)
         self._cost = cost
         self.counts = Counts()
-        self.faults: Counter[str] = Counter()
         self.ranks = ranks
         self._lost: set[int] = set()
         self._max_pending = max_pending_blocks
@@ -173,8 +171,6 @@ class Leader:
         """Take in what the ranks have finished. Loads first: they decide what becomes of the stores beside them."""
         reports = list(reports)
         for report in reports:
-            for reason, times in report.faults.items():
-                self.faults[reason] += times
             for load in report.loads:
                 self._end_load(report.rank, load)
         for report in reports:
@@ -307,7 +303,6 @@ class Leader:
         if rank in self._lost:
             return
         self._lost.add(rank)
-        self.faults["rank lost"] += 1
         for plan_id, flight in list(self._loads.items()):
             if rank in flight.ranks:
                 self._end_load(rank, LoadResult(plan_id, list(range(len(flight.plan.blocks)))))

@@ -31,8 +31,6 @@ from kvbm.transfer.kernel_copies import KernelCopies, mark
 
 logger = logging.getLogger("kvbm")
 
-COPY_WAYS = ("auto", "kernel", "engine")
-
 # Of the kernel's bandwidth, what the copy engine must reach to be preferred for stores. Hardly any bandwidth is needed
 # to keep up with a prefill, so being out of its way counts for more.
 _ENGINE_IS_ENOUGH = 0.5

@@ -230,6 +230,7 @@ class LeaderHalf:
     def _lose(self, leader: Leader, rank: int) -> None:
         """A rank is dead. Nothing is found or kept from here on; the others need not wait for it."""
         self._lost.add(rank)
+        self._faults.note(f"rank {rank}: lost", 1)
         leader.fail_rank(rank)
         for order in list(self._set_backs):
             self._has_set_back(rank, order, ok=True)
