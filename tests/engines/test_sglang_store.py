@@ -20,12 +20,14 @@ import pytest
 
 from kvbm import config as settings
 from kvbm.engines.sglang.observed import StoreSource
-from kvbm.engines.sglang.shared import MAP, KeyMap, Reader
+from kvbm.engines.sglang.shared import KeyMap, Reader
 from kvbm.engines.sglang.store import Sizes, Store
 from kvbm.observe.findings import explain
 from kvbm.observe.metrics import render
 from kvbm.observe.snapshot import Identity
 from kvbm.plans import Tier
+from kvbm.storage import caches
+from kvbm.storage.index import KEY_MAP
 
 PAGE = 3 * 4096 - 512  # no multiple of a disk's block
 CACHE = {"engine": "sglang", "model": "test", "shape": "x"}
@@ -352,8 +354,8 @@ def test_memory_that_is_but_the_way_to_the_disk_is_no_tier(stores):
 
 
 def test_a_map_of_keys_finds_what_a_dict_finds(tmp_path):
-    writer = KeyMap(tmp_path / MAP, 64)
-    reader = KeyMap(tmp_path / MAP)
+    writer = KeyMap(tmp_path / KEY_MAP, 64)
+    reader = KeyMap(tmp_path / KEY_MAP)
     known, chance = {}, random.Random(1)
     for _ in range(5000):
         (key,) = keys(chance.randrange(300))
@@ -372,10 +374,40 @@ def test_a_map_of_keys_finds_what_a_dict_finds(tmp_path):
     writer.close()
 
 
+def test_a_writer_that_begins_anew_kills_no_reader(tmp_path):
+    """In a process of its own: a mapping whose file was truncated ends it at the first look."""
+    look = (
+        "import sys; from pathlib import Path; from kvbm.engines.sglang.shared import KeyMap\n"
+        "path = Path(sys.argv[1]); before, reader = KeyMap(path, 100_000), KeyMap(path)\n"
+        "KeyMap(path, 1)\n"
+        "print([reader.find(bytes([i]) * 32) for i in range(256)] == [None] * 256, reader.is_at(path))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look, str(tmp_path / KEY_MAP)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "True False\n")
+
+
+def test_other_ranks_find_a_writer_that_begins_anew(stores, tmp_path):
+    shown = {"shown": lambda directory, slots: KeyMap(directory / KEY_MAP, slots)}
+    store = stores(disk=64, **shown)
+    put(store, range(10))
+    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    assert get(reader, range(10)) == list(range(10))
+    store.close()
+    caches.clear(store.directory)
+    again = stores(disk=64, **shown)
+    put(again, range(20, 30))
+    time.sleep(1.1)  # it looks for the writer's files once a second
+    assert get(reader, range(20, 30)) == list(range(20, 30))
+    assert reader.count(keys(1)) == 0
+    reader.close()
+
+
 def test_other_ranks_read_what_one_has_written(stores, tmp_path):
     reader = Reader(settings_for(tmp_path), CACHE, PAGE)
     assert reader.count(keys(1)) == 0
-    store = stores(disk=64, shown=lambda directory, slots: KeyMap(directory / MAP, slots))
+    store = stores(disk=64, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
     put(store, range(40))
     time.sleep(1.1)  # it looks for the writer's files once a second
     assert reader.count(keys(*range(50))) == 40
@@ -390,7 +422,7 @@ def test_other_ranks_read_what_one_has_written(stores, tmp_path):
 
 
 def test_a_reader_is_closed_while_others_ask_and_read(stores, tmp_path):
-    store = stores(0, 50, shown=lambda directory, slots: KeyMap(directory / MAP, slots))
+    store = stores(0, 50, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
     put(store, range(50))
     for _ in range(10):
         reader = Reader(settings_for(tmp_path), CACHE, PAGE)
@@ -419,7 +451,7 @@ def test_a_reader_is_closed_while_others_ask_and_read(stores, tmp_path):
 
 
 def test_a_reader_that_comes_too_late_for_a_slot_gets_nothing_of_another_page(stores, tmp_path):
-    store = stores(disk=32, shown=lambda directory, slots: KeyMap(directory / MAP, slots))
+    store = stores(disk=32, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
     put(store, range(32))
     reader = Reader(settings_for(tmp_path), CACHE, PAGE)
     assert get(reader, range(8)) == list(range(8))
@@ -431,7 +463,7 @@ def test_a_reader_that_comes_too_late_for_a_slot_gets_nothing_of_another_page(st
 
 
 def test_readers_in_other_processes_see_right_pages_or_none(stores, tmp_path):
-    store = stores(disk=128, shown=lambda directory, slots: KeyMap(directory / MAP, slots))
+    store = stores(disk=128, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
     put(store, range(64))
     context = multiprocessing.get_context("fork")
     results = context.Queue()

@@ -11,6 +11,7 @@ A directory holds one cache::
       index.sqlite    one row a block
       lock            held by the engine that uses the cache
       rank-0.slab     the blocks of rank 0, and rank-0.slab.sums their checksums
+      keys.map        under SGLang, where all ranks have the same KV: which block lies where, for those that only read
 
 SQLite and not LMDB: it comes with Python, its file can be read beside a running engine, and a file that was truncated
 gives an error where a mapped one would kill the process. benchmarks/disk.py --index measures both.
@@ -40,6 +41,7 @@ FORMAT = 1
 DATABASE = "index.sqlite"
 DESCRIPTION = "cache.json"
 LOCK = "lock"
+KEY_MAP = "keys.map"  # where one rank writes and others read: what the index says, for them
 
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
 _BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget

@@ -29,13 +29,14 @@ from kvbm.core.keys import Key
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
-from kvbm.engines.sglang.shared import MAP, KeyMap, Reader
+from kvbm.engines.sglang.shared import KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
 from kvbm.engines.weights import weights
 from kvbm.observe import nvtx
 from kvbm.observe.observer import settings_given
 from kvbm.observe.server import Server, open_server
 from kvbm.observe.snapshot import Identity
+from kvbm.storage.index import KEY_MAP
 
 logger = logging.getLogger("kvbm")
 
@@ -118,7 +119,7 @@ class KvbmStorage(HiCacheStorage):
         assert self._slots is not None
         if not self._writes:
             return Reader(self._config, cache, size)
-        shown = (lambda directory, slots: KeyMap(directory / MAP, slots)) if self._shares else None
+        shown = (lambda directory, slots: KeyMap(directory / KEY_MAP, slots)) if self._shares else None
         store = Store(self._config, cache, size, self._slots, self._rank, shown)
         logger.info(
             "KVBM is ready on rank %d: pages of %d bytes of pool %s, %d in host memory and %d on disk",

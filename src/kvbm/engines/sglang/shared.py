@@ -8,6 +8,7 @@ key, that it holds another page by now.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -29,11 +30,9 @@ from kvbm.plans import Tier
 from kvbm.runtime.counts import Counts
 from kvbm.runtime.disk import bounce_slots
 from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
-from kvbm.storage.index import cache_directory, slab_path
+from kvbm.storage.index import KEY_MAP, cache_directory, slab_path
 
 logger = logging.getLogger("kvbm")
-
-MAP = "keys.map"
 
 _EMPTY, _GONE = 0, 1  # instead of the first bytes of a key
 _SUM_BYTES = 8
@@ -44,17 +43,27 @@ class KeyMap:
 
     def __init__(self, path: Path, slots: int = 0) -> None:
         """``slots``: make a table for so many, as its writer; 0: open the one that is there."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if slots else os.O_RDONLY
+        if slots:
+            path.unlink(missing_ok=True)  # not truncated: that would kill whoever still reads the one before
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if slots else os.O_RDONLY
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if slots:
                 os.ftruncate(fd, 16 << (2 * slots - 1).bit_length())
+            self._file = os.fstat(fd)
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if slots else mmap.ACCESS_READ)
         finally:
             os.close(fd)
         self._table = np.frombuffer(self._map, dtype=np.dtype([("key", "<u8"), ("slot", "<u8")]))
         self._mask = len(self._table) - 1
         self._gone = 0
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is the one that lies there, and not that of a writer before."""
+        try:
+            return os.path.samestat(self._file, os.stat(path))
+        except OSError:
+            return True  # none is there
 
     def find(self, key: Key) -> int | None:
         mark = _mark(key)
@@ -152,16 +161,21 @@ class Reader:
     def _open(self) -> KeyMap | None:
         """The writer's files, once it has made them. With the lock: nobody closes them meanwhile."""
         now = time.monotonic()
-        if self._keys is None and now - self._looked > 1.0:
+        if now - self._looked > 1.0:
             self._looked = now
-            try:
-                slab = slab_path(self.directory, 0)
-                self._file = os.open(slab, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
-                self._sums = os.open(f"{slab}{SUMS_SUFFIX}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                self._keys = KeyMap(self.directory / MAP)
-            except (OSError, ValueError):
-                self._close_files()
+            if self._keys is not None and not self._keys.is_at(self.directory / KEY_MAP):
+                self._keys.close()  # the writer has begun anew
+                self._keys = None
+            if self._keys is None:
+                self._open_files()
         return self._keys
+
+    def _open_files(self) -> None:
+        slab = slab_path(self.directory, 0)
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or not whole
+            self._file = _open_at(self._file, slab, self._direct)
+            self._sums = _open_at(self._sums, slab.with_name(slab.name + SUMS_SUFFIX))
+            self._keys = KeyMap(self.directory / KEY_MAP)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -229,10 +243,17 @@ class Reader:
             self._looked = float("inf")
         # Reads that are under way still have the files.
         self._threads.shutdown(cancel_futures=True)
-        self._close_files()
-
-    def _close_files(self) -> None:
         for fd in (self._file, self._sums):
             if fd >= 0:
                 os.close(fd)
         self._file = self._sums = -1
+
+
+def _open_at(fd: int, path: Path, flags: int = 0) -> int:
+    """Open a file in the place of another, if there is one: who is reading that one reads it to the end."""
+    fresh = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    if fd < 0:
+        return fresh
+    os.dup2(fresh, fd, inheritable=False)
+    os.close(fresh)
+    return fd
