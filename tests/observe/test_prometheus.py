@@ -55,6 +55,8 @@ def prometheus(start, tools, watched, tmp_path_factory) -> Prometheus:
     for job in config["scrape_configs"]:
         job.pop("scrape_interval", None)
         job["static_configs"] = [{"targets": [f"127.0.0.1:{ports[job['job_name']]}"]}]
+    whole = {name: value for name, value in config["scrape_configs"][-1].items() if name != "metric_relabel_configs"}
+    config["scrape_configs"].append({**whole, "job_name": WHOLE_PAGE})
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     (folder / "rules.yml").write_text((DEPLOY / "rules.yml").read_text())
     port = free_port()
@@ -79,6 +81,7 @@ def prometheus(start, tools, watched, tmp_path_factory) -> Prometheus:
 
 
 KVBM = '{job="kvbm-metrics"}'
+WHOLE_PAGE = "vllm, with what is dropped"
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +176,20 @@ def test_the_other_metrics_are_there_too(prometheus, story):
 
 
 def test_vllms_own_page_has_the_same_figures(prometheus, story):
-    prometheus.wait_for('kvbm_requests_total{job="vllm",outcome="too short"}', 1)
+    prometheus.wait_for(f'kvbm_requests_total{{job="{WHOLE_PAGE}",outcome="too short"}}', 1)
     for series, wanted in story.items():
         name, brace, labels = series.partition("{")
         kind = next(metric for metric in METRICS if metric.name == name).kind
         if kind == "counter" and not name.endswith("_total"):
             name += "_total"
-        value = prometheus.value(in_job(name + brace + labels, "vllm"))
+        value = prometheus.value(in_job(name + brace + labels, WHOLE_PAGE))
         assert value == pytest.approx(wanted), series
+
+
+def test_no_figure_is_there_twice_as_it_is_deployed(prometheus, story):
+    assert prometheus.query('{__name__=~"kvbm_.*", job="kvbm-metrics"}')
+    assert prometheus.query('{__name__=~"vllm:.*", job="vllm"}')
+    assert prometheus.query('{__name__=~"kvbm_.*", job="vllm"}') == []
 
 
 def test_vllm_logs_them(watched, story):
