@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     def check(self) -> None:
         for name, value in self._asdict().items():
             least = 1 if name in ("num_users", "num_rounds", "answer_len") else 0
-            if value < least or (name == "time" and not value):
+            if not value >= least or (name == "time" and not value):  # or NaN
                 above = "above 0" if name == "time" else f"of at least {least}"
                 raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number {above}")
 

@@ -101,6 +101,10 @@ def _bench(args: argparse.Namespace) -> int:
     from kvbm.bench.runner import Interrupted, Target, run, warm
     from kvbm.bench.workload import MultiRound, Replay, Shape, Workload, read_trace
 
+    for name, least in (("warm_up", 0), ("patience", 0), ("max_requests", 1), ("block_tokens", 1)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number of at least {least}")
     shape = Shape(
         args.num_users, args.num_rounds, args.shared_system_prompt, args.user_history_prompt, args.answer_len, args.time
     )
