@@ -43,36 +43,54 @@ def test_more_than_the_machine_has_is_refused_with_the_figure_that_would_fit():
     assert 0 < fits <= available_memory() / 1e9
 
 
-def test_a_control_group_counts_as_the_machine(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text("1000000000\n")
-    (tmp_path / "memory.current").write_text("400000000\n")
-    monkeypatch.setattr(host, "_control_groups", lambda: [tmp_path])
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    """Makes control groups: a folder, and what is in its files."""
+    monkeypatch.setattr(host, "_GROUPS", tmp_path)
+    read = Path.read_text
+
+    def make(entries, **folders):
+        monkeypatch.setattr(Path, "read_text", lambda path: entries if path.name == "cgroup" else read(path))
+        for name, files in folders.items():
+            folder = tmp_path / name.replace("_", "/")
+            folder.mkdir(parents=True, exist_ok=True)
+            for file, text in files.items():
+                (folder / f"memory.{file}").write_text(f"{text}\n")
+
+    return make
+
+
+def test_a_control_group_counts_as_the_machine(groups):
+    groups("0::/a\n", a={"max": 1_000_000_000, "current": 400_000_000})
     assert available_memory() == 600_000_000
     with pytest.raises(HostMemoryError, match=r"0\.57 GB can be had"):
         HostSlab(590_000_000)
 
 
-def test_what_a_control_group_has_cached_of_files_can_be_had(tmp_path, monkeypatch):
+def test_what_a_control_group_has_cached_of_files_can_be_had(groups):
     """An engine has just read its weights: in a container they count as memory in use."""
-    (tmp_path / "memory.max").write_text("1000000000\n")
-    (tmp_path / "memory.current").write_text("900000000\n")
-    (tmp_path / "memory.stat").write_text(
-        "anon 100000000\nshmem 50000000\nactive_file 200000000\ninactive_file 500000000\n"
-    )
-    monkeypatch.setattr(host, "_control_groups", lambda: [tmp_path])
+    lines = "anon 100000000\nshmem 50000000\nactive_file 200000000\ninactive_file 500000000"
+    groups("0::/a\n", a={"max": 1_000_000_000, "current": 900_000_000, "stat": lines})
     assert available_memory() == 800_000_000
 
 
-def test_the_tightest_of_the_control_groups_around_it_counts(tmp_path, monkeypatch):
-    inner = tmp_path / "a" / "b"
-    inner.mkdir(parents=True)
-    for group, limit in ((inner, "max"), (inner.parent, "700000000")):
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text("200000000\n")
-    monkeypatch.setattr(host, "_GROUPS", tmp_path)
-    read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: "0::/a/b\n" if path.name == "cgroup" else read(path))
+def test_the_tightest_of_the_control_groups_around_it_counts(groups):
+    outer = {"max": 700_000_000, "current": 200_000_000}
+    groups("0::/a/b\n", a=outer, a_b={"max": "max", "current": 200_000_000})
     assert available_memory() == 500_000_000
+    groups("0::/a/not/to/be/seen/from/here\n")
+    assert available_memory() == 500_000_000
+
+
+def test_control_groups_of_the_first_version_count_too(groups):
+    files = {"limit_in_bytes": 900_000_000, "usage_in_bytes": 500_000_000, "stat": "total_inactive_file 100000000"}
+    groups("5:cpu,cpuacct:/x\n4:memory:/docker/1\n0::/\n", memory=files)
+    assert available_memory() == 500_000_000
+
+
+def test_without_a_limit_it_is_what_the_machine_has(groups):
+    groups("0::/a\n", a={"max": "max", "current": 1})
+    assert available_memory() > 1_000_000_000
 
 
 def test_slots_that_do_not_fit_are_an_error():

@@ -131,38 +131,49 @@ def available_memory() -> int:
         fields[name] = int(value.split()[0]) * 1024
     available = fields.get("MemAvailable", fields["MemFree"])
     for group in _control_groups():
-        try:
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
-                available = min(available, max(0, int(limit) - _taken(group)))
-        except (OSError, ValueError):
-            pass
+        with contextlib.suppress(OSError, ValueError):  # no such group, or none with a limit
+            available = min(available, max(0, group.limit() - group.taken()))
     return available
 
 
-def _taken(group: Path) -> int:
-    """Bytes of a control group that it would not get back if it needed them. What it has cached of files, the weights
-    that were just read, say, the kernel gives back; MemAvailable leaves that out too."""
-    taken = int((group / "memory.current").read_text())
-    with contextlib.suppress(OSError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("active_file", "inactive_file"):
-                taken -= int(value)
-    return max(0, taken)
+class _ControlGroup(NamedTuple):
+    path: Path
+    limit_file: str
+    used_file: str
+    cached: tuple[str, ...]  # lines of memory.stat
+
+    def limit(self) -> int:
+        return int((self.path / self.limit_file).read_text())  # "max" is none
+
+    def taken(self) -> int:
+        """Bytes that it would not get back if it needed them. What it has cached of files, the weights that were just
+        read, say, the kernel gives back; MemAvailable leaves that out too."""
+        taken = int((self.path / self.used_file).read_text())
+        with contextlib.suppress(OSError):
+            for line in (self.path / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                taken -= int(value) if name in self.cached else 0
+        return max(0, taken)
 
 
-def _control_groups() -> list[Path]:
-    """This process's, and those around it: each may have a limit."""
+def _control_groups() -> list[_ControlGroup]:
+    """This process's, and those around it: each may have a limit. Of either version."""
     try:
         entries = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
+    groups = []
     for entry in entries:
-        if entry.startswith("0::"):
-            inner = Path(entry[3:].lstrip("/"))
-            return [_GROUPS / inner, *(_GROUPS / outer for outer in inner.parents)]
-    return []
+        _, kinds, name = entry.split(":", 2)
+        # A container may see its own group as the outermost one, whatever the name says.
+        own = Path(name.lstrip("/"))
+        if not kinds:
+            files = "memory.max", "memory.current", ("active_file", "inactive_file")
+            groups += [_ControlGroup(_GROUPS / path, *files) for path in (own, *own.parents)]
+        elif "memory" in kinds.split(","):
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+            groups += [_ControlGroup(_GROUPS / "memory" / path, *files) for path in (own, *own.parents)]
+    return groups
 
 
 def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks: int = 1) -> None:
