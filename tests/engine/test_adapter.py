@@ -328,6 +328,26 @@ def test_hashes_that_the_next_process_would_not_repeat_do_not_name_what_outlives
     assert keys("sha256", persistent=True).reuses_engine_hashes
 
 
+@pytest.mark.parametrize("release", [(0, 26), (0, 30), (0, 31)])
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_an_adapter_under_the_name_of_one_that_was_unloaded_is_another_adapter(release, algorithm, keys, monkeypatch):
+    """Before 0.31 vLLM knows it by its name alone, and has dropped what it had of the other long before we have."""
+    from clockwork import make_request
+    from vllm.lora.request import LoRARequest
+
+    from kvbm.engines.vllm import compat
+
+    monkeypatch.setattr(compat, "release", lambda: release)
+    found = keys(algorithm)
+    sets = []
+    for number in range(2):
+        request = make_request(f"r{number}", TOKENS, lora_request=LoRARequest("name", number + 1, f"/path/{number}"))
+        if release < (0, 31):
+            request.block_hashes = [b"as if only the name counted %d" % i for i in range(10)]
+        sets.append(set(found.of(request)))
+    assert len(sets[0] | sets[1]) == 20
+
+
 def test_an_adapter_whose_files_were_replaced_is_another_adapter(keys, tmp_path):
     """vLLM knows it by name and path. The cache would serve the KV of the old one to the next engine."""
     from clockwork import make_request

@@ -45,7 +45,6 @@ def test_adapters_of_one_name_in_two_folders_are_two(lora, tmp_path):
     assert keys.adapter_name(lora) != keys.adapter_name(other)
 
 
-def test_where_nothing_outlives_the_engine_the_name_is_enough(lora):
+def test_a_request_is_known_by_its_adapters_whole_name(lora):
     request = SimpleNamespace(lora_request=lora, mm_features=(), cache_salt=None)
-    assert keys.scope_of(request).lora == "x"
-    assert keys.scope_of(request, persistent=True).lora == keys.adapter_name(lora)
+    assert keys.scope_of(request).lora == keys.adapter_name(lora)

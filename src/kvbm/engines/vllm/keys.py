@@ -4,7 +4,8 @@ vLLM hashes every request itself, and its hash covers whatever it takes to tell 
 cache salt, multimodal inputs, prompt embeddings, and whatever a later release adds. Where that hash resists collisions
 we take it as it is: it costs nothing and cannot be less careful than vLLM's own prefix cache. Otherwise (xxhash, or a
 granularity that is not the block) we hash the tokens ourselves. So we do for requests with an adapter where blocks
-outlive the engine: vLLM knows an adapter by name and path, and its files may be others by the next start.
+outlive the engine: vLLM knows an adapter by name and path, and its files may be others by the next start. And with
+releases that know it by its name alone: another may be loaded under that name while the engine runs.
 """
 
 from __future__ import annotations
@@ -26,34 +27,33 @@ class RequestKeys:
     def __init__(self, namespace: Namespace, reuses_engine_hashes: bool, persistent: bool = False) -> None:
         self.namespace = namespace
         self.reuses_engine_hashes = reuses_engine_hashes
-        self._persistent = persistent
+        self._hashes_adapters = persistent or compat.release() < (0, 31)
         self._chains: dict[str, KeyChain] = {}
 
     def of(self, request: Any) -> Sequence[Key]:
         if getattr(request, "resumable", False) and not (self.reuses_engine_hashes and compat.hashes_follow_sessions()):
             return ()  # a session takes tokens back and adds images later on, and a running hash can do neither
-        if self.reuses_engine_hashes and not (self._persistent and getattr(request, "lora_request", None)):
+        if self.reuses_engine_hashes and not (self._hashes_adapters and getattr(request, "lora_request", None)):
             return request.block_hashes  # type: ignore[no-any-return]
         chain = self._chains.get(request.request_id)
         if chain is None:
             if getattr(request, "prompt_embeds", None) is not None:
                 return ()  # no tokens to hash
-            chain = self._chains[request.request_id] = KeyChain(self.namespace, scope_of(request, self._persistent))
+            chain = self._chains[request.request_id] = KeyChain(self.namespace, scope_of(request))
         return chain.extend(request.all_token_ids)
 
     def forget(self, request_id: str) -> None:
         self._chains.pop(request_id, None)
 
 
-def scope_of(request: Any, persistent: bool = False) -> Scope:
+def scope_of(request: Any) -> Scope:
     lora = getattr(request, "lora_request", None)
     images = []
     for feature in getattr(request, "mm_features", None) or ():
         identifier = getattr(feature, "identifier", None) or hashlib.sha256(repr(feature).encode()).hexdigest()
         images.append((feature.mm_position.offset, str(identifier)))
-    adapter = None if lora is None else adapter_name(lora) if persistent else lora.lora_name
     return Scope(
-        lora=adapter,
+        lora=None if lora is None else adapter_name(lora),
         cache_salt=getattr(request, "cache_salt", None),
         multimodal=tuple(sorted(images)),
     )
