@@ -16,11 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 COMPLETE = "model.safetensors.index.json"  # written last
 
 Weights = Mapping[str, Callable[[], Any]]
+Shape: TypeAlias = "Dense | Latent | Windowed"
 
 
 class Dense(NamedTuple):
@@ -117,11 +118,44 @@ class Latent(NamedTuple):
         }
 
 
+class Windowed(NamedTuple):
+    """A Llama of which every third layer sees all tokens, and the others a sliding window."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    dtype: str
+    window: int
+
+    def config(self) -> dict[str, Any]:
+        kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(self.layers)]
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": self.head_dim,
+            "num_key_value_heads": self.kv_heads, "rope_theta": 1000000, "layer_types": kinds,
+            "sliding_window": self.window,
+        }  # fmt: skip
+
+    def attention(self, draw: Draw) -> Weights:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        twice = 2 / math.sqrt(self.hidden)  # for the scores' sake: see above
+        return {
+            "q_proj.weight": lambda: draw.normal(queries, self.hidden, std=twice),
+            "k_proj.weight": lambda: draw.normal(keys, self.hidden, std=twice),
+            "v_proj.weight": lambda: draw.normal(keys, self.hidden),
+            "o_proj.weight": lambda: draw.normal(self.hidden, queries),
+        }
+
+
 class Draw:
     """Makes weights. ``std`` of 0.02 at a width of 4,096 is what most models begin with; here it is the same for all
     widths in what comes out of a layer."""
 
-    def __init__(self, shape: Dense | Latent) -> None:
+    def __init__(self, shape: Shape) -> None:
         import torch
 
         self._torch = torch
@@ -141,7 +175,7 @@ class Draw:
         return self._torch.cat([left, right], dim=1)
 
 
-def model_folder(shape: Dense | Latent, under: Path) -> Path:
+def model_folder(shape: Shape, under: Path) -> Path:
     """The model, made if it is not there yet. Needs torch."""
     folder = under.expanduser() / shape.name
     if not (folder / COMPLETE).exists():
@@ -158,7 +192,7 @@ def model_folder(shape: Dense | Latent, under: Path) -> Path:
     return folder
 
 
-def _write(shape: Dense | Latent, folder: Path) -> None:
+def _write(shape: Shape, folder: Path) -> None:
     from safetensors.torch import save_file
 
     config = {

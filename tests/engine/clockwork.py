@@ -4,6 +4,8 @@ The KV of a token is made of the token and of the KV before it, as it is read fr
 the last KV. So the right answer to a prompt is known without an engine, a block with anything else in it shows in the
 answer, and what KVBM has kept can be compared with what it should hold, block by block. Steps overlap as in an engine
 with asynchronous scheduling: the next one is scheduled, and carried out, before the scheduler hears of the one before.
+
+Layers may be in several groups, each of which sees all tokens or a window of them, in the same memory: as in vLLM.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,16 +26,18 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvbm.core.keys import in_group
+from kvbm.engines.vllm import compat
 from kvbm.plans import StepPlan, Tier
 from kvbm.vllm_integration.connector import DynamoConnector
 
 BLOCK = 4
-LAYERS = ("layer.0", "layer.1", "layer.2")
+LAYERS = ("layer.0", "layer.1", "layer.2")  # of every group
 _HASH = get_hash_fn_by_name("sha256")
 init_none_hash(_HASH)
 hash_blocks = get_request_block_hasher(BLOCK, _HASH)
@@ -75,6 +80,16 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options: A
     )
 
 
+def make_cache(windows: Sequence[int], blocks: int) -> KVCacheConfig:
+    """One group of layers for each window; 0 is none."""
+    numbers = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = []
+    for group, window in enumerate(windows):
+        spec = SlidingWindowSpec(**numbers, sliding_window=window) if window else FullAttentionSpec(**numbers)
+        groups.append(KVCacheGroupSpec([f"{name}.{group}" for name in LAYERS], spec))
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
 def make_config(model: str, kvbm: dict[str, Any] | None, **options: Any) -> VllmConfig:
     arguments = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "enforce_eager": True}
     transfer = None
@@ -96,22 +111,29 @@ def make_config(model: str, kvbm: dict[str, Any] | None, **options: Any) -> Vllm
 class Rank:
     """One worker: its share of the cache, KVBM's worker half, and the model runner's view of the requests."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, rank: int) -> None:
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, windows: Sequence[int], rank: int) -> None:
         config = copy.copy(config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         self.rank = rank
-        self.layers = {name: torch.full((cache.num_blocks, BLOCK), -1, dtype=torch.int64) for name in LAYERS}
+        self.windows = windows
+        memory = [torch.full((cache.num_blocks, BLOCK), -1, dtype=torch.int64) for _ in LAYERS]
+        self.groups = [dict(zip(group.layer_names, memory, strict=True)) for group in cache.kv_cache_groups]
         self.connector = DynamoConnector(config, KVConnectorRole.WORKER, cache)
-        self.connector.register_kv_caches(self.layers)
+        self.connector.register_kv_caches({name: layer for group in self.groups for name, layer in group.items()})
         self.tokens: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
-        self.blocks: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.plan: StepPlan | None = None  # of the last step
 
-    def disguise(self, layer: int, value: int) -> int:
+    @property
+    def blocks(self) -> dict[str, list[int]]:
+        """The tables of the first group."""
+        return {name: tables[0] for name, tables in self.tables.items()}
+
+    def disguise(self, group: int, layer: int, value: int) -> int:
         """No two layers and no two ranks hold the same numbers."""
-        return value ^ (layer * 0x5555 + self.rank * 0xAAAA0000)
+        return value ^ (group * 0x777700000000 + layer * 0x5555 + self.rank * 0xAAAA0000)
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         connector, meta = self.connector, output.kv_connector_metadata
@@ -126,9 +148,8 @@ class Rank:
         if not in_step:
             connector.start_load_kv(None)
         connector.wait_for_save()
-        _, received = connector.get_finished(output.finished_req_ids)
         transfers = KVConnectorOutput(
-            finished_recving=received,
+            **self._finished(output.finished_req_ids),
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
@@ -141,23 +162,29 @@ class Rank:
             kv_connector_output=transfers,
         )
 
+    def _finished(self, names: set[str]) -> dict[str, Any]:
+        if not compat.fails_whole_requests():
+            return {"finished_recving": self.connector.get_finished(names)[1]}
+        results = self.connector.get_transfer_results(names)
+        return {"finished_recving": results.finished_recving, "failed_recving": results.failed_recving}
+
     def _update(self, output: Any) -> None:
         for name in output.finished_req_ids:
             self.tokens.pop(name, None)
-            self.blocks.pop(name, None)
+            self.tables.pop(name, None)
         for new in output.scheduled_new_reqs:
             self.prompts[new.req_id] = len(new.prompt_token_ids)
             self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
-            self.blocks[new.req_id] = list(new.block_ids[0])
+            self.tables[new.req_id] = [list(table) for table in new.block_ids]
         cached = output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             # As vLLM's runner: tokens that the scheduler has thrown away are forgotten here too.
             del self.tokens[name][self.prompts[name] + cached.num_output_tokens[i] :]
             if name in cached.resumed_req_ids:
                 self.tokens[name] = list(cached.all_token_ids.get(name, self.tokens[name]))
-                self.blocks[name] = []
-            if cached.new_block_ids[i] is not None:
-                self.blocks[name] += cached.new_block_ids[i][0]
+                self.tables[name] = [[] for _ in self.groups]
+            for table, fresh in zip(self.tables[name], cached.new_block_ids[i] or (), strict=False):
+                table += fresh
 
     def _work(self, output: Any) -> dict[str, tuple[int, int]]:
         """Request -> (first position, number of tokens)."""
@@ -167,41 +194,46 @@ class Rank:
         return {name: (first[name], count) for name, count in output.num_scheduled_tokens.items()}
 
     def _forward(self, name: str, first: int, count: int) -> list[int]:
-        tokens, blocks = self.tokens[name], self.blocks[name]
-        last = 0
-        for layer, (layer_name, cache) in enumerate(self.layers.items()):
-            self.connector.wait_for_layer_load(layer_name)
-            # Attention reads all that came before; whatever is wrong there is carried on.
-            last = 0
-            for position in range(first + count):
-                block, offset = blocks[position // BLOCK], position % BLOCK
-                if position >= first:
-                    cache[block, offset] = self.disguise(layer, kv(last, tokens[position]))
-                read = self.disguise(layer, int(cache[block, offset]))
-                # What was read counts if it follows from what was read before it; else it poisons the rest.
-                last = read if read == kv(last, tokens[position]) else (read * 31 + last + 1) & (2**62 - 1)
+        tokens = self.tokens[name]
+        right = [0, *kv_of(tokens[: first + count])]
+        last = strays = 0
+        for group, layers in enumerate(self.groups):
+            table, window = self.tables[name][group], self.windows[group]
+            begin = max(0, first - window + 1) if window else 0
+            for layer, (layer_name, cache) in enumerate(layers.items()):
+                self.connector.wait_for_layer_load(layer_name)
+                # Attention reads all that it sees; whatever is wrong there is carried on.
+                last = right[begin]
+                for position in range(begin, first + count):
+                    block, offset = table[position // BLOCK], position % BLOCK
+                    if position >= first:
+                        cache[block, offset] = self.disguise(group, layer, kv(last, tokens[position]))
+                    read = self.disguise(group, layer, int(cache[block, offset]))
+                    # What was read counts if it follows from what was read before it; else it poisons the rest.
+                    last = read if read == kv(last, tokens[position]) else (read * 31 + last + 1) & (2**62 - 1)
+                strays += last != right[-1]
         if first + count < len(tokens):
             return []
-        tokens.append(next_token(last))
+        tokens.append(next_token(last + (strays << 30)))
         return [tokens[-1]]
 
-    def kept(self, slot: int) -> list[list[int]]:
-        """What KVBM's slab holds in a slot, a list a layer."""
+    def kept(self, slot: int, group: int) -> list[list[int]]:
+        """What KVBM's slab holds in a slot, of a block of this group, a list a layer."""
         slab = self.connector._half._rank._slab
-        return self._read(ctypes.string_at(slab.address + slot * slab.slot_bytes, slab.slot_bytes))
+        return self._read(ctypes.string_at(slab.address + slot * slab.slot_bytes, slab.slot_bytes), group)
 
-    def kept_on_disk(self, slot: int) -> list[list[int]]:
+    def kept_on_disk(self, slot: int, group: int) -> list[list[int]]:
         file = self.connector._half._rank._file()
         with open(file.path, "rb") as slots:
             slots.seek(slot * file.slot_bytes)
-            return self._read(slots.read(file.slot_bytes))
+            return self._read(slots.read(file.slot_bytes), group)
 
-    def _read(self, content: bytes) -> list[list[int]]:
+    def _read(self, content: bytes, group: int) -> list[list[int]]:
         found = []
         for segment in self.connector._half._rank.layout.segments:
             raw = content[segment.offset : segment.offset + segment.size]
             numbers = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
-            found.append([self.disguise(segment.layer, number) for number in numbers])
+            found.append([self.disguise(group, segment.layer, number) for number in numbers])
         return found
 
 
@@ -216,17 +248,16 @@ class Clockwork:
         ranks: int = 1,
         overlap: bool = True,
         second_runner: bool = False,
+        windows: Sequence[int] = (0,),
         **options: Any,
     ) -> None:
         config = make_config(model, {"cpu_cache_override_num_blocks": 200, "load": "always", **kvbm}, **options)
         config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = ranks
         config.scheduler_config.async_scheduling = overlap
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        cache = KVCacheConfig(
-            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
-        )
-        self.ranks = [Rank(config, cache, rank) for rank in range(ranks)]
+        cache = make_cache(windows, blocks)
+        self._groups = len(windows)
+        self.ranks = [Rank(config, cache, windows, rank) for rank in range(ranks)]
         kind = AsyncScheduler if overlap else Scheduler
         self.scheduler = kind(
             vllm_config=config,
@@ -330,18 +361,21 @@ class Clockwork:
 
     def check_pool(self) -> None:
         """What can be found under a key is the KV of the tokens it stands for, on every rank and layer."""
-        known: dict[bytes, list[int]] = {}
+        known: dict[bytes, tuple[list[int], int]] = {}
         for request in self._requests:
             values = kv_of(list(request.all_token_ids))
             for i, key in enumerate(request.block_hashes):
-                known[key] = values[i * BLOCK : (i + 1) * BLOCK]
+                for group in range(self._groups):
+                    name = in_group(key, group) if self.half._groups.apart else key
+                    known[name] = values[i * BLOCK : (i + 1) * BLOCK], group
         for tier, pool in self.half.leader.manager.pools.items():
             if tier is Tier.DISK and self.disk_lies:
                 continue  # it claims to have written what it has not: nobody can know before it is read
             for key, slot in pool._published.items():
+                values, group = known[key]
                 for rank in self.ranks:
-                    for layer in rank.kept(slot) if tier is Tier.HOST else rank.kept_on_disk(slot):
-                        assert layer == known[key], f"{tier.name} slot {slot} of rank {rank.rank} holds the wrong KV"
+                    for layer in (rank.kept if tier is Tier.HOST else rank.kept_on_disk)(slot, group):
+                        assert layer == values, f"{tier.name} slot {slot} of rank {rank.rank} holds the wrong KV"
 
     def check_idle(self) -> None:
         leader = self.half.leader

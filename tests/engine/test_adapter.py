@@ -128,10 +128,16 @@ def groups(*specs):
 @pytest.fixture
 def specs(vllm):
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    return SimpleNamespace(full=FullAttentionSpec(**shape), sliding=SlidingWindowSpec(**shape, sliding_window=8))
+    return SimpleNamespace(
+        full=FullAttentionSpec(**shape),
+        sliding=SlidingWindowSpec(**shape, sliding_window=8),
+        twice_as_long=FullAttentionSpec(**{**shape, "block_size": 8}),
+        twice_as_wide=SlidingWindowSpec(**{**shape, "head_size": 16}, sliding_window=8),
+        states=MambaSpec(block_size=4, shapes=((2, 3),), dtypes=(torch.float32,)),
+    )
 
 
 def test_set_ups_that_cannot_be_served_are_left_alone_with_a_sentence(specs, model, caplog):
@@ -144,9 +150,11 @@ def test_set_ups_that_cannot_be_served_are_left_alone_with_a_sentence(specs, mod
     config = make_config(model, {"cpu_cache_gb": 1})
     caplog.set_level(logging.WARNING, logger="kvbm")
     for cache, sentence in (
-        (groups(specs.full, specs.sliding), "the model has 2 KV cache groups"),
+        (groups(specs.full, specs.states), "the model has 2 KV cache groups (FullAttentionSpec, MambaSpec)"),
+        (groups(specs.full, specs.twice_as_long), "--disable-hybrid-kv-cache-manager"),
+        (groups(specs.full, specs.twice_as_wide), "the model has 2 KV cache groups"),
         (groups(), "the model has 0 KV cache groups"),
-        (groups(specs.sliding), "SlidingWindowSpec"),
+        (groups(specs.states), "MambaSpec"),
         (groups(SimpleNamespace(kv_cache_specs={"a": specs.full, "b": specs.sliding})), "SlidingWindowSpec"),
         (None, "did not say how its KV cache is made up"),
     ):
@@ -160,6 +168,7 @@ def test_set_ups_that_cannot_be_served_are_left_alone_with_a_sentence(specs, mod
         assert connector.update_state_after_alloc(request, None, 0) is None
         assert connector.build_connector_meta(None) is not None
         assert connector.request_finished(request, []) == (False, None)
+        assert connector.request_finished_all_groups(request, ([], [])) == (False, None)
         assert connector.has_pending_push_work() is False
         assert connector.reset_cache() is True
         assert connector.get_kv_connector_stats() is None
@@ -183,6 +192,27 @@ def test_ordinary_attention_is_served(specs):
 
     (group,) = groups(specs.full).kv_cache_groups
     assert compat.unsupported_attention(group) is None
+
+
+def test_layers_that_see_a_window_are_served_where_a_lost_load_can_be_told_of(specs, model, caplog):
+    from clockwork import make_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+
+    from kvbm.engines.vllm import compat
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    served = compat.fails_whole_requests()
+    assert supports_hma(DynamoConnector) is served
+    config = make_config(model, {"cpu_cache_gb": 1, "onboard": "sync"})
+    for cache, windows in ((groups(specs.full, specs.sliding), [0, 8]), (groups(specs.sliding), [8])):
+        caplog.clear()
+        connector = DynamoConnector(config, KVConnectorRole.SCHEDULER, cache)
+        assert ("KVBM stays out of the way" in caplog.text) is not served
+        assert ("KVBM_ONBOARD=sync has no effect" in caplog.text) is served
+        assert compat.windows(config, cache) == (windows if served else None)
+        connector.shutdown()
+    config.speculative_config = object()
+    assert compat.windows(config, groups(specs.full, specs.sliding)) is None
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])

@@ -138,7 +138,9 @@ def test_whoever_is_put_off_is_looked_up_once(make_engine, monkeypatch):
         monkeypatch.setitem(PROMPTS, name, numbers(10 + i, 42))
     engine = make_engine(blocks=128)
     lookup, looked = engine.half.leader.manager.lookup, []
-    monkeypatch.setattr(engine.half.leader.manager, "lookup", lambda *about: looked.append(1) or lookup(*about))
+    monkeypatch.setattr(
+        engine.half.leader.manager, "lookup", lambda *about, **how: looked.append(1) or lookup(*about, **how)
+    )
     seen = ask_together(engine, max_tokens=1, load_seconds=30.0)
     assert [len(loads) for loads in seen] == [1] * 8
     cold, again, prefetched = 8, 8 + 7, 8  # each is asked once more when its turn has come

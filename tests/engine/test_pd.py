@@ -11,6 +11,7 @@ pytestmark = pytest.mark.engine
 
 OURS = {"kv_connector": "DynamoConnector", "kv_connector_module_path": "kvbm.vllm_integration.connector"}
 NIXL = {"kv_connector": "NixlConnector"}
+UNAWARE = {"kv_connector": "FlexKVConnectorV1"}  # of groups
 
 
 class Child:
@@ -152,7 +153,7 @@ def test_the_hybrid_cache_manager_is_refused_with_the_option_to_set():
         kv_connector="PdConnector",
         kv_connector_module_path="kvbm.vllm_integration.connector",
         kv_role="kv_both",
-        kv_connector_extra_config={"connectors": [{**OURS, "kv_role": "kv_both"}, {**NIXL, "kv_role": "kv_both"}]},
+        kv_connector_extra_config={"connectors": [{**child, "kv_role": "kv_both"} for child in (UNAWARE, NIXL)]},
     )
     config = SimpleNamespace(
         kv_transfer_config=transfer, scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False)

@@ -103,3 +103,17 @@ def test_a_tensor_without_a_block_axis_is_refused_with_its_name_and_shape():
 def test_no_tensors_is_an_error():
     with pytest.raises(LayoutError, match="no KV tensors"):
         describe([], BLOCKS)
+
+
+def test_layers_in_the_same_memory_are_copied_once():
+    """Layers that use another's KV, and layers of groups that take turns in it."""
+    first, second = tensor("a"), tensor("b", 1 << 30)
+    alone, shared = describe([first, second], BLOCKS), describe([first, second, tensor("c")], BLOCKS)
+    assert shared.segments == alone.segments
+    assert (shared.block_bytes, shared.description) == (alone.block_bytes, alone.description)
+    assert shared.layers == ("a", "b", "c")
+
+
+def test_layers_that_share_memory_in_different_ways_are_refused():
+    with pytest.raises(LayoutError, match="layers a and b lie in the same memory, each in its own way"):
+        describe([tensor("a"), tensor("b", shape=(BLOCKS, 2, 16, 32))], BLOCKS)

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
+from kvbm.engines.vllm.groups import OneGroup
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.stores import Stores
 from kvbm.plans import Report, StoreResult, Tier
@@ -33,14 +34,16 @@ class Scheduler:
         self.leader = Leader(BlockManager({Tier.HOST: Pool(slots)}), ranks=1)
         self.pool = self.leader.manager.pools[Tier.HOST]
         self.told = []
-        self.stores = Stores(self.leader, Keys(), BLOCK, answers, lambda *about: self.told.append(about[2:]), Faults())
+        self.stores = Stores(
+            self.leader, Keys(), OneGroup(), BLOCK, answers, lambda *about: self.told.append(about[2:]), Faults()
+        )
         self.requests = {}
 
     def add(self, name, prompt):
         """A request whose first ``prompt`` blocks are its prompt and whose others are its answer."""
         request = SimpleNamespace(request_id=name, num_tokens=prompt * BLOCK, num_prompt_tokens=prompt * BLOCK)
         self.requests[name] = RequestState(request)
-        self.requests[name].new_table(range(100, 100 + len(name)), 0)
+        self.requests[name].new_tables([range(100, 100 + len(name))], 0)
 
     def step(self, **computed):
         """Compute blocks (first, end) of each request. Returns the letters that are stored, a word a plan."""
@@ -91,7 +94,7 @@ def test_a_block_that_is_computed_again_has_its_new_place_in_the_engine():
     here = Scheduler()
     here.add("abcd", prompt=4)
     here.step(abcd=(0, 4))
-    here.requests["abcd"].new_table(range(200, 204), 0)
+    here.requests["abcd"].new_tables([range(200, 204)], 0)
     here.pool.clear()
     plans, offload = [], here.leader.offload
     here.leader.offload = lambda keys, blocks: plans.append(blocks) or offload(keys, blocks)

@@ -24,6 +24,7 @@ import xxhash
 
 Key = bytes
 KEY_BYTES = 32
+_LAST_BYTES = [bytes([value]) for value in range(256)]
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -95,6 +96,11 @@ class KeyChain:
         while self._multimodal and self._multimodal[0][0] < end:
             image = msgspec.msgpack.encode(self._multimodal.pop(0))
             self._hasher = hashlib.sha256(b"kvbm image\0" + self._hasher.digest() + image)
+
+
+def in_group(key: Key, group: int) -> Key:
+    """The key of the same tokens in one of several groups of layers, which keep a block each."""
+    return key[:-1] + _LAST_BYTES[key[-1] ^ group + 1]
 
 
 def dynamo_salt(cache_salt: str | None = None, lora_name: str | None = None) -> int:

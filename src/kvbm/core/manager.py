@@ -149,8 +149,19 @@ class BlockManager:
                 break
             else:
                 break
-        pending = at < end and any(pool.is_writing(keys[at]) for pool in self.pools.values())
+        pending = at < end and self.is_writing(keys[at])
         return Match(start, runs, pending, wanted, self._changes())
+
+    def tier_of(self, key: Key) -> Tier | None:
+        """The fastest tier that has a block; None when none has, or says so now."""
+        for tier, pool in self.pools.items():
+            if tier not in self.resting and key in pool:
+                return tier
+        return None
+
+    def is_writing(self, key: Key) -> bool:
+        """Whether a block is on its way to a tier."""
+        return any(pool.is_writing(key) for pool in self.pools.values())
 
     def load(
         self,

@@ -206,7 +206,7 @@ class RequestLog:
         if entry is None:
             return
         known = entry.admission
-        entry.failed_tokens = len(bad) * known.block_tokens
+        entry.failed_tokens = min(len(bad), known.loaded) * known.block_tokens
         if not seconds:
             return
         entry.load_seconds = seconds

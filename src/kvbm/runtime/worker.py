@@ -43,6 +43,7 @@ class Outcome(NamedTuple):
 
     report: Report
     arrived: set[str]  # requests whose asynchronous loads are over, well or badly
+    failed: set[str]  # those of them of which something did not arrive
     bad_blocks: set[int]  # engine blocks that hold nothing usable
 
 
@@ -271,6 +272,7 @@ class Worker:
         self._advance()
         loads = self._collect_late()
         arrived: set[str] = set()
+        failed: set[str] = set()
         bad_blocks: set[int] = set()
         for load in list(self._loads.values()):
             # A load by layer is not over before its forward pass, which may show that it came too late.
@@ -283,6 +285,8 @@ class Worker:
             loads.append(result)
             if not load.plan.in_step:
                 arrived.add(load.plan.request)
+                if result.bad or result.missed:
+                    failed.add(load.plan.request)
         stores = [StoreResult(i, ok=False) for i in self._failed_stores]
         stores += [StoreResult(i) for i in self._idle_stores]
         self._failed_stores.clear()
@@ -305,7 +309,7 @@ class Worker:
         spills = self._ended_spills()
         report = Report(self.rank, loads, stores, dict(self._faults), spills)
         self._faults.clear()
-        return Outcome(report, arrived, bad_blocks)
+        return Outcome(report, arrived, failed, bad_blocks)
 
     def _advance(self) -> None:
         """Let loads from disk go on, and give up those that take too long."""

@@ -70,10 +70,17 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
         raise LayoutError("the engine registered no KV tensors")
     segments: list[Segment] = []
     shapes: list[str] = []
+    seen: dict[int, tuple[str, object]] = {}  # by address: a layer, where in its memory a block is
     offset = 0
     for layer, tensor in enumerate(tensors):
         stride, dims = _split_blocks(tensor, num_blocks)
         starts, size = _contiguous(dims, tensor.itemsize)
+        places = (stride, starts, size)
+        first, known = seen.setdefault(tensor.address, (tensor.name, places))
+        if known != places:
+            raise LayoutError(f"layers {first} and {tensor.name} lie in the same memory, each in its own way")
+        if first != tensor.name:
+            continue  # as layers do that use another's KV, or whose groups take turns in it
         for start in starts:
             segments.append(Segment(layer, tensor.address + start, stride, offset, size))
             offset += size

@@ -13,7 +13,7 @@ from typing import Any
 import vllm
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 import vllm.v1.kv_cache_interface as kv_cache_interface
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvbm.engines import supported
 
@@ -48,7 +48,7 @@ def release() -> tuple[int, int]:
 
 def unknown_members() -> set[str]:
     """What the installed base class offers and we have never seen."""
-    return {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_MEMBERS
+    return {name for name in vars(base.KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_MEMBERS
 
 
 def is_tested() -> bool:
@@ -78,8 +78,38 @@ def hashes_follow_sessions() -> bool:
     return release() >= (0, 32)
 
 
+def fails_whole_requests() -> bool:
+    """Whether a load that has failed can be told of as a request's: vLLM takes blocks of its only group, and of several
+    groups none. Since 0.30."""
+    return hasattr(base, "KVConnectorTransferResults")
+
+
+def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
+    """How many tokens the layers of each KV cache group see, the next one included, 0 for all of them. None where we
+    cannot keep the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike size, states (Mamba), latent
+    vectors, draft models, and releases that could not hear of a failed load.
+    """
+    groups, size = kv_cache_config.kv_cache_groups, vllm_config.cache_config.block_size
+    if not groups or not fails_whole_requests() or getattr(vllm_config, "speculative_config", None) is not None:
+        return None
+    found = []
+    for group in groups:
+        spec = group.kv_cache_spec
+        if (
+            type(spec) not in (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)
+            or spec.block_size != size
+            or spec.page_size_bytes != groups[0].kv_cache_spec.page_size_bytes
+            or not getattr(group, "enable_kv_transfer", True)
+            or any(getattr(spec, name, 0) for name in ("non_causal", "extra_retained_tokens", "prefix_replay_tokens"))
+        ):
+            return None
+        # Full attention has a window as well where the layers look no farther, but their blocks are kept.
+        found.append(spec.sliding_window if type(spec) is kv_cache_interface.SlidingWindowSpec else 0)
+    return found if (getattr(kv_cache_config, "hash_block_size", None) or size) == size else None
+
+
 def unsupported_attention(kv_cache_group: Any) -> str | None:
-    """What keeps the blocks of this group from being kept, as the end of a sentence; None when nothing does.
+    """What keeps the blocks of the only group from being kept, as the end of a sentence; None when nothing does.
 
     Only full causal attention writes every block of a prompt once and for all. With a sliding window vLLM lets go of
     blocks and puts its null block in their place; with attention that looks ahead a block depends on what follows it.

@@ -14,11 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvbm import config as settings
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat, hashing, shortcuts
+from kvbm.engines.vllm.groups import Groups, OneGroup, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerHalf
@@ -68,6 +70,7 @@ class DynamoConnector(KVConnectorBase_V1):
         self._half: SchedulerHalf | WorkerHalf | None = None
         self._leader_channel = InBandLeader()
         self._worker_channel = InBandWorker()
+        self._loses_requests = False
         self._received: KVConnectorMetadata | None = None
         self._plan = StepPlan()
         self._outcome: Outcome | None = None
@@ -79,17 +82,19 @@ class DynamoConnector(KVConnectorBase_V1):
         settings.require_tier(config)
         nvtx.switch(config.nvtx)
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        reason = _unsupported(vllm_config, kv_cache_config)
-        if reason is not None:
+        groups = _groups(vllm_config, kv_cache_config)
+        if isinstance(groups, str):
             if is_scheduler:
-                logger.warning("KVBM stays out of the way: %s. vLLM runs as if it were not configured.", reason)
+                logger.warning("KVBM stays out of the way: %s. vLLM runs as if it were not configured.", groups)
             return
+        self._loses_requests = groups.apart  # and no single blocks
         if is_scheduler:
-            _advise(config, transfer)
+            _advise(config, transfer, groups)
             if config.fast_prompts:
                 hashing.quicken()
-                shortcuts.quicken_scheduler()
-            self._half = SchedulerHalf(config, vllm_config, kv_cache_config, self._faults)
+                if not groups.apart:
+                    shortcuts.quicken_scheduler()
+            self._half = SchedulerHalf(config, vllm_config, kv_cache_config, groups, self._faults)
         else:
             if config.fast_prompts:
                 shortcuts.quicken_worker()
@@ -153,6 +158,11 @@ class DynamoConnector(KVConnectorBase_V1):
         """Never keeps blocks back: whoever gets them next is told which copies to wait for (see ``Leader.fences``)."""
         self._scheduler.finished(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])  # type: ignore[no-any-return]
 
     @guarded(False)
     def has_pending_push_work(self) -> bool:
@@ -234,9 +244,16 @@ class DynamoConnector(KVConnectorBase_V1):
         self._outcome = self._worker.poll()
         return None, (self._outcome.arrived or None) if self._outcome else None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As :meth:`get_finished`, since vLLM 0.30. With several groups a failed load is told of here."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._loses_requests and self._outcome:
+            results.failed_recving = self._outcome.failed
+        return results
+
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._outcome.bad_blocks if self._outcome else set()
+        return self._outcome.bad_blocks if self._outcome and not self._loses_requests else set()
 
     @guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -288,30 +305,46 @@ class DynamoConnector(KVConnectorBase_V1):
             self._half.close()
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why KVBM cannot serve this model or set-up; None when it can."""
+if compat.fails_whole_requests():
+    SupportsHMA.register(DynamoConnector)  # or vLLM would give every layer, whatever it sees, blocks for all tokens
+
+
+def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
+    """How the model's blocks are spread over groups of layers; why KVBM cannot serve this model or set-up if so."""
     if kv_cache_config is None:
         return "vLLM did not say how its KV cache is made up"
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        return f"the model has {groups} KV cache groups (hybrid attention), and only one is supported so far"
-    attention = compat.unsupported_attention(kv_cache_config.kv_cache_groups[0])
-    if attention is not None:
-        return f"the model cannot be served from a cache of blocks: {attention}"
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and context parallelism is not supported so far"
-    return None
+    groups = kv_cache_config.kv_cache_groups
+    attention = compat.unsupported_attention(groups[0]) if len(groups) == 1 else ""
+    if attention is None:
+        return OneGroup()
+    windows = compat.windows(vllm_config, kv_cache_config)
+    if windows is not None:
+        return SeveralGroups(windows, vllm_config.cache_config.block_size)
+    if attention:
+        return f"the model cannot be served from a cache of blocks: {attention}"
+    kinds = ", ".join(dict.fromkeys(type(group.kv_cache_spec).__name__ for group in groups))
+    return (
+        f"the model has {len(groups)} KV cache groups ({kinds}), and not all of them can be kept so far. With "
+        "--disable-hybrid-kv-cache-manager vLLM makes one of them, if it can, for more GPU memory"
+    )
 
 
-def _advise(config: settings.Config, transfer: Any) -> None:
+def _advise(config: settings.Config, transfer: Any, groups: Groups) -> None:
     """What the user should hear once, at start."""
     compat.warn_if_untested()
     for warning in config.warnings:
         logger.warning("%s", warning)
     if config.unused:
         logger.info("known, not used yet: %s", ", ".join(config.unused))
+    if groups.apart and config.onboard == "sync":
+        logger.warning(
+            "KVBM_ONBOARD=sync has no effect: layers of this model see different parts of a prompt, which are always "
+            "loaded outside of the step"
+        )
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         logger.warning(

@@ -54,6 +54,7 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
         # Engines side by side that share their requests have a cache each.
         "replica": getattr(parallel, "data_parallel_rank", 0) or 0,
         "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else _own_scheme(),
+        **_groups(kv_cache_config),
     }
 
 
@@ -72,6 +73,12 @@ def _length(model: Any) -> str:
     factors of a long and a short rope, and whether Llama 4 tunes the temperature of its queries."""
     config = _json(model.hf_config)
     return f" {model.max_model_len}" if '"longrope"' in config or '"llama4' in config else ""
+
+
+def _groups(kv_cache_config: Any) -> Fingerprint:
+    """Which layers are kept together, where they are not all."""
+    groups = [(list(group.layer_names), str(group.kv_cache_spec)) for group in kv_cache_config.kv_cache_groups]
+    return {"groups": digest(json.dumps(groups))} if len(groups) > 1 else {}
 
 
 def _load_format(vllm_config: Any) -> str:

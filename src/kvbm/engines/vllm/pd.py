@@ -65,7 +65,7 @@ class PdConnector(MultiConnector):
         cache = self._connectors[_CACHE]
         chosen = self._requests_to_connector.get(request.request_id)
         if num_external_tokens and chosen == _TRANSPORT and isinstance(cache, DynamoConnector):
-            cache.others_write(blocks.get_block_ids()[0])
+            cache.others_write([block for table in blocks.get_block_ids() for block in table])
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:

@@ -14,14 +14,15 @@ class RequestState:
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "blocks", "declined", "failures", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
-        "put_off_since", "refused", "request", "stored", "waits_since", "within",
+        "declined", "failures", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
+        "put_off_since", "refused", "request", "stored", "tables", "waits_since", "within",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        # The engine's block table, kept here because releases hand it over differently; None while it is not known.
-        self.blocks: list[int] | None = None
+        # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
+        # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
+        self.tables: list[list[int]] | None = None
         self.stored = 0  # blocks from the front that need no more thought
         self.loads = False  # blocks are on their way to it, or have been
         self.keep = True  # False: what it computes rests on blocks from before a reset, or on blocks that were lost
@@ -38,8 +39,8 @@ class RequestState:
         self.within = 0.0  # seconds that a load from disk may take
         self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
 
-    def new_table(self, blocks: Sequence[int], computed: int) -> None:
-        self.blocks = list(blocks)
+    def new_tables(self, tables: Sequence[Sequence[int]], computed: int) -> None:
+        self.tables = [list(table) for table in tables]
         self.stored = 0
         self.outside = False
         if not computed:

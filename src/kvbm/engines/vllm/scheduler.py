@@ -16,6 +16,7 @@ from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
 from kvbm.engines.vllm.ahead import Ahead
+from kvbm.engines.vllm.groups import Groups, Tables
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import Ended, RequestState
 from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity, say_ready
@@ -56,7 +57,7 @@ LONG_PROMPT = 256
 class SchedulerHalf:
     """Called by the connector from vLLM's scheduler thread."""
 
-    def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any, faults: Faults) -> None:
+    def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any, groups: Groups, faults: Faults) -> None:
         self.leader: Leader | None = None  # until the workers have said how much room they have
         self.counts = Counts()
         self._config = config
@@ -77,12 +78,15 @@ class SchedulerHalf:
         self._ended: list[Ended] = []  # requests that are not seen off yet
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._still_steps = 0  # in a row, with nothing to compute
+        self._groups = groups
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
+        if groups.apart:
+            self._may_layer = False
         self._cost = CostModel(
             step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             layers_from=self._decode_tokens + 1 if self._may_layer else inf,
             attention_span=4 * vllm_config.model_config.get_hidden_size(),
-            mode=config.onboard,
+            mode="async" if groups.apart else config.onboard,
             load=config.load,
         )
         self._steps = StepTimes(self._cost)
@@ -132,8 +136,9 @@ class SchedulerHalf:
         self.leader.on_ended_load = self._load_ended
         self._waits = Waits(manager, self._cost, self._block_size, self._block_bytes)
         self._stores = Stores(
-            self.leader, self._keys, self._block_size, self._config.offload_decode, self._describe, self._faults
-        )
+            self.leader, self._keys, self._groups, self._block_size, self._config.offload_decode, self._describe,
+            self._faults,
+        )  # fmt: skip
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         worker = find_local(engine_id, 0) if self._ranks == 1 else None
         self._submits = worker is not None
@@ -153,7 +158,11 @@ class SchedulerHalf:
                 self._cost.start_from(Tier.DISK, rate)
         self.counts = self.leader.counts
         hashed = getattr(self._kv_cache_config, "hash_block_size", None) or self._block_size
-        if feed.is_wanted(self._vllm_config) and hashed == self._block_size:
+        if feed.is_wanted(self._vllm_config) and self._groups.apart:
+            logger.warning(
+                "KV events do not tell what KVBM holds: layers of this model see different parts of a prompt"
+            )
+        elif feed.is_wanted(self._vllm_config) and hashed == self._block_size:
             group = self._kv_cache_config.kv_cache_groups[0]
             self._feed = feed.EventFeed(manager.pools, self._block_size, group)
             if self._config.kv_events_enable_consolidator == "on":
@@ -227,11 +236,11 @@ class SchedulerHalf:
             state.lookup = Lookup(computed_tokens, ON_DEVICE if start else TOO_SHORT)
             return 0, False
         keys = self._keys.of(request)
-        found = self.leader.manager.lookup(keys, start, limit)
+        found = self._groups.find(self.leader.manager, keys, start, limit)
         if found.pending:
             if self._waits.for_block(state, found, request.num_tokens):
                 return None, False
-            found = self.leader.manager.lookup(keys, start, limit, patient=False)
+            found = self._groups.find(self.leader.manager, keys, start, limit, patient=False)
         decision = self._decide(request, found)
         state.lookup = Lookup(computed_tokens, limit=limit, found=found, decision=decision)
         if decision.blocks < found.blocks and not state.declined:
@@ -250,7 +259,7 @@ class SchedulerHalf:
         state.in_step = decision.in_step and (forced or not state.put_off)  # else it has waited long enough for a step
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
-        if not state.in_step and self._others_go_on(request.request_id):
+        if not state.in_step and not self._groups.apart and self._others_go_on(request.request_id):
             self._go_to_the_end(request, keys, state)
         return state.match.blocks * self._block_size, not state.in_step
 
@@ -297,7 +306,8 @@ class SchedulerHalf:
         computed = found.start * self._block_size
         others = self._others_go_on(request.request_id)
         rest = request.num_tokens - computed
-        return self._cost.decide(found, self._block_bytes, self._block_size, computed, rest, others)
+        size = self._block_bytes * self._groups.moved(found.blocks) // max(found.blocks, 1)
+        return self._cost.decide(found, size, self._block_size, computed, rest, others)
 
     def _others_go_on(self, request_id: str) -> bool:
         """Whether others would notice if the step took long. Who has its last token in a step under way would not."""
@@ -315,29 +325,30 @@ class SchedulerHalf:
         if not external_tokens:
             if self._ahead is not None:
                 self._ahead.not_loaded(request.request_id)
-            self._let_in(request, state, None)
+            self._let_in(request, state, None, 0)
             return
-        table = blocks.get_block_ids()[0]
+        tables, count = blocks.get_block_ids(), external_tokens // self._block_size
         try:
-            self._loads.append(self._plan_load(request, state, table, external_tokens // self._block_size))
+            self._loads.append(self._plan_load(request, state, tables, count))
         except Exception as error:
             # vLLM counts on these blocks already. A plan that no worker can follow makes them all report a failed load,
             # which is how vLLM learns to compute them.
             self._faults.record("planning a load", error)
             self._hopeless += 1
-            targets, in_step = list(table), True
+            start, end, in_step = 0, len(tables[0]), not self._groups.apart
             if state is not None:
                 in_step, state.refused, state.outside = state.in_step, True, not state.in_step
                 if state.match is not None:
                     # No others: those in front of them are good, and may be shared with requests that are running.
-                    targets = targets[state.match.start :][: external_tokens // self._block_size]
+                    start, end = state.match.start, state.match.start + count
+            targets = list(self._groups.targets(tables, start, end - start))
             copies = [Copy(Tier.HOST, [-1] * len(targets), targets)]
             self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
             return
         plan = self._loads[-1]
         if self._ahead is not None:
             self._ahead.load_planned(plan)
-        self._let_in(request, state, plan)
+        self._let_in(request, state, plan, count)
 
     def others_write(self, blocks: Sequence[int]) -> None:
         """Somebody else fills these blocks, outside of the engine's order: what still reads them must be over by then.
@@ -347,21 +358,20 @@ class SchedulerHalf:
         if self.leader is not None:
             self._settle += self.leader.fences(blocks)
 
-    def _let_in(self, request: Any, state: RequestState | None, plan: LoadPlan | None) -> None:
+    def _let_in(self, request: Any, state: RequestState | None, plan: LoadPlan | None, loaded: int) -> None:
         """Once for every time a request is let in; vLLM comes here again when a load outside of the step is over."""
         if state is not None and state.lookup is not None:
-            seen = admission(request, state.lookup, plan, self._block_size, self._cost)
+            seen = admission(request, state.lookup, loaded, self._block_size, self._cost)
             state.lookup = None
             if any(ended.name == request.request_id for ended in self._ended):
                 self._see_off()  # the log goes by names, and knows one of a kind at a time
             self.observer.log.admitted(seen, None if plan is None else plan.id)
 
-    def _plan_load(self, request: Any, state: RequestState | None, table: Sequence[int], count: int) -> LoadPlan:
+    def _plan_load(self, request: Any, state: RequestState | None, tables: Tables, count: int) -> LoadPlan:
         if self.leader is None or state is None or state.match is None:
             raise RuntimeError(f"vLLM expects {count} blocks that were never offered")
-        match = state.match.cut(count)
-        targets = table[match.start : match.start + count]
-        left = request.num_tokens - (match.start + count) * self._block_size
+        match, targets = self._groups.place(self.leader.manager, state.match, tables, count)
+        left = request.num_tokens - (state.match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
         plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left, state.within)
         state.loads, state.outside = True, not state.in_step
@@ -387,7 +397,7 @@ class SchedulerHalf:
             # all copies, and nothing is kept of a request before it gets a new table.
             self._faults.record("following block tables", error)
             for state in self._requests.values():
-                state.blocks = None
+                state.tables = None
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
             if self._stores is not None:
@@ -432,12 +442,12 @@ class SchedulerHalf:
         written: list[int] = []
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if (state := self._requests.get(request_id)) is not None:
-                state.blocks = None
+                state.tables = None
         for new in output.scheduled_new_reqs:
-            table = new.block_ids[0]
-            written += table[new.num_computed_tokens // size :]
+            for table in new.block_ids:
+                written += table[new.num_computed_tokens // size :]
             if (state := self._requests.get(new.req_id)) is not None:
-                state.new_table(table, new.num_computed_tokens)
+                state.new_tables(new.block_ids, new.num_computed_tokens)
                 if state.found is None:
                     state.found = new.num_computed_tokens // size
         cached = output.scheduled_cached_reqs
@@ -445,16 +455,18 @@ class SchedulerHalf:
         for i, request_id in enumerate(cached.req_ids):
             if cached.new_block_ids[i] is None:
                 continue
-            fresh = cached.new_block_ids[i][0]
+            tables, computed = cached.new_block_ids[i], cached.num_computed_tokens[i]
             state = self._requests.get(request_id)
             if request_id in resumed:
-                written += fresh[cached.num_computed_tokens[i] // size :]
+                for table in tables:
+                    written += table[computed // size :]
                 if state is not None:
-                    state.new_table(fresh, cached.num_computed_tokens[i])
-            else:
+                    state.new_tables(tables, computed)
+                continue
+            for group, fresh in enumerate(tables):
                 written += fresh
-                if state is not None and state.blocks is not None:
-                    state.blocks.extend(fresh)
+                if state is not None and state.tables is not None:
+                    state.tables[group].extend(fresh)
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
 
@@ -489,14 +501,16 @@ class SchedulerHalf:
         self._feed = None
 
     def lost(self, blocks: set[int]) -> None:
-        """These blocks of the engine did not arrive. A step may have computed on them, and vLLM has taken its blocks
-        into its own prefix cache; it means to compute them again, but may preempt the request before it gets there."""
+        """These blocks of the engine's only table did not arrive. A step may have computed on them, and vLLM has taken
+        its blocks into its own prefix cache; it means to compute them again, but may preempt the request before it gets
+        there."""
         spoiled: set[int] = set()
         for state in self._requests.values():
-            if state.blocks is None or blocks.isdisjoint(state.blocks):
+            table = state.tables[0] if state.tables is not None else []
+            if blocks.isdisjoint(table):
                 continue
-            first = next(i for i, block in enumerate(state.blocks) if block in blocks)
-            spoiled.update(state.blocks[first:])
+            first = next(i for i, block in enumerate(table) if block in blocks)
+            spoiled.update(table[first:])
             if not compat.recovers_exactly(self._vllm_config):
                 state.keep = False
         if spoiled:
@@ -549,9 +563,9 @@ class SchedulerHalf:
             try:
                 if stored and self.leader is not None:
                     # What it has used is recent now, wherever it was found; its last blocks are the first to go.
-                    self.leader.touch(keys[:stored])
+                    self.leader.touch(self._groups.used(keys, stored))
                     if found:
-                        self.leader.used(keys[:found])
+                        self.leader.used(self._groups.used(keys, found))
                         self._spill_progress = time.monotonic()
                 self.observer.log.finished(request, output_tokens, keys)
             except Exception as error:

@@ -15,7 +15,7 @@ from kvbm.core.pool import Pool
 from kvbm.observe.observer import settings_given
 from kvbm.observe.requests import ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
-from kvbm.plans import LoadPlan, Tier
+from kvbm.plans import Tier
 
 __all__ = ["ON_DEVICE", "SKIPPED", "TOO_SHORT", "Lookup", "admission", "identity", "say_ready"]
 
@@ -32,13 +32,12 @@ class Lookup(NamedTuple):
     decision: Decision | None = None
 
 
-def admission(request: Any, lookup: Lookup, plan: LoadPlan | None, block_size: int, cost: CostModel) -> Admission:
-    """vLLM lets a request in, with this plan to load blocks for it."""
+def admission(request: Any, lookup: Lookup, loaded: int, block_size: int, cost: CostModel) -> Admission:
+    """vLLM lets a request in, of which so many blocks are to be loaded."""
     found, decision = lookup.found, lookup.decision
     name, tokens, computed = request.request_id, request.num_tokens, lookup.computed_tokens
     if found is None or decision is None:
         return passed_over(name, tokens, computed, block_size, lookup.outcome)
-    loaded = len(plan.blocks) if plan is not None else 0
     return looked_up(name, tokens, computed, lookup.limit, found, loaded, block_size)._replace(
         why=decision.reason if found.runs else "",
         in_step=decision.in_step,

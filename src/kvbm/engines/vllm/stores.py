@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.keys import Key
 from kvbm.engines.guard import Faults
+from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.steps import computed_of
@@ -24,6 +25,7 @@ class _Grown(NamedTuple):
     keys: Sequence[Key]  # all of the request
     first: int
     end: int
+    computed: int  # tokens, before the step
 
 
 class Stores:
@@ -34,6 +36,7 @@ class Stores:
         self,
         leader: Leader,
         keys: RequestKeys,
+        groups: Groups,
         block_size: int,
         answers: bool,
         told: Callable[[Any, Sequence[Key], int, int], None],
@@ -41,6 +44,7 @@ class Stores:
     ) -> None:
         self._leader = leader
         self._keys = keys
+        self._groups = groups
         self._block_size = block_size
         self._answers = answers
         self._told = told
@@ -53,7 +57,7 @@ class Stores:
         together: list[_Grown] = []  # an order to the copier costs as much for one block as for many
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
-            if state is None or state.blocks is None or not state.keep:
+            if state is None or state.tables is None or not state.keep:
                 continue
             try:
                 grown = self._grown(state, computed[request_id], scheduled)
@@ -74,7 +78,7 @@ class Stores:
         Tokens that are only guessed yet (speculation, asynchronous scheduling) have none; their blocks wait for a later
         step. vLLM may step back: after a failed load the blocks behind it are computed, and stored, once more.
         """
-        assert state.blocks is not None
+        assert state.tables is not None
         first, end = computed // self._block_size, (computed + scheduled) // self._block_size
         if first < state.stored:
             state.stored = first
@@ -83,8 +87,8 @@ class Stores:
         if not self._answers:
             end = min(end, state.request.num_prompt_tokens // self._block_size)
         keys = self._keys.of(state.request)
-        end = min(end, len(keys), len(state.blocks))
-        return _Grown(state, keys, state.stored, end) if end > state.stored else None
+        end = min(end, len(keys), *map(len, state.tables))
+        return _Grown(state, keys, state.stored, end, computed) if end > state.stored else None
 
     def _offload(self, grown: list[_Grown]) -> list[StorePlan]:
         """One plan for all of these, or none."""
@@ -92,17 +96,18 @@ class Stores:
             return []
         keys: list[Key] = []
         blocks: list[int] = []
-        for state, known, first, end in grown:
-            assert state.blocks is not None
-            keys += known[first:end]
-            blocks += state.blocks[first:end]
+        for state, known, first, end, computed in grown:
+            assert state.tables is not None
+            fresh, places = self._groups.completed(known, state.tables, first, end, computed)
+            keys += fresh
+            blocks += places
         pool = self._leader.manager.pools[Tier.HOST]
         if pool.free < len(keys):
             # Something must go for these blocks, and not the blocks in front of them.
-            for _, known, first, _ in grown:
-                pool.touch(known[:first])
+            for _, known, first, _, _ in grown:
+                pool.touch(self._groups.used(known, first))
         plan = self._leader.offload(keys, blocks)
-        for state, known, first, end in grown:
+        for state, known, first, end, _ in grown:
             state.stored = end
             self._told(state.request, known, first, end)
         return [] if plan is None else [plan]

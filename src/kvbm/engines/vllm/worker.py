@@ -29,7 +29,8 @@ class WorkerHalf:
     def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any) -> None:
         parallel = vllm_config.parallel_config
         replicas = None
-        if parallel.tensor_parallel_size > 1 and compat.same_on_all_ranks(kv_cache_config.kv_cache_groups[0]):
+        groups = kv_cache_config.kv_cache_groups
+        if parallel.tensor_parallel_size > 1 and all(map(compat.same_on_all_ranks, groups)):
             replicas = Replicas(compat.tensor_parallel_group())
         cache = fingerprint.describe(vllm_config, kv_cache_config) if config.outlives_engine else None
         rank, ranks = parallel.rank % parallel.world_size, parallel.world_size

@@ -1,0 +1,130 @@
+"""Blocks in several tables: what a prefix needs of each group is found, loaded and kept, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvbm.core.keys import in_group
+from kvbm.core.manager import BlockManager
+from kvbm.core.pool import Pool
+from kvbm.engines.vllm.groups import SeveralGroups
+from kvbm.plans import Tier
+
+BLOCK = 4
+KEYS = [bytes([i]) * 32 for i in range(12)]
+
+
+def needed(windows, start, end):
+    """(group, block) of every token that the token behind ``end`` blocks sees, but for the first ``start`` blocks."""
+    found = set()
+    for group, window in enumerate(windows):
+        now = end * BLOCK
+        seen = range(max(0, now - window + 1) if window else 0, now)
+        found |= {(group, token // BLOCK) for token in seen if token // BLOCK >= start}
+    return found
+
+
+def manager_with(pieces, tier=Tier.HOST):
+    manager = BlockManager({Tier.HOST: Pool(200), Tier.DISK: Pool(200)})
+    pool = manager.pools[tier]
+    slots = pool.allocate([in_group(KEYS[i], group) for group, i in pieces])
+    if slots:
+        pool.publish(slots)
+    return manager
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_longest_prefix_is_found_of_which_all_groups_have_what_they_see(seed):
+    source = random.Random(seed)
+    windows = [source.choice((0, 1, 3, 4, 5, 9, 20)) for _ in range(source.randrange(1, 4))]
+    everything = [(group, i) for group in range(len(windows)) for i in range(len(KEYS))]
+    there = {piece for piece in everything if source.random() < source.choice((0.5, 0.9, 0.97))}
+    manager, groups = manager_with(sorted(there)), SeveralGroups(windows, BLOCK)
+    start, limit = source.randrange(4), source.randrange(4, len(KEYS) + 1)
+    ends = [end for end in range(start, limit + 1) if needed(windows, start, end) <= there]
+    found = groups.find(manager, KEYS, start, limit)
+    assert (found.start, found.blocks) == (start, max(ends) - start)
+    assert found.keys == KEYS[:limit]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_vllm_has_made_room_for_is_loaded_to_the_right_places(seed):
+    source = random.Random(seed)
+    windows = [0, *(source.choice((1, 5, 9, 20)) for _ in range(2))]
+    start, end = source.randrange(3), source.randrange(5, len(KEYS))
+    numbers = iter(source.sample(range(1, 500), 100))
+    wanted = needed(windows, start, end)
+    # As vLLM's tables: a block for what is seen and for what is computed next, none for what a window has passed over.
+    tables = [
+        [next(numbers) if (group, i) in needed(windows, 0, end) or i >= end else 0 for i in range(len(KEYS))]
+        for group in range(3)
+    ]
+    manager, groups = manager_with(sorted(wanted)), SeveralGroups(windows, BLOCK)
+    found = groups.find(manager, KEYS, start, end)
+    match, blocks = groups.place(manager, found, tables, end - start)
+    slots = [slot for run in match.runs for slot in run.slots]
+    pool = manager.pools[Tier.HOST]
+    assert len(slots) == len(blocks) == len(wanted)
+    for slot, block in zip(slots, blocks, strict=True):
+        (group,) = (g for g in range(3) if block in tables[g])
+        assert pool.key_of(slot) == in_group(KEYS[tables[group].index(block)], group)
+    assert groups.moved(end) == len(needed(windows, 0, end))
+
+
+def test_a_block_that_is_gone_when_vllm_has_made_room_is_missed():
+    groups = SeveralGroups([0, 5], BLOCK)
+    manager = manager_with(sorted(needed([0, 5], 0, 6)))
+    found = groups.find(manager, KEYS, 0, 6)
+    assert found.blocks == 6
+    manager.pools[Tier.HOST].drop(in_group(KEYS[5], 1))
+    match, blocks = groups.place(manager, found, [list(range(1, 13)), [0] * 5 + [20, 21]], 6)
+    assert match.blocks < len(blocks)
+    with pytest.raises(ValueError, match="cannot fill"):
+        manager.load(match, "r", blocks, False, [])
+
+
+def test_a_match_counts_as_one_in_the_slowest_tier_that_it_takes():
+    groups = SeveralGroups([0, 5], BLOCK)
+    manager = manager_with(sorted(needed([0, 5], 0, 3)))
+    assert [run.tier for run in groups.find(manager, KEYS, 0, 3).runs] == [Tier.HOST]
+    manager.pools[Tier.HOST].drop(in_group(KEYS[2], 1))
+    manager.pools[Tier.DISK].publish(manager.pools[Tier.DISK].allocate([in_group(KEYS[2], 1)]))
+    assert [run.tier for run in groups.find(manager, KEYS, 0, 3).runs] == [Tier.DISK]
+    manager.resting.add(Tier.DISK)
+    assert groups.find(manager, KEYS, 0, 3).blocks == 0
+
+
+def test_what_is_just_being_written_is_worth_a_wait():
+    groups = SeveralGroups([0, 5], BLOCK)
+    pieces = sorted(needed([0, 5], 0, 3))
+    manager = manager_with(pieces[:-1])
+    assert not groups.find(manager, KEYS, 0, 3).pending
+    group, i = pieces[-1]
+    manager.pools[Tier.HOST].allocate([in_group(KEYS[i], group)])
+    assert groups.find(manager, KEYS, 0, 3).pending
+
+
+def test_blocks_that_vllm_has_let_go_of_are_not_kept():
+    """Stores may come late: by then a block behind the window may be somebody else's."""
+    groups = SeveralGroups([0, 5], BLOCK)
+    tables = [[1, 2, 3, 4], [11, 12, 13, 14]]
+    keys, blocks = groups.completed(KEYS, tables, 0, 4, computed=12)  # the next token sees tokens 8 to 12
+    assert blocks == [1, 2, 3, 4, 13, 14]
+    assert keys == [in_group(KEYS[i], g) for g, i in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3))]
+    assert groups.completed(KEYS, [[1, 2, 3, 4], [0, 0, 0, 14]], 0, 4, computed=0)[1] == [1, 2, 3, 4, 14]
+
+
+def test_who_has_used_a_prefix_has_not_used_what_lies_behind_a_window():
+    assert SeveralGroups([5, 0], BLOCK).used(KEYS, 3) == [
+        in_group(KEYS[i], g) for g, i in ((0, 2), (1, 0), (1, 1), (1, 2))
+    ]
+
+
+def test_no_two_groups_share_a_key():
+    keys = {in_group(key, group) for key in KEYS for group in range(20)}
+    assert len(keys) == 20 * len(KEYS)
+    assert keys.isdisjoint(KEYS)
