@@ -295,6 +295,7 @@ def test_files_that_were_replaced_make_another_model(name, describe):
         ("dtype", lambda config: setattr(config.cache_config, "cache_dtype", "fp8")),
         ("config", lambda config: setattr(config.model_config.hf_config, "rope_theta", 7)),
         ("tensor_parallel", lambda config: setattr(config.parallel_config, "tensor_parallel_size", 2)),
+        ("attention", lambda config: setattr(config.attention_config, "backend", "another")),
         ("replica", lambda config: setattr(config.parallel_config, "data_parallel_rank", 1)),
         ("keys", lambda config: setattr(config.cache_config, "prefix_caching_hash_algo", "xxhash")),
     ],
@@ -304,6 +305,15 @@ def test_whatever_changes_the_kv_changes_the_fingerprint(key, change, describe, 
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # without it older releases hash at random
     before, after = describe(), describe(lambda config, folder: change(config))
     assert {name for name in before if before[name] != after[name]} == {key}
+
+
+def test_a_cpu_for_which_vllm_packs_keys_otherwise_finds_nothing(describe, monkeypatch):
+    import torch
+
+    before = describe()["attention"]
+    tiles = torch.cpu._is_amx_tile_supported()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not tiles)
+    assert describe()["attention"] != before
 
 
 def test_the_longest_prompt_counts_where_the_rope_depends_on_it(describe):

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from typing import Any
+
+import torch
 
 from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
@@ -48,6 +51,7 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
         "config": digest(_json(model.hf_config) + _length(model)),
         "draft": "" if draft is None else digest(str(draft)),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}",
+        "attention": _attention(vllm_config),
         "block_size": cache.block_size,
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
@@ -66,6 +70,17 @@ def _not_for_others(model: Any, cache: Any, seen: str) -> str | None:
     if (remote := getattr(model, "model_weights", "")) or not seen:
         return f"nobody can tell whether the weights of {remote or model.model} are the same the next time"
     return None
+
+
+def _attention(vllm_config: Any) -> str:
+    """Who computes attention also says in which order numbers lie inside of a block, and not all of that shows in its
+    shape: the backend that was asked for and, on a CPU, the instructions there are, for which vLLM packs keys."""
+    config = getattr(vllm_config, "attention_config", None)
+    asked = f"{getattr(config, 'backend', None)} {getattr(config, 'backend_per_kind', None) or ''}".strip()
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", "") != "cpu":
+        return asked
+    tiles, wide = (getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_supported"))
+    return f"{asked} on {platform.machine()}{' amx' if tiles else ''}{' avx512' if wide else ''}"
 
 
 def _length(model: Any) -> str:
