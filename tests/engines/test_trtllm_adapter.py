@@ -274,6 +274,23 @@ def test_a_set_up_that_cannot_be_served_is_left_alone(modules, monkeypatch, capl
     assert worker.get_finished([1], [2]) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("attention", {"attn_backend": "FLASHINFER"}),
+        ("config", {"quant_config": "fp8"}),
+        ("dtype", {"dtype": "float16"}),
+        ("weights", {"model": str(Path(__file__))}),
+    ],
+)
+def test_whatever_changes_the_kv_keeps_caches_apart(modules, key, changes):
+    modules()
+    from kvbm.engines.trtllm import compat
+
+    before, after = compat.read_setup(llm_args()).cache, compat.read_setup(llm_args(**changes)).cache
+    assert key in {name for name in before if before[name] != after[name]} <= {key, "model"}
+
+
 def test_a_pool_of_an_unknown_shape_is_left_alone(engine, caplog):
     here = engine(ranks=1)
     here.workers[0].register_kv_caches(torch.zeros(16, 4))

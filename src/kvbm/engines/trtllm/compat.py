@@ -115,6 +115,8 @@ def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:
         "model": model,
         "weights": weights(model, getattr(llm_args, "revision", None), load_format),
         "config": digest(repr([str(getattr(llm_args, name, None)) for name in ("quant_config", "speculative_config")])),
+        # A block's heads may be outside of its tokens or inside, and its pool does not show which.
+        "attention": str(getattr(llm_args, "attn_backend", "")),
         "dtype": f"{getattr(llm_args, 'dtype', 'auto')}/{getattr(cache, 'dtype', 'auto')}",
         "block_size": int(cache.tokens_per_block),
         "tensor_parallel": int(mapping.world_size),
