@@ -215,6 +215,47 @@ def test_layers_that_see_a_window_are_served_where_a_lost_load_can_be_told_of(sp
     assert compat.windows(config, groups(specs.full, specs.sliding)) is None
 
 
+def test_hashes_of_half_a_block_name_no_block(specs, model):
+    """With ``--prefix-match-unit`` vLLM hashes several groups' tokens in smaller steps. The third hash of a prompt is
+    then that of others, too, which have another third block. Only since 0.32 the cache itself says so."""
+    from clockwork import make_config
+
+    from kvbm.engines.vllm import compat, fingerprint
+
+    config = make_config(model, {"cpu_cache_gb": 1})
+    one, two = groups(specs.full), groups(specs.full, specs.sliding)
+    if not hasattr(config.cache_config, "prefix_match_unit"):
+        pytest.skip("this release has no such option")
+    for unit, reused in ((None, True), (4, True), (2, False)):
+        config.cache_config.prefix_match_unit = unit
+        assert fingerprint.reuses_engine_hashes(config, one, False)  # of a single group vLLM hashes blocks in any case
+        assert fingerprint.reuses_engine_hashes(config, two, False) is reused
+        assert (compat.windows(config, two) is not None) is (reused and compat.fails_whole_requests())
+        assert compat.hashed_tokens(config, SimpleNamespace(**vars(two), hash_block_size=2)) == 2
+
+
+def test_models_whose_blocks_vllm_clears_are_left_alone(specs, model, caplog):
+    """It does so before a fence can hold it back, or after a load has begun."""
+    import torch
+    from clockwork import make_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+    from kvbm.engines.vllm import compat
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    half = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    mixed = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"a": specs.full, "b": half})
+    cache = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a", "b"], mixed)])
+    if not compat.clears_blocks(cache):
+        pytest.skip("this release does not clear them")
+    config = make_config(model, {"cpu_cache_gb": 1})
+    caplog.set_level(logging.WARNING, logger="kvbm")
+    assert DynamoConnector(config, KVConnectorRole.SCHEDULER, cache)._half is None
+    assert "KVBM stays out of the way: its layers keep KV in different precisions" in caplog.text
+    assert compat.windows(config, SimpleNamespace(**vars(groups(specs.full)), needs_kv_cache_zeroing=True)) is None
+
+
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallelism_is_left_alone(name, specs, model, caplog):
     from clockwork import make_config

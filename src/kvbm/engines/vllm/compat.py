@@ -87,7 +87,7 @@ def fails_whole_requests() -> bool:
 def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
     """How many tokens the layers of each KV cache group see, the next one included, 0 for all of them. None where we
     cannot keep the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike size, states (Mamba), latent
-    vectors, draft models, and releases that could not hear of a failed load.
+    vectors, draft models, hashes of less than a block, and releases that could not hear of a failed load.
     """
     groups, size = kv_cache_config.kv_cache_groups, vllm_config.cache_config.block_size
     if not groups or not fails_whole_requests() or getattr(vllm_config, "speculative_config", None) is not None:
@@ -105,7 +105,24 @@ def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
             return None
         # Full attention has a window as well where the layers look no farther, but their blocks are kept.
         found.append(spec.sliding_window if type(spec) is kv_cache_interface.SlidingWindowSpec else 0)
-    return found if (getattr(kv_cache_config, "hash_block_size", None) or size) == size else None
+    if clears_blocks(kv_cache_config) or hashed_tokens(vllm_config, kv_cache_config) != size:
+        return None
+    return found
+
+
+def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many tokens each of vLLM's hashes adds to the one before. Since 0.32 the cache says so; until then, with
+    several groups, it is what the user has asked for."""
+    cache, told = vllm_config.cache_config, getattr(kv_cache_config, "hash_block_size", None)
+    if told is None and len(kv_cache_config.kv_cache_groups) > 1:
+        told = getattr(cache, "prefix_match_unit", None)
+    return int(told or cache.block_size)
+
+
+def clears_blocks(kv_cache_config: Any) -> bool:
+    """Whether vLLM fills blocks with zeros before their first use. It does so behind our back: its second model runner
+    before it tells us what the step writes, its first after it has had us begin a load."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def unsupported_attention(kv_cache_group: Any) -> str | None:

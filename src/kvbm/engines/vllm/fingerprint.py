@@ -29,9 +29,9 @@ def reuses_engine_hashes(vllm_config: Any, kv_cache_config: Any, persistent: boo
     """Whether vLLM's own block hashes can be our keys: they resist collisions, count the same blocks as we do and, for
     a cache that outlives the process, mean the same in the next one."""
     cache = vllm_config.cache_config
-    size = getattr(kv_cache_config, "hash_block_size", None) or cache.block_size
+    whole_blocks = compat.hashed_tokens(vllm_config, kv_cache_config) == cache.block_size
     resistant = cache.prefix_caching_hash_algo in _COLLISION_RESISTANT
-    return resistant and size == cache.block_size and (not persistent or compat.hashes_are_stable(dict(os.environ)))
+    return resistant and whole_blocks and (not persistent or compat.hashes_are_stable(dict(os.environ)))
 
 
 def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:

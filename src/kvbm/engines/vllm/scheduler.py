@@ -157,7 +157,7 @@ class SchedulerHalf:
             if (rate := measured(hellos, Tier.DISK)) is not None:
                 self._cost.start_from(Tier.DISK, rate)
         self.counts = self.leader.counts
-        hashed = getattr(self._kv_cache_config, "hash_block_size", None) or self._block_size
+        hashed = compat.hashed_tokens(self._vllm_config, self._kv_cache_config)
         if feed.is_wanted(self._vllm_config) and self._groups.apart:
             logger.warning(
                 "KV events do not tell what KVBM holds: layers of this model see different parts of a prompt"
