@@ -364,9 +364,11 @@ class Clockwork:
         known: dict[bytes, tuple[list[int], int]] = {}
         for request in self._requests:
             values = kv_of(list(request.all_token_ids))
-            for i, key in enumerate(request.block_hashes):
-                for group in range(self._groups):
-                    name = in_group(key, group) if self.half._groups.apart else key
+            for group in range(self._groups):
+                names = request.block_hashes
+                if self.half._groups.apart:
+                    names = in_group(names, group)
+                for i, name in enumerate(names):
                     known[name] = values[i * BLOCK : (i + 1) * BLOCK], group
         for tier, pool in self.half.leader.manager.pools.items():
             if tier is Tier.DISK and self.disk_lies:

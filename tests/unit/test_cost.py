@@ -89,6 +89,13 @@ def test_of_a_mixed_match_the_part_that_pays_is_taken():
     assert decide(h200(), (HOST, 1024), (DISK, 1023))[:2] == (1024, True)
 
 
+def test_a_match_that_cannot_be_parted_is_taken_whole_or_not_at_all():
+    for host, taken in ((1024, WHOLE), (500, 0)):
+        found = match((HOST, host), (DISK, WHOLE - host))
+        assert decide(h200(), *((run.tier, len(run.slots)) for run in found.runs)).blocks == host
+        assert h200().decide(found, BLOCK, 16, 0, PROMPT, False, whole=True).blocks == taken
+
+
 def test_a_few_slow_blocks_are_taken_for_what_is_behind_them():
     assert decide(h200(), (HOST, 1000), (DISK, 8), (HOST, 1039))[:2] == (WHOLE, False)
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvbm.core.keys import in_group
+from kvbm.core import keys as core_keys
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.vllm.groups import SeveralGroups
@@ -16,6 +16,11 @@ from kvbm.plans import Tier
 
 BLOCK = 4
 KEYS = [bytes([i]) * 32 for i in range(12)]
+
+
+def in_group(key, group):
+    (found,) = core_keys.in_group([key], group)
+    return found
 
 
 def needed(windows, start, end):
@@ -87,15 +92,55 @@ def test_a_block_that_is_gone_when_vllm_has_made_room_is_missed():
         manager.load(match, "r", blocks, False, [])
 
 
-def test_a_match_counts_as_one_in_the_slowest_tier_that_it_takes():
-    groups = SeveralGroups([0, 5], BLOCK)
-    manager = manager_with(sorted(needed([0, 5], 0, 3)))
-    assert [run.tier for run in groups.find(manager, KEYS, 0, 3).runs] == [Tier.HOST]
-    manager.pools[Tier.HOST].drop(in_group(KEYS[2], 1))
-    manager.pools[Tier.DISK].publish(manager.pools[Tier.DISK].allocate([in_group(KEYS[2], 1)]))
-    assert [run.tier for run in groups.find(manager, KEYS, 0, 3).runs] == [Tier.DISK]
+def move(manager, group, block):
+    """To disk."""
+    manager.pools[Tier.HOST].drop(in_group(KEYS[block], group))
+    disk = manager.pools[Tier.DISK]
+    disk.publish(disk.allocate([in_group(KEYS[block], group)]))
+
+
+def test_a_match_says_how_much_of_it_comes_from_which_tier():
+    """What one block on disk costs is not what a prefix on disk would cost. But never less than there is."""
+    groups, pieces = SeveralGroups([0, 5], BLOCK), sorted(needed([0, 5], 0, 10))  # eleven: ten and one of the window
+    manager = manager_with(pieces)
+
+    def shares():
+        return [(run.tier, len(run.slots)) for run in groups.find(manager, KEYS, 0, 10).runs]
+
+    assert shares() == [(Tier.HOST, 10)]
+    move(manager, 1, 9)
+    assert shares() == [(Tier.HOST, 9), (Tier.DISK, 1)]
+    for i in range(5):
+        move(manager, 0, i)
+    assert shares() == [(Tier.HOST, 4), (Tier.DISK, 6)]
+    for i in range(5, 10):
+        move(manager, 0, i)
+    assert shares() == [(Tier.DISK, 10)]
     manager.resting.add(Tier.DISK)
-    assert groups.find(manager, KEYS, 0, 3).blocks == 0
+    assert groups.find(manager, KEYS, 0, 10).blocks == 0
+
+
+def test_what_somebody_else_is_bringing_up_from_disk_is_waited_for_and_read_once():
+    groups = SeveralGroups([0, 5], BLOCK)
+    manager = manager_with(sorted(needed([0, 5], 0, 10)))
+    for group, block in ((0, 3), (1, 9)):
+        move(manager, group, block)
+        coming = manager.pools[Tier.HOST].allocate([in_group(KEYS[block], group)])
+        found = groups.find(manager, KEYS, 0, 10)
+        assert (found.blocks, found.pending, found.awaited) == (0, True, in_group(KEYS[block], group))
+        assert groups.find(manager, KEYS, 0, 10, patient=False).blocks == 10
+        manager.pools[Tier.HOST].publish(coming)
+    assert groups.find(manager, KEYS, 0, 10).awaited is None
+
+
+def test_a_table_that_is_shorter_than_what_was_offered_is_no_table():
+    """vLLM would take blocks for loaded that are in none."""
+    groups = SeveralGroups([0, 5], BLOCK)
+    manager = manager_with(sorted(needed([0, 5], 0, 6)))
+    found = groups.find(manager, KEYS, 0, 6)
+    for tables in ([[1, 2, 3, 4, 5], [0] * 5 + [20]], [[1, 2, 3, 4, 5, 6], [0] * 5]):
+        with pytest.raises(ValueError, match="vLLM has 5 blocks in a table of which it should have 6"):
+            groups.place(manager, found, tables, 6)
 
 
 def test_what_is_just_being_written_is_worth_a_wait():
@@ -128,3 +173,9 @@ def test_no_two_groups_share_a_key():
     keys = {in_group(key, group) for key in KEYS for group in range(20)}
     assert len(keys) == 20 * len(KEYS)
     assert keys.isdisjoint(KEYS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
+def test_many_keys_are_changed_as_one_is(count):
+    keys = [bytes([i, i * 7 % 256]) * 16 for i in range(count)]
+    assert core_keys.in_group(keys, 5) == [key[:-1] + bytes([key[-1] ^ 6]) for key in keys]

@@ -72,6 +72,15 @@ def test_a_block_that_comes_up_from_disk_is_worth_as_long_a_wait_as_computing(he
     assert not here.for_block(later=0.2)
 
 
+def test_what_is_awaited_need_not_be_the_next_block(here):
+    """Of several groups one may lack something that lies before the end of what all have."""
+    put_on_disk(here, b"of a group")
+    found = here.manager.lookup([b"a", b"b"])._replace(awaited=b"of a group")
+    assert here.waits.for_block(here.state, found, tokens=100)
+    here.now += COMPUTING - 0.1
+    assert here.waits.for_block(here.state, found, tokens=100)
+
+
 def test_a_disk_that_does_not_answer_is_not_waited_for(here):
     put_on_disk(here, b"b")
     here.manager.resting.add(Tier.DISK)

@@ -214,12 +214,13 @@ class CostModel:
         computed_tokens: int,
         remaining_tokens: int,
         others_running: bool,
+        whole: bool = False,
     ) -> Decision:
         """How much of a match to load, and where.
 
         ``block_bytes`` and ``block_size`` are bytes (on one rank) and tokens of a block. ``computed_tokens`` are on the
         device already: those before the match. ``remaining_tokens`` are all after them, the match included: what the
-        engine would compute were there no match.
+        engine would compute were there no match. ``whole``: all of it or nothing.
         """
         recompute = self.compute_seconds(computed_tokens, remaining_tokens)
         best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute)
@@ -231,7 +232,7 @@ class CostModel:
         for left, (tier, slots) in zip(range(len(match.runs) - 1, -1, -1), match.runs, strict=True):
             blocks += len(slots)
             sizes[tier] = sizes.get(tier, 0) + len(slots) * block_bytes
-            if left % every:
+            if left % every or (whole and left):
                 continue
             loaded = blocks * block_size
             rest = max(remaining_tokens - loaded, 0)

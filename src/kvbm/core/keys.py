@@ -17,14 +17,16 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from struct import iter_unpack
+from functools import cache
+from itertools import chain
+from struct import Struct, iter_unpack
 
 import msgspec
 import xxhash
 
 Key = bytes
 KEY_BYTES = 32
-_LAST_BYTES = [bytes([value]) for value in range(256)]
+_MANY_KEYS = Struct(f"{KEY_BYTES}s" * 64)
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -98,9 +100,22 @@ class KeyChain:
             self._hasher = hashlib.sha256(b"kvbm image\0" + self._hasher.digest() + image)
 
 
-def in_group(key: Key, group: int) -> Key:
-    """The key of the same tokens in one of several groups of layers, which keep a block each."""
-    return key[:-1] + _LAST_BYTES[key[-1] ^ group + 1]
+def in_group(keys: Sequence[Key], group: int) -> list[Key]:
+    """The keys of the same tokens in one of several groups of layers, which keep a block each.
+
+    They differ in the last byte. It is changed in all of them at once: one by one takes five times as long.
+    """
+    joined = bytearray(b"".join(keys))
+    joined[KEY_BYTES - 1 :: KEY_BYTES] = joined[KEY_BYTES - 1 :: KEY_BYTES].translate(_changed_bytes(group + 1))
+    view, whole = memoryview(joined), len(joined) // _MANY_KEYS.size * _MANY_KEYS.size
+    found: list[Key] = list(chain.from_iterable(_MANY_KEYS.iter_unpack(view[:whole])))
+    found += [key for (key,) in iter_unpack(f"{KEY_BYTES}s", view[whole:])]
+    return found
+
+
+@cache
+def _changed_bytes(mask: int) -> bytes:
+    return bytes(value ^ mask for value in range(256))
 
 
 def dynamo_salt(cache_salt: str | None = None, lora_name: str | None = None) -> int:

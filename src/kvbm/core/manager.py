@@ -38,6 +38,7 @@ class Match(NamedTuple):
     pending: bool  # the block after the last one is being written right now: asking again soon finds more
     keys: Sequence[Key]  # what was asked for; a load makes sure that the slots still hold it
     changes: int = -1  # of the pools, at the time: as long as there are no more they do
+    awaited: Key | None = None  # what is being written, where that is not the next of the keys
 
     @property
     def blocks(self) -> int:
@@ -151,13 +152,6 @@ class BlockManager:
                 break
         pending = at < end and self.is_writing(keys[at])
         return Match(start, runs, pending, wanted, self._changes())
-
-    def tier_of(self, key: Key) -> Tier | None:
-        """The fastest tier that has a block; None when none has, or says so now."""
-        for tier, pool in self.pools.items():
-            if tier not in self.resting and key in pool:
-                return tier
-        return None
 
     def is_writing(self, key: Key) -> bool:
         """Whether a block is on its way to a tier."""

@@ -14,16 +14,16 @@ one window.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from typing import Protocol
 
 from kvbm.core.keys import Key, in_group
 from kvbm.core.manager import BlockManager, Match, Run
 from kvbm.plans import Tier
 
-Tables = Sequence[Sequence[int]]
-
-_NULL = 0  # the block that stands in a table of vLLM's where there is none
+Tables = Sequence[Sequence[int]]  # block 0 stands where there is none
 
 
 class Groups(Protocol):
@@ -90,35 +90,38 @@ class SeveralGroups:
         self._block_size = block_size
 
     def find(self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, patient: bool = True) -> Match:
-        """Where they are in several tiers it counts as a match in the slowest. It has no slots yet: which ones are
-        wanted turns out when vLLM has made room."""
+        """Its runs say how much of it lies in which tier, not what: it is taken as a whole. They have no slots yet:
+        which ones are wanted turns out when vLLM has made room."""
         wanted = keys[:limit]
-        end, pending = self._reach(manager, wanted, start)
-        tiers = [manager.tier_of(key) for key in self._needed(wanted, start, end)]
-        slowest = next((tier for tier in reversed(manager.pools) if tier in tiers), Tier.HOST)
-        runs = [Run(slowest, [-1] * (end - start))] if end > start else []
-        return Match(start, runs, pending, wanted)
+        end, awaited = self._reach(manager, wanted, start, patient)
+        pieces: Counter[Tier] = Counter()
+        for tier, slots in manager.lookup(self._needed(wanted, start, end), patient=False).runs:
+            pieces[tier] += len(slots)
+        nearest, *slower = manager.pools
+        left = end - start
+        runs: list[Run] = []
+        for tier in reversed(slower):  # rather too much of a slow one than too little
+            share = min(left, -(-(end - start) * pieces[tier] // max(1, pieces.total())))
+            runs.append(Run(tier, [-1] * share))
+            left -= share
+        runs.append(Run(nearest, [-1] * left))
+        found = [run for run in reversed(runs) if run.slots]
+        return Match(start, found, awaited is not None, wanted, awaited=awaited)
 
-    def _reach(self, manager: BlockManager, keys: Sequence[Key], start: int) -> tuple[int, bool]:
-        """(where the longest prefix ends of which every group has what it needs, whether something that a longer one
-        lacks is being written right now)"""
-        end, pending = len(keys), False
-        for group in self._seeing_all:
-            for at in range(start, end):
-                key = in_group(keys[at], group)
-                if manager.tier_of(key) is None:
-                    end, pending = at, pending or manager.is_writing(key)
-                    break
-        before = None
+    def _reach(self, manager: BlockManager, keys: Sequence[Key], start: int, patient: bool) -> tuple[int, Key | None]:
+        """(where the longest prefix ends of which every group has what it needs, something that a longer one lacks and
+        that is being written right now)"""
+        end, before, awaited = len(keys), -1, None
+        groups = [*self._seeing_all, *self._sliding]
         while end != before:
             before = end
-            for group in self._sliding:
+            for group in groups:
                 # Without a block no prefix ends behind it, until a window has passed over it.
-                for at in range(end - 1, max(start, self._first(group, end * self._block_size)) - 1, -1):
-                    key = in_group(keys[at], group)
-                    if manager.tier_of(key) is None:
-                        end, pending = at, pending or manager.is_writing(key)
-        return end, pending
+                first = max(start, self._first(group, end * self._block_size))
+                end, writing = _run(manager, keys, group, first, end, patient)
+                awaited = awaited or writing
+            groups = self._sliding  # what sees all has all of a shorter prefix, too
+        return end, awaited
 
     def _first(self, group: int, tokens: int) -> int:
         """The first block that a group's layers see from the token behind so many."""
@@ -127,37 +130,40 @@ class SeveralGroups:
 
     def _needed(self, keys: Sequence[Key], start: int, end: int) -> list[Key]:
         """For a prefix that ends here, of which the engine has the beginning."""
-        return [
-            in_group(key, group)
-            for group in range(len(self._windows))
-            for key in keys[max(start, self._first(group, end * self._block_size)) : end]
-        ]
+        needed: list[Key] = []
+        for group in range(len(self._windows)):
+            needed += in_group(keys[max(start, self._first(group, end * self._block_size)) : end], group)
+        return needed
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
         """All that vLLM has made room for, whatever we think that it needs: it will take all of it for computed."""
         end = match.start + count
-        wanted = [
-            in_group(match.keys[i], group)
-            for group, table in enumerate(tables)
-            for i in range(match.start, end)
-            if table[i] != _NULL
-        ]
-        return manager.lookup(wanted, patient=False), self.targets(tables, match.start, count)
+        wanted, blocks = self._pieces(match.keys, tables, [match.start] * len(tables), end)
+        return manager.lookup(wanted, patient=False), blocks
+
+    def _pieces(
+        self, keys: Sequence[Key], tables: Tables, firsts: Sequence[int], end: int
+    ) -> tuple[list[Key], list[int]]:
+        """Keys and places of what each group has of a prompt, each from its own first block on."""
+        there: list[Key] = []
+        places: list[int] = []
+        for group, (table, first) in enumerate(zip(tables, firsts, strict=True)):
+            blocks = table[first:end]
+            if len(blocks) < end - first:
+                raise ValueError(f"vLLM has {len(table)} blocks in a table of which it should have {end}")
+            there += in_group(list(compress(keys[first:end], blocks)), group)
+            places += filter(None, blocks)
+        return there, places
 
     def targets(self, tables: Tables, start: int, count: int) -> Sequence[int]:
-        return [block for table in tables for block in table[start : start + count] if block != _NULL]
+        return [block for table in tables for block in table[start : start + count] if block]
 
     def completed(
         self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
     ) -> tuple[Sequence[Key], Sequence[int]]:
         """But for those that vLLM had let go of by the beginning of the step: they may be somebody else's."""
-        there = [
-            (in_group(keys[i], group), table[i])
-            for group, table in enumerate(tables)
-            for i in range(max(first, self._first(group, computed)), end)
-            if table[i] != _NULL
-        ]
-        return [key for key, _ in there], [block for _, block in there]
+        firsts = [max(first, self._first(group, computed)) for group in range(len(tables))]
+        return self._pieces(keys, tables, firsts, end)
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """What lies behind a window is as old as it was: it is of use to who turns off there."""
@@ -166,3 +172,18 @@ class SeveralGroups:
     def moved(self, blocks: int) -> int:
         tokens = blocks * self._block_size
         return sum(blocks - self._first(group, tokens) for group in range(len(self._windows)))
+
+
+def _run(
+    manager: BlockManager, keys: Sequence[Key], group: int, first: int, end: int, patient: bool
+) -> tuple[int, Key | None]:
+    """(where the blocks end that a group has from the first on, the next one if it is being written)"""
+    portion = 16  # most prompts are new: who has no more than the first few is not asked for thousands
+    while first < end:
+        asked = in_group(keys[first : min(end, first + portion)], group)
+        found = manager.lookup(asked, patient=patient)
+        first += found.blocks
+        if found.blocks < len(asked):
+            return first, asked[found.blocks] if found.pending else None
+        portion *= 8
+    return end, None

@@ -307,7 +307,7 @@ class SchedulerHalf:
         others = self._others_go_on(request.request_id)
         rest = request.num_tokens - computed
         size = self._block_bytes * self._groups.moved(found.blocks) // max(found.blocks, 1)
-        return self._cost.decide(found, size, self._block_size, computed, rest, others)
+        return self._cost.decide(found, size, self._block_size, computed, rest, others, whole=self._groups.apart)
 
     def _others_go_on(self, request_id: str) -> bool:
         """Whether others would notice if the step took long. Who has its last token in a step under way would not."""

@@ -36,7 +36,7 @@ class Waits:
         """
         disk = self._manager.pools.get(Tier.DISK)
         patience = PATIENCE_SECONDS
-        if disk is not None and found.keys[found.start + found.blocks] in disk:
+        if disk is not None and (found.awaited or found.keys[found.start + found.blocks]) in disk:
             if Tier.DISK in self._manager.resting:
                 return False
             computed = (found.start + found.blocks) * self._block_size
