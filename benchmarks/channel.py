@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import tempfile
 import time
 from contextlib import closing
 
@@ -97,8 +98,10 @@ def main() -> None:
     print(f"{options.ranks} ranks, {plans} plans of {blocks} blocks")
     print(f"in-band  codec round trip  {microseconds(in_band(plans, blocks))}")
     spawn = multiprocessing.get_context("spawn")
-    any_port = "tcp://127.0.0.1:0"
-    with closing(ZmqLeader(options.ranks, any_port, any_port, timeout=60)) as leader:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvbm-") as there,
+        closing(ZmqLeader(options.ranks, f"ipc://{there}/pub", f"ipc://{there}/ack", timeout=60)) as leader,
+    ):
         workers = [
             spawn.Process(target=serve, args=(rank, leader.pub_url, leader.ack_url), daemon=True)
             for rank in range(options.ranks)

@@ -47,6 +47,9 @@ class Watch:
                 segment.unlink(missing_ok=True)
             else:
                 self.found.append(f"shared memory {segment}")
+        # Where leaders and workers meet: it stays, so that nobody else can make one of its name, but it is empty.
+        with contextlib.suppress(OSError):
+            (self.temporary / f"kvbm-{os.geteuid()}").rmdir()
         self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
         for name, value in self._before.items():
             if value is None:

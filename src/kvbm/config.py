@@ -12,6 +12,7 @@ A value is taken from the highest of these places that has one:
 `Config.warnings`, and a wrong value raises `ConfigError`, which lists everything that is wrong and not only the first.
 """
 
+import ipaddress
 import os
 import re
 import sys
@@ -323,7 +324,9 @@ SETTINGS: tuple[Setting, ...] = (
             "Never did anything.", retired="the size of a batch is DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"),
 
     Setting("leader_zmq_host", "DYN_KVBM_LEADER_ZMQ_HOST", Host(example="127.0.0.1"), "127.0.0.1", LEADER,
-            "Where the leader listens and the workers connect.", used=True),
+            "Where the leader listens and the workers connect. On the loopback interface they meet through files in "
+            "`$TMPDIR/kvbm-<uid>` (else `/tmp`), named after the ports, that no other user can reach; any other "
+            "address opens the ports, unauthenticated, to its network.", used=True),
     Setting("leader_zmq_pub_port", "DYN_KVBM_LEADER_ZMQ_PUB_PORT", _port(56001), 56001, LEADER,
             "Port on which the leader talks to its workers; every engine on a host needs its own.", used=True),
     Setting("leader_zmq_ack_port", "DYN_KVBM_LEADER_ZMQ_ACK_PORT", _port(56002), 56002, LEADER,
@@ -576,11 +579,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leader_pub_url(self) -> str:
-        return _url(self.leader_zmq_host, self.leader_zmq_pub_port)
+        return _leader_url(self.leader_zmq_host, self.leader_zmq_pub_port)
 
     @property
     def leader_ack_url(self) -> str:
-        return _url(self.leader_zmq_host, self.leader_zmq_ack_port)
+        return _leader_url(self.leader_zmq_host, self.leader_zmq_ack_port)
 
     @property
     def consolidator_port(self) -> int:
@@ -594,6 +597,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 def _url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _leader_url(host: str, port: int) -> str:
+    """On one machine a socket that only this user can reach, instead of a port that everybody can."""
+    if not _is_loopback(host):
+        return _url(host, port)
+    return f"ipc://{os.environ.get('TMPDIR') or '/tmp'}/kvbm-{os.geteuid()}/leader-{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

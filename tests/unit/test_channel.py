@@ -2,16 +2,23 @@
 
 import logging
 import os
+import signal
 import socket
+import stat
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
+from kvbm.config import load
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.plans import (
@@ -463,12 +470,101 @@ def test_a_host_that_is_not_this_machine_names_its_setting():
         ZmqLeader(1, "tcp://192.0.2.1:1234", ANY)
 
 
-def test_listening_beyond_this_machine_is_said_aloud(caplog):
-    ZmqLeader(1, ANY, ANY).close()
-    ZmqLeader(1, "tcp://localhost:0", ANY).close()
-    assert "unauthenticated" not in caplog.text
+def test_a_port_is_said_to_be_open_to_its_network(caplog, private):
+    ZmqLeader(1, *private).close()
+    assert not caplog.records
     ZmqLeader(1, "tcp://0.0.0.0:0", ANY).close()
-    assert "unauthenticated" in caplog.text
+    assert "open to that network, and unauthenticated" in caplog.text
+
+
+# -- on one machine: sockets that only their user can reach -----------------------------------------------------------
+
+
+@pytest.fixture
+def private(monkeypatch):
+    """The addresses of an engine with these settings."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-tests-", dir="/tmp") as there:
+        os.chmod(there, 0o1777)  # as /tmp is
+        monkeypatch.setenv("TMPDIR", there)
+        config = load({}, {"DYN_KVBM_LEADER_ZMQ_PUB_PORT": "41001", "DYN_KVBM_LEADER_ZMQ_ACK_PORT": "41002"}, [])
+        yield config.leader_pub_url, config.leader_ack_url
+
+
+def test_on_one_machine_the_halves_meet_in_a_directory_of_their_user(private):
+    leader = ZmqLeader(1, *private, timing=FAST)
+    with closing(leader), closing(ZmqWorker(hello(0), *private, timing=FAST)) as worker:
+        meet(leader, [worker])
+        leader.send(plan(1))
+        assert collect(worker.receive, 1) == [plan(1)]
+        worker.send(report(0, 1))
+        assert collect(leader.receive, 1) == [report(0, 1)]
+        sockets = [Path(url.removeprefix("ipc://")) for url in private]
+        assert all(path.is_socket() for path in sockets)
+        assert stat.S_IMODE(sockets[0].parent.stat().st_mode) == 0o700
+    assert os.listdir(sockets[0].parent) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_reaches_neither_socket(private):
+    knock = (
+        "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
+        "for url in sys.argv[1:]:\n"
+        "    try: socket.socket(socket.AF_UNIX).connect(url[len('ipc://'):])\n"
+        "    except PermissionError: print('refused')"
+    )
+    mask = os.umask(0)  # the directory alone keeps them out
+    leader = ZmqLeader(1, *private, timing=FAST)
+    os.umask(mask)
+    with closing(leader):
+        found = subprocess.run([sys.executable, "-c", knock, *private], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["refused", "refused"]
+
+
+def test_workers_may_come_before_the_leader_and_its_directory(private):
+    with closing(ZmqWorker(hello(0), *private, timing=FAST)) as worker:
+        with pytest.raises(HandshakeTimeoutError, match=r"must run as one user and see the same .*containers"):
+            worker.wait(0.1)
+        with closing(ZmqLeader(1, *private, timing=FAST)) as leader:
+            meet(leader, [worker])
+
+
+@pytest.mark.parametrize("end", [lambda urls: ZmqLeader(1, *urls), lambda urls: ZmqWorker(hello(0), *urls)])
+def test_a_directory_that_somebody_else_may_have_laid_out_is_not_used(private, tmp_path, end):
+    os.symlink(tmp_path, Path(private[0].removeprefix("ipc://")).parent)
+    with pytest.raises(ChannelError, match=r"not a directory of this user .* set TMPDIR"):
+        end(private)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("end", [lambda urls: ZmqLeader(1, *urls), lambda urls: ZmqWorker(hello(0), *urls)])
+def test_a_path_too_long_for_a_socket_names_what_to_set(end):
+    with pytest.raises(ChannelError, match="set TMPDIR to a shorter path"):
+        end([f"ipc:///tmp/{'x' * 100}/{name}" for name in ("pub", "ack")])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_second_leader_does_not_take_the_socket_of_one_that_lives(private, at):
+    setting = ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", "DYN_KVBM_LEADER_ZMQ_ACK_PORT")[at]
+    others = [f"{url}0" for url in private]
+    others[at] = private[at]
+    with closing(ZmqLeader(1, *private, timing=FAST)) as leader:
+        with pytest.raises(ChannelError, match=f"own pair of ports: set {setting}"):
+            ZmqLeader(1, *others)
+        with closing(ZmqWorker(hello(0), *private, timing=FAST)) as worker:
+            meet(leader, [worker])
+    ZmqLeader(1, *others).close()
+
+
+def test_a_leader_takes_the_sockets_of_one_that_was_killed(private):
+    crash = (
+        "import os, sys; from kvbm.runtime.channel import ZmqLeader\n"
+        "leader = ZmqLeader(1, *sys.argv[1:]); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", crash, *private]).returncode == -signal.SIGKILL
+    assert all(os.path.exists(url.removeprefix("ipc://")) for url in private)
+    leader = ZmqLeader(1, *private, timing=FAST)
+    with closing(leader), closing(ZmqWorker(hello(0), *private, timing=FAST)) as worker:
+        meet(leader, [worker])
 
 
 def test_the_halves_also_meet_over_ipv6():

@@ -187,14 +187,13 @@ def test_a_worker_that_wakes_up_too_late_learns_that_it_was_given_up():
 @pytest.mark.parametrize(
     "unclosed",
     [
-        "ZmqLeader(2, 'tcp://127.0.0.1:0', 'tcp://127.0.0.1:0')",
-        "ZmqWorker(Hello(0, 1, {2: 1}, 'a'), 'tcp://127.0.0.1:1', 'tcp://127.0.0.1:2')",
+        "ZmqLeader(2, 'ipc://{there}/pub', 'ipc://{there}/ack')",
+        "ZmqWorker(Hello(0, 1, {{2: 1}}, 'a'), 'ipc://{there}/pub', 'ipc://{there}/ack')",
     ],
 )
-def test_a_process_that_forgets_to_close_still_ends(unclosed):
-    code = (
-        f"import time; from kvbm.plans import *; from kvbm.runtime.channel import *; end = {unclosed}; time.sleep(0.3)"
-    )
+def test_a_process_that_forgets_to_close_still_ends(unclosed, tmp_path):
+    end = unclosed.format(there=tmp_path)
+    code = f"import time; from kvbm.plans import *; from kvbm.runtime.channel import *; end = {end}; time.sleep(0.3)"
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=False, env=path

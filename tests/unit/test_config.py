@@ -1,5 +1,6 @@
 """Settings: what is accepted, which place wins, and what the user is told when something is wrong."""
 
+import os
 import re
 import subprocess
 import sys
@@ -82,8 +83,8 @@ def test_defaults_when_nothing_is_set():
     assert set(defaults.sources.values()) == {"default"}
     assert defaults.warnings == ()
     assert defaults.unused == ()
-    assert defaults.leader_pub_url == "tcp://127.0.0.1:56001"
-    assert defaults.leader_ack_url == "tcp://127.0.0.1:56002"
+    assert defaults.leader_pub_url.endswith("/leader-56001")
+    assert defaults.leader_ack_url.endswith("/leader-56002")
     assert defaults.consolidator_port == 57001
 
 
@@ -520,7 +521,7 @@ def test_a_port_below_1024_is_noticed(key):
 
 
 def test_an_ipv6_host_is_bracketed_in_addresses():
-    assert from_env(DYN_KVBM_LEADER_ZMQ_HOST="::1").leader_pub_url == "tcp://[::1]:56001"
+    assert from_env(DYN_KVBM_LEADER_ZMQ_HOST="fd00::1").leader_pub_url == "tcp://[fd00::1]:56001"
 
 
 # ---- NIXL backends ----
@@ -615,3 +616,15 @@ def test_host_memory_and_disk_are_not_kept_in_one_directory(tmp_path):
     from_extra(**both, disk_cache_gb=1)
     from_extra(**both, host_persist=True)
     from_extra(**both | {"host_persist_dir": str(tmp_path / "other")}, host_persist=True, disk_cache_gb=1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.7", "localhost", "::1"])
+def test_ranks_on_one_machine_meet_where_no_other_user_can(host, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/somewhere")
+    url = from_env(DYN_KVBM_LEADER_ZMQ_HOST=host, DYN_KVBM_LEADER_ZMQ_PUB_PORT="41001").leader_pub_url
+    assert url == f"ipc:///somewhere/kvbm-{os.geteuid()}/leader-41001"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "node-1"])
+def test_ranks_on_several_machines_meet_on_ports(host):
+    assert from_env(DYN_KVBM_LEADER_ZMQ_HOST=host).leader_pub_url == f"tcp://{host}:56001"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from importlib import metadata
 
 import observed
@@ -19,6 +20,7 @@ from kvbm.cli.main import main
 from kvbm.doctor import gpu, memory, setup, tiers
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import HitRates, Saved
+from kvbm.runtime.channel import ZmqLeader
 from kvbm.storage.lock import FileLock
 from servers import free_ports
 
@@ -82,6 +84,14 @@ def test_nothing_is_wrong_with_a_good_set_up(ask, tmp_path):
     assert {"settings", "engine", "memory", "disk", "sizes", "metrics-port", "leader-ports"} <= set(found)
     assert not any(finding["level"] == "bad" for finding in found.values())
     assert os.listdir(tmp_path) == []  # it looked, and left nothing
+
+
+def test_another_engine_with_the_ports_of_the_leader_is_noticed(ask):
+    here = config.load({}, dict(os.environ), [])
+    with closing(ZmqLeader(1, here.leader_pub_url, here.leader_ack_url)):
+        _, found = ask(**GOOD)
+    assert PORTS[1] in found["leader-port-taken"]["text"] or PORTS[2] in found["leader-port-taken"]["text"]
+    assert "leader-ports" in ask(**GOOD)[1]
 
 
 def test_the_disk_is_measured_unless_in_a_hurry(ask, tmp_path):

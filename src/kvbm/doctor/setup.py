@@ -16,6 +16,7 @@ from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import size
+from kvbm.runtime.channel import local
 
 MODULE, CLASS = "kvbm.vllm_integration.connector", "DynamoConnector"
 MODULES = (MODULE, "dynamo.llm.vllm_integration.connector")  # the second is that of older guides
@@ -136,11 +137,11 @@ class Ports:
             yield self._metrics(case, config)
         taken = [
             (env, port)
-            for env, port in (
-                ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", config.leader_zmq_pub_port),
-                ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", config.leader_zmq_ack_port),
+            for env, port, url in (
+                ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", config.leader_zmq_pub_port, config.leader_pub_url),
+                ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", config.leader_zmq_ack_port, config.leader_ack_url),
             )
-            if not _is_free(config.leader_zmq_host, port)
+            if not _leader_may_have(config.leader_zmq_host, port, url)
         ]
         for env, port in taken:
             yield note(
@@ -165,6 +166,11 @@ class Ports:
             "Every engine on a host needs its own: set DYN_KVBM_METRICS_PORT to a free port. The engine would start "
             "without metrics.",
         )
+
+
+def _leader_may_have(host: str, port: int, url: str) -> bool:
+    path = local.path_of(url)
+    return _is_free(host, port) if path is None else not local.is_claimed(path)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -2,7 +2,8 @@
 
 One contract (``base``), two ways. *In-band* (``inband``): the engine carries the bytes inside its own step metadata and
 step output (vLLM). *ZeroMQ* (``zmq_leader``, ``zmq_worker``): the two halves talk past the engine, for engines that
-carry nothing outside of a step (TensorRT-LLM). The engine's own threads call, and no call waits for the other half.
+carry nothing outside of a step (TensorRT-LLM), on one machine through sockets that only their user can reach
+(``local``). The engine's own threads call, and no call waits for the other half.
 
 What both promise: plans reach every rank, and reports the leader, in the order they were sent, none twice and none
 missing, however late. Where that cannot be kept the rank is *lost*, for good: the leader is told so, and what the rank
@@ -21,7 +22,7 @@ from kvbm.runtime.channel.base import (
     agree,
 )
 from kvbm.runtime.channel.inband import InBandLeader, InBandWorker
-from kvbm.runtime.channel.zmq_end import ACK_SETTING, ACK_URL, HOST_SETTING, PUB_SETTING, PUB_URL, TIMEOUT_SETTING
+from kvbm.runtime.channel.zmq_end import ACK_SETTING, HOST_SETTING, PUB_SETTING, TIMEOUT_SETTING
 from kvbm.runtime.channel.zmq_leader import ZmqLeader
 from kvbm.runtime.channel.zmq_worker import ZmqWorker
 
@@ -31,10 +32,8 @@ WINDOW = 8192
 
 __all__ = [
     "ACK_SETTING",
-    "ACK_URL",
     "HOST_SETTING",
     "PUB_SETTING",
-    "PUB_URL",
     "TIMEOUT_SETTING",
     "TIMING",
     "WINDOW",

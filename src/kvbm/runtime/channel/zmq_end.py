@@ -21,9 +21,6 @@ from kvbm.runtime.channel.base import Agreement, ChannelError, HandshakeTimeoutE
 
 logger = logging.getLogger(__name__)
 
-PUB_URL = "tcp://127.0.0.1:56001"
-ACK_URL = "tcp://127.0.0.1:56002"
-
 HOST_SETTING = "DYN_KVBM_LEADER_ZMQ_HOST"
 PUB_SETTING = "DYN_KVBM_LEADER_ZMQ_PUB_PORT"
 ACK_SETTING = "DYN_KVBM_LEADER_ZMQ_ACK_PORT"

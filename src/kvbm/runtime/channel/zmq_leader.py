@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
 
 from kvbm.plans import Hello, Report, StepPlan, decode_hello, decode_reports, encode
+from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
 from kvbm.runtime.channel.base import TIMING, ChannelError, LeaderChannel, Timing, agree, name_ranks
 from kvbm.runtime.channel.zmq_end import (
     ACK_SETTING,
-    ACK_URL,
     HOST_SETTING,
     PUB_SETTING,
-    PUB_URL,
     TIMEOUT_SETTING,
     ZmqEnd,
 )
@@ -53,8 +52,8 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
     def __init__(
         self,
         ranks: int,
-        pub_url: str = PUB_URL,
-        ack_url: str = ACK_URL,
+        pub_url: str,
+        ack_url: str,
         timeout: float = 1800.0,
         timing: Timing = TIMING,
     ) -> None:
@@ -67,21 +66,26 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
         self._called = (self._begun, b"")  # the last round of the handshake
         self._said = (self._begun, "")  # the last line about its progress
         self._stranger = False
+        self._claims: list[local.Claim] = []
         try:
             self._out, self.pub_url = self._bind(zmq.PUB, pub_url, PUB_SETTING)
             self._in, self.ack_url = self._bind(zmq.PULL, ack_url, ACK_SETTING)
         except BaseException:
             self._context.destroy(linger=0)
+            self._let_go()
             raise
         self._in_url = self.ack_url
         self._thread.start()
 
     def _bind(self, kind: int, url: str, setting: str) -> tuple[zmq.Socket[bytes], str]:
         host = urlsplit(url).hostname or ""
-        if not _is_loopback(host):
+        if (path := local.path_of(url)) is not None:
+            self._claim(path, setting)
+        else:
             logger.warning(
-                "KVBM: the leader listens on %s, beyond this machine. The channel is unauthenticated: whoever reaches "
-                "the port can make workers move blocks. Keep %s on 127.0.0.1 unless workers run on other machines",
+                "KVBM: the leader listens on %s. The channel is then open to that network, and unauthenticated: "
+                "whoever reaches the port can read plans and make workers move blocks. Keep %s on 127.0.0.1 unless "
+                "workers run on other machines",
                 url,
                 HOST_SETTING,
             )
@@ -99,6 +103,25 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
                 f"must be an IP address of the machine the leader runs on, and {setting} a port it may use"
             ) from error
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _claim(self, path: Path, setting: str) -> None:
+        try:
+            self._claims.append(local.Claim(path))
+        except local.CacheInUse as error:
+            raise ChannelError(
+                f"the leader cannot listen on {path}: another engine of this user has it. Every leader on a host needs "
+                f"its own pair of ports: set {setting} to a free one"
+            ) from error
+        except OSError as error:
+            raise ChannelError(f"the leader cannot listen on {path}: {error.strerror}") from error
+
+    def _let_go(self) -> None:
+        while self._claims:
+            self._claims.pop().release()
+
+    def close(self) -> None:
+        super().close()
+        self._let_go()
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 
@@ -160,8 +183,8 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
             f"{self._state()} after {time.monotonic() - self._begun:.0f} s; {TIMEOUT_SETTING} allows "
             f"{self._timeout:.0f} s. The leader sends on {self.pub_url} and listens on {self.ack_url}.{self._unread()} "
             f"Check that the missing workers run and have not failed (their logs), that they were started with the "
-            f"same {HOST_SETTING}, {PUB_SETTING} and {ACK_SETTING}, and that no firewall is in between. If they only "
-            f"need longer to load the model or to allocate, raise {TIMEOUT_SETTING}"
+            f"same {HOST_SETTING}, {PUB_SETTING} and {ACK_SETTING}.{local.hint(self.pub_url)} If they only need longer "
+            f"to load the model or to allocate, raise {TIMEOUT_SETTING}"
         )
 
     def _meet(self, known: _Peer | None, sender: bytes, hello: Hello) -> None:
@@ -328,10 +351,3 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
             self._lose(rank, f"has given up: {payload.decode(errors='replace')}")
         else:
             raise ValueError(f"unknown function {function[:16]!r}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -10,14 +10,13 @@ from collections import Counter
 import zmq
 
 from kvbm.plans import Hello, Report, StepPlan, decode_step, encode
+from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
 from kvbm.runtime.channel.base import TIMING, ChannelError, Timing, WorkerChannel
 from kvbm.runtime.channel.zmq_end import (
     ACK_SETTING,
-    ACK_URL,
     HOST_SETTING,
     PUB_SETTING,
-    PUB_URL,
     TICK,
     TIMEOUT_SETTING,
     ZmqEnd,
@@ -42,8 +41,8 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
     def __init__(
         self,
         hello: Hello,
-        pub_url: str = PUB_URL,
-        ack_url: str = ACK_URL,
+        pub_url: str,
+        ack_url: str,
         timeout: float = 1800.0,
         timing: Timing = TIMING,
     ) -> None:
@@ -57,6 +56,8 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
         self._plans: list[StepPlan] = []
         self._held: Report | None = None  # what waits for room in the window
         try:
+            for path in filter(None, map(local.path_of, (pub_url, ack_url))):
+                local.prepare(path)
             self._in = self._socket(zmq.SUB, pub_url)
             self._in.setsockopt(zmq.SUBSCRIBE, b"")
             self._in.connect(pub_url)
@@ -68,6 +69,9 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
                 f"rank {hello.rank} cannot connect to {pub_url} and {ack_url}: {zmq.strerror(error.errno or 0)}; check "
                 f"{HOST_SETTING}, {PUB_SETTING} and {ACK_SETTING}"
             ) from error
+        except ChannelError:
+            self._context.destroy(linger=0)
+            raise
         self._in_url = pub_url
         self._notice = int(self._in.getsockopt(zmq.FD))
         # Unasked, and again whenever the leader asks: whoever comes first waits in the socket.
@@ -91,7 +95,7 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
             f"{TIMEOUT_SETTING} allows {self._timeout:.0f} s. It listens to {self.pub_url} and answers to "
             f"{self.ack_url}.{foreign}{self._unread()} Check that the leader runs (its log names the ranks it misses), "
             f"that it was started with the same {HOST_SETTING}, {PUB_SETTING} and {ACK_SETTING}, and that no other "
-            "engine on its host uses the same ports"
+            f"engine on its host uses the same ports.{local.hint(self.pub_url)}"
         )
 
     def _shake_hands(self, function: bytes, sender: bytes, payload: bytes) -> None:

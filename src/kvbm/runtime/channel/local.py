@@ -1,0 +1,74 @@
+"""Sockets of ranks on one machine: files in a directory that only their user can enter.
+
+A port on the loopback interface is open to every user of the machine, who could read plans and forge reports, and so
+make blocks be taken for what they are not. A directory is not: neither end talks to anybody who cannot write to it.
+
+ZeroMQ removes a socket's file before it listens, whoever it belongs to. A lock beside it, which ends with its process,
+tells a leader that lives from one that has crashed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvbm.runtime.channel.base import ChannelError
+from kvbm.storage.lock import CacheInUse, FileLock, is_locked, private_directory
+
+PREFIX = "ipc://"
+_LONGEST = 107  # bytes that the system takes for the path of a socket
+
+_HOW = "(it is in TMPDIR, or in /tmp if that is not set, which must be the same for the leader and its workers)"
+
+
+def path_of(url: str) -> Path | None:
+    """The file of a socket on this machine; None if the address is another kind."""
+    return Path(url.removeprefix(PREFIX)) if url.startswith(PREFIX) else None
+
+
+class Claim:
+    """The right to listen on one path. Raises :class:`CacheInUse` while another leader has it."""
+
+    def __init__(self, path: Path) -> None:
+        prepare(path)
+        self._path = path
+        self._lock = FileLock(_lock(path))
+
+    def release(self) -> None:
+        for path in (self._path, _lock(self._path)):
+            path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def is_claimed(path: Path) -> bool:
+    return is_locked(_lock(path))
+
+
+def prepare(path: Path) -> None:
+    """Make sure that nobody else can put a socket there. Raises :class:`ChannelError`."""
+    if len(os.fsencode(path)) > _LONGEST:
+        raise ChannelError(
+            f"{path} is too long for a socket, which may have {_LONGEST} bytes: set TMPDIR to a shorter path {_HOW}"
+        )
+    try:
+        private_directory(path.parent, setting="TMPDIR")
+    except OSError as error:
+        raise ChannelError(f"leader and workers cannot meet in {path.parent}: {error.strerror} {_HOW}") from error
+
+
+def hint(url: str) -> str:
+    """What to check when nobody comes."""
+    if (path := path_of(url)) is None:
+        return " Check that no firewall is in between."
+    return (
+        f" Leader and workers must run as one user and see the same {path.parent} {_HOW}; in containers of their own "
+        "share it between them, or set DYN_KVBM_LEADER_ZMQ_HOST to an address of the leader's machine, on a network "
+        "that only the ranks reach."
+    )
+
+
+def _lock(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+__all__ = ["PREFIX", "CacheInUse", "Claim", "hint", "is_claimed", "path_of", "prepare"]
