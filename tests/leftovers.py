@@ -47,9 +47,7 @@ class Watch:
                 segment.unlink(missing_ok=True)
             else:
                 self.found.append(f"shared memory {segment}")
-        # Where leaders and workers meet: it stays, so that nobody else can make one of its name, but it is empty.
-        with contextlib.suppress(OSError):
-            (self.temporary / f"kvbm-{os.geteuid()}").rmdir()
+        self._clear_meeting_place(self.temporary / f"kvbm-{os.geteuid()}")
         self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
         for name, value in self._before.items():
             if value is None:
@@ -58,6 +56,13 @@ class Watch:
                 os.environ[name] = value
         tempfile.tempdir = None
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _clear_meeting_place(self, path: Path) -> None:
+        """Of leaders and workers. It stays, so that nobody else can make one of its name, and so do the sockets of
+        leaders that were killed, until the next one of their name comes."""
+        names = {entry.name.removesuffix(".lock") for entry in path.iterdir()} if path.is_dir() else set()
+        if all(name.startswith("leader-") for name in names):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _processes(self) -> dict[int, str]:
         """Live processes of this run: those that carry its mark, and children forked without a new program."""

@@ -504,6 +504,19 @@ def test_on_one_machine_the_halves_meet_in_a_directory_of_their_user(private):
     assert os.listdir(sockets[0].parent) == []
 
 
+def test_an_engine_that_ends_without_a_word_leaves_no_socket(private):
+    """Nor does a child that it forked take them away before."""
+    end = (
+        "import os, sys; from kvbm.runtime.channel import ZmqLeader\n"
+        "leader = ZmqLeader(1, *sys.argv[1:])\n"
+        "if not os.fork(): sys.exit()\n"
+        "os.wait(); print(*sorted(os.listdir(os.path.dirname(sys.argv[1][6:]))))"
+    )
+    done = subprocess.run([sys.executable, "-c", end, *private], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["leader-41001", "leader-41001.lock", "leader-41002", "leader-41002.lock"]
+    assert os.listdir(Path(private[0].removeprefix("ipc://")).parent) == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_reaches_neither_socket(private):
     knock = (

@@ -10,6 +10,7 @@ tells a leader that lives from one that has crashed.
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 from kvbm.runtime.channel.base import ChannelError
@@ -27,17 +28,21 @@ def path_of(url: str) -> Path | None:
 
 
 class Claim:
-    """The right to listen on one path. Raises :class:`CacheInUse` while another leader has it."""
+    """The right to listen on one path. Raises :class:`CacheInUse` while another leader has it.
+
+    Ends with the process, for engines that end without a word to their connectors.
+    """
 
     def __init__(self, path: Path) -> None:
         prepare(path)
-        self._path = path
-        self._lock = FileLock(_lock(path))
+        self.release = weakref.finalize(self, _release, path, FileLock(_lock(path)), os.getpid())
 
-    def release(self) -> None:
-        for path in (self._path, _lock(self._path)):
-            path.unlink(missing_ok=True)
-        self._lock.release()
+
+def _release(path: Path, lock: FileLock, owner: int) -> None:
+    if os.getpid() == owner:  # and not a child that was forked meanwhile
+        path.unlink(missing_ok=True)
+        _lock(path).unlink(missing_ok=True)
+        lock.release()
 
 
 def is_claimed(path: Path) -> bool:
