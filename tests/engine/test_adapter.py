@@ -234,26 +234,38 @@ def test_hashes_of_half_a_block_name_no_block(specs, model):
         assert compat.hashed_tokens(config, SimpleNamespace(**vars(two), hash_block_size=2)) == 2
 
 
-def test_models_whose_blocks_vllm_clears_are_left_alone(specs, model, caplog):
-    """It does so before a fence can hold it back, or after a load has begun."""
+def test_groups_whose_blocks_vllm_clears_are_left_alone(specs, model):
+    """It does so before a fence can hold it back. A single group's it does not clear, whatever is in there."""
     import torch
     from clockwork import make_config
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
     from kvbm.engines.vllm import compat
-    from kvbm.vllm_integration.connector import DynamoConnector
 
-    half = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float16)
-    mixed = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"a": specs.full, "b": half})
-    cache = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a", "b"], mixed)])
-    if not compat.clears_blocks(cache):
+    other = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=16, dtype=torch.float16)
+    mixed = KVCacheConfig(
+        num_blocks=16,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["a"], specs.sliding), KVCacheGroupSpec(["b"], other)],
+    )
+    assert other.page_size_bytes == specs.sliding.page_size_bytes
+    if not compat.clears_blocks(mixed):
         pytest.skip("this release does not clear them")
+    assert compat.windows(make_config(model, {"cpu_cache_gb": 1}), mixed) is None
+
+
+def test_all_ranks_of_a_pipeline_have_one_name_for_their_cache(specs, model):
+    from clockwork import make_config
+
+    from kvbm.engines.vllm import fingerprint
+
     config = make_config(model, {"cpu_cache_gb": 1})
-    caplog.set_level(logging.WARNING, logger="kvbm")
-    assert DynamoConnector(config, KVConnectorRole.SCHEDULER, cache)._half is None
-    assert "KVBM stays out of the way: its layers keep KV in different precisions" in caplog.text
-    assert compat.windows(config, SimpleNamespace(**vars(groups(specs.full)), needs_kv_cache_zeroing=True)) is None
+    first, second = groups(specs.full, specs.sliding), groups(specs.full, specs.sliding)
+    for group in second.kv_cache_groups:
+        group.layer_names = ["layers of the second stage"]
+    assert fingerprint.describe(config, first) == fingerprint.describe(config, second)
+    apart = [groups(specs.full), groups(specs.sliding, specs.full), groups(specs.full, specs.sliding, specs.sliding)]
+    assert len({str(fingerprint.describe(config, cache)) for cache in (first, *apart)}) == 4
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])

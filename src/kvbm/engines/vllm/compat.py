@@ -120,8 +120,8 @@ def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def clears_blocks(kv_cache_config: Any) -> bool:
-    """Whether vLLM fills blocks with zeros before their first use. It does so behind our back: its second model runner
-    before it tells us what the step writes, its first after it has had us begin a load."""
+    """Whether vLLM fills blocks with zeros before their first use, as it does where groups keep KV in different
+    precisions. It does so behind our back: its second model runner before it tells us what the step writes."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 

@@ -319,8 +319,6 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
             return f"{name} is {getattr(parallel, name)}, and context parallelism is not supported so far"
     groups = kv_cache_config.kv_cache_groups
     attention = compat.unsupported_attention(groups[0]) if len(groups) == 1 else ""
-    if attention is None and compat.clears_blocks(kv_cache_config):
-        return "its layers keep KV in different precisions, so that vLLM clears blocks, maybe while they are copied"
     if attention is None:
         return OneGroup()
     windows = compat.windows(vllm_config, kv_cache_config)

@@ -91,9 +91,10 @@ def _length(model: Any) -> str:
 
 
 def _groups(kv_cache_config: Any) -> Fingerprint:
-    """Which layers are kept together, where they are not all."""
-    groups = [(list(group.layer_names), str(group.kv_cache_spec)) for group in kv_cache_config.kv_cache_groups]
-    return {"groups": digest(json.dumps(groups))} if len(groups) > 1 else {}
+    """What kinds of layers are kept apart, where not all are together. Which layers those are follows from the rest,
+    and a rank of several in a pipeline knows only its own."""
+    kinds = [str(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return {"groups": digest(json.dumps(kinds))} if len(kinds) > 1 else {}
 
 
 def _load_format(vllm_config: Any) -> str:
