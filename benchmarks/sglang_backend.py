@@ -60,7 +60,7 @@ def host_pool(layout: str, pages: int, layers: int) -> Any:
 def storage_config(**extra: object) -> HiCacheStorageConfig:
     return HiCacheStorageConfig(
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-        enable_storage_metrics=False, is_page_first_layout=True, model_name="benchmark", extra_config=dict(extra),
+        enable_storage_metrics=False, is_page_first_layout=True, model_name=__file__, extra_config=dict(extra),
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def storage_config(tmp_path, rank=0, ranks=1, mla=False, **extra):
     values = {"disk_cache_override_num_blocks": 256, "disk_cache_dir": str(tmp_path), "disk_bounce_mb": 1, **extra}
     return HiCacheStorageConfig(
         tp_rank=rank, tp_size=ranks, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=mla,
-        enable_storage_metrics=False, is_page_first_layout=True, model_name="org/model",
+        enable_storage_metrics=False, is_page_first_layout=True, model_name=__file__,
         extra_config={**json.loads(extra_config()), **values},
     )  # fmt: skip
 
@@ -177,6 +177,26 @@ def test_other_weights_under_the_same_name_find_nothing(backends, tmp_path, monk
     again.close()
     (folder / "model.safetensors").write_bytes(b"22")
     assert backends(pool).batch_exists(hashes(1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "load_format"),
+    [("s3://bucket/model", "auto"), ("nobody/has-this", "auto"), (__file__, "remote_instance")],
+)
+def test_weights_that_nobody_can_tell_are_kept_for_no_other_engine(
+    backends, tmp_path, monkeypatch, caplog, model, load_format
+):
+    args = SimpleNamespace(model_path=model, revision=None, load_format=load_format)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    pool = host_pool()
+    backend = backends(pool, cpu_cache_override_num_blocks=16)
+    assert backend.batch_set_v1(hashes(1), pool.alloc(PAGE)) == [True]
+    assert backend.batch_exists(hashes(1)) == 1
+    backend.close()
+    assert "nobody can tell whether the weights of" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="set DYN_KVBM_CPU_CACHE_GB"):
+        backends(pool)
 
 
 def test_one_rank_keeps_for_all_what_all_have(backends):
@@ -365,7 +385,7 @@ def attach(folder, pool, **extra):
         prefetch_completion_sync_groups=[], storage_stop_event=threading.Event(),
     )  # fmt: skip
     controller.attach_storage_backend(
-        "dynamic", prefetch_threshold=PAGE, model_name="org/model",
+        "dynamic", prefetch_threshold=PAGE, model_name=__file__,
         storage_backend_extra_config=storage_config(folder, **extra).extra_config,
     )  # fmt: skip
     return controller

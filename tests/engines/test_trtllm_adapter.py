@@ -70,7 +70,7 @@ class Manager:
 class Engine:
     """One leader, two ranks, a pool each."""
 
-    def __init__(self, connector, monkeypatch, blocks=16, ranks=2, **settings):
+    def __init__(self, connector, monkeypatch, blocks=16, ranks=2, args=None, **settings):
         pub, ack = free_pair()
         values = {
             "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_LEADER_ZMQ_PUB_PORT": pub,
@@ -78,8 +78,9 @@ class Engine:
         }  # fmt: skip
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
-        self.leader = connector.DynamoKVBMConnectorLeader(llm_args(0, ranks))
-        self.workers = [connector.DynamoKVBMConnectorWorker(llm_args(rank, ranks)) for rank in range(ranks)]
+        args = args or {}
+        self.leader = connector.DynamoKVBMConnectorLeader(llm_args(0, ranks, **args))
+        self.workers = [connector.DynamoKVBMConnectorWorker(llm_args(rank, ranks, **args)) for rank in range(ranks)]
         self.managers = [Manager(worker) for worker in self.workers]
         self.pools = [torch.zeros((blocks, 2, 2, 64), dtype=torch.uint8) for _ in range(ranks)]
 
@@ -173,7 +174,7 @@ def engine(modules, monkeypatch):
 def llm_args(rank=0, ranks=2, **changes):
     mapping = SimpleNamespace(rank=rank, world_size=ranks, tp_size=ranks, pp_size=1, cp_size=1)
     args = SimpleNamespace(
-        model="a model",
+        model=str(Path(__file__).with_name("conftest.py")),
         kv_cache_config=SimpleNamespace(tokens_per_block=SIZE, enable_partial_reuse=False),
         parallel_config=SimpleNamespace(to_mapping=lambda: mapping),
     )
@@ -289,6 +290,15 @@ def test_whatever_changes_the_kv_keeps_caches_apart(modules, key, changes):
 
     before, after = compat.read_setup(llm_args()).cache, compat.read_setup(llm_args(**changes)).cache
     assert key in {name for name in before if before[name] != after[name]} <= {key, "model"}
+
+
+def test_weights_that_nobody_can_tell_are_kept_for_no_other_engine(engine, tmp_path, caplog):
+    disk = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_DISK_CACHE_DIR": tmp_path}
+    here = engine(args={"model": "nobody/has-this"}, **disk).register()
+    here.keep(request(1), BLOCKS)
+    assert here.leader.get_num_new_matched_tokens(request(2), 0) == (32, True)
+    assert "nobody can tell whether the weights of nobody/has-this are the same the next time" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pool_of_an_unknown_shape_is_left_alone(engine, caplog):

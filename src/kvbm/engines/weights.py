@@ -6,6 +6,11 @@ import hashlib
 import re
 from pathlib import Path
 
+# For the log, with the name of the model.
+NOT_FOR_OTHERS = (
+    "nothing that KVBM keeps outlives this engine: nobody can tell whether the weights of %s are the same the next time"
+)
+
 
 def weights(name: str, revision: str | None, load_format: str = "auto") -> str:
     """Which weights a model has: the commit they were published with, or what can be seen of their files. Empty when

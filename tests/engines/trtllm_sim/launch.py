@@ -16,6 +16,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,7 +192,7 @@ def llm_args(options: Options, rank: int) -> Any:
     """What the engine hands to connectors, as far as they read it."""
     mapping = SimpleNamespace(rank=rank, world_size=options.ranks, tp_size=options.ranks, pp_size=1, cp_size=1)
     return SimpleNamespace(
-        model="simulated",
+        model=str(Path(__file__).with_name("model.py")),  # which has the weights
         kv_cache_config=SimpleNamespace(
             tokens_per_block=options.block_size, enable_partial_reuse=options.partial_reuse, dtype="auto"
         ),

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +32,7 @@ from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
-from kvbm.engines.weights import weights
+from kvbm.engines.weights import NOT_FOR_OTHERS, weights
 from kvbm.observe import nvtx
 from kvbm.observe.observer import settings_given
 from kvbm.observe.server import Server, open_server
@@ -70,6 +71,7 @@ class KvbmStorage(HiCacheStorage):
                 "every rank has the same KV, which one rank keeps for all on disk; a host tier alone is of no use to "
                 "the others. Set DYN_KVBM_DISK_CACHE_GB."
             )
+        self._weights = _weights(str(storage_config.model_name or ""))
         self._pools: dict[str, Any] = {}
         self._stores: dict[str, Store | Reader] = {}
         self._slots: Sizes | None = None
@@ -152,6 +154,11 @@ class KvbmStorage(HiCacheStorage):
         ranks = said.pp_size * said.attn_cp_size * (1 if said.is_mla_model else said.tp_size)
         host = settings.slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, together * ranks)
         disk = settings.slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, together * ranks)
+        if disk and not self._weights:
+            logger.warning(NOT_FOR_OTHERS, said.model_name)
+            if not host:
+                raise ValueError("there is no disk tier for weights that nobody can tell: set DYN_KVBM_CPU_CACHE_GB")
+            disk = 0
         for tier, slots, size in (("CPU", host, config.cpu_cache_gb), ("DISK", disk, config.disk_cache_gb)):
             if size and not slots:
                 raise ValueError(
@@ -166,7 +173,8 @@ class KvbmStorage(HiCacheStorage):
         return {
             "engine": "sglang",
             "model": str(said.model_name or ""),
-            "weights": _weights(str(said.model_name or "")),
+            # Of those that cannot be told, nobody finds anything.
+            "weights": self._weights or f"unknown {uuid.uuid4()}",
             "pool": name,
             "shape": shape,
             "block_bytes": size,
@@ -346,15 +354,19 @@ class KvbmStorage(HiCacheStorage):
 
 
 def _weights(name: str) -> str:
-    """Which weights the server has. A backend is told the name that clients use, which may stand for anything; where
-    the server does not say more, that name has to do."""
+    """Which weights the server has; empty when that cannot be told. A backend is told the name that clients use, which
+    may stand for anything; where the server does not say more, that name has to do."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
         args = get_server_args()
-        return f"{args.model_path} {weights(args.model_path, args.revision, str(args.load_format))}"
+        path, revision, load_format = str(args.model_path), args.revision, str(args.load_format)
     except Exception:
         return weights(name, None)
+    if "remote" in load_format:
+        return ""  # what is on this machine of the model says nothing of weights that come from another
+    seen = weights(path, revision, load_format)
+    return f"{path} {seen}" if seen else ""
 
 
 def _page(tensor: torch.Tensor) -> Page:

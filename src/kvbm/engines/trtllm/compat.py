@@ -88,6 +88,11 @@ class Setup(NamedTuple):
     cache: Fingerprint  # what makes its KV what it is, but for the layout of a block
     unsupported: str | None  # why this set-up cannot be served; None when it can
 
+    @property
+    def kept(self) -> Fingerprint | None:
+        """What names a cache that outlives this engine; None when nobody could tell whose it is."""
+        return self.cache if self.cache["weights"] else None
+
 
 def read_setup(llm_args: Any) -> Setup:
     mapping = needed(llm_args, "parallel_config").to_mapping()

@@ -22,6 +22,7 @@ from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.outside import Outside
 from kvbm.engines.trtllm.step import StepMeta
+from kvbm.engines.weights import NOT_FOR_OTHERS
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
@@ -136,7 +137,10 @@ class LeaderHalf:
         )
         hellos = self._channel.hellos
         if self._config.has_disk_tier:
-            self._disk = DiskTier.open(self._config, hellos, setup.cache)
+            if (kept := setup.kept) is None:
+                logger.warning(NOT_FOR_OTHERS, setup.model)
+            else:
+                self._disk = DiskTier.open(self._config, hellos, kept)
         pending, sizes = self._config.max_pending_offloads, agreement.block_bytes
         self._block_bytes = max(sizes)
         manager = make_manager(hellos, self._disk)

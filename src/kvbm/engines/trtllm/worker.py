@@ -37,7 +37,7 @@ class WorkerHalf:
     def __init__(self, config: Config, setup: compat.Setup, faults: Faults) -> None:
         self._config = config
         self._faults = faults
-        self._rank = Rank(config, setup.rank, setup.ranks, cache=setup.cache)
+        self._rank = Rank(config, setup.rank, setup.ranks, cache=setup.kept)
         self._channel: ZmqWorker | None = None
         self._cuda = False
         self._forward_ended: Any = None  # an event on the stream that the engine computes on
