@@ -399,6 +399,38 @@ def test_an_offer_that_is_not_taken_up_holds_its_blocks_for_a_while_only(engine,
     assert pool.pinned == 0
 
 
+def test_a_request_that_is_cancelled_before_it_gets_blocks_is_forgotten(engine, monkeypatch):
+    here = engine().register()
+    module = sys.modules["kvbm.engines.trtllm.leader"]
+    here.keep(request(1), BLOCKS)
+    lives = request(2, range(100, 133))
+    here.leader.get_num_new_matched_tokens(lives, 0)
+    here.leader.update_state_after_alloc(lives, OTHERS)
+    for number in range(3, 9):  # some are offered blocks, and some are not
+        here.leader.get_num_new_matched_tokens(request(number, range((number % 2) * 200, (number % 2) * 200 + 33)), 0)
+    monkeypatch.setattr(module, "OFFER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "FORGOTTEN", 2)
+    here.poll()
+    assert set(here.half._requests) == {2}
+    assert list(here.half._forgotten) == [6, 8]
+    assert not here.half._waiting
+
+
+def test_a_request_that_comes_back_after_it_was_forgotten_is_computed(engine, monkeypatch):
+    here = engine().register()
+    here.keep(request(1), BLOCKS)
+    late = request(2)
+    assert here.leader.get_num_new_matched_tokens(late, 0) == (32, True)
+    with monkeypatch.context() as hurried:
+        hurried.setattr(sys.modules["kvbm.engines.trtllm.leader"], "OFFER_SECONDS", 0.0)
+        here.poll()
+    here.park(late)
+    late.prepopulated_prompt_len = late.context_current_position = 32  # what the engine counts on
+    here.leader.update_state_after_alloc(late, OTHERS)
+    here.until_loaded(2)
+    assert late.context_current_position == 0
+
+
 def test_a_request_that_gets_room_for_part_of_the_offer_loads_that_part(engine):
     here = engine().register()
     here.keep(request(1), BLOCKS)

@@ -36,7 +36,9 @@ logger = logging.getLogger("kvbm")
 
 # How long blocks that were offered are kept from being evicted until the engine has made room for them. It does so in
 # the same iteration or a little later, or never, as when the request is cancelled in between, of which nobody hears.
+# Then its tokens and keys go, too; should it come after all, it is computed.
 OFFER_SECONDS = 30.0
+FORGOTTEN = 65536  # requests of which no more is known than that they must be computed
 
 # The engine's ranks run in lockstep, so one that starves holds up all the others and comes back with them, and one that
 # dies takes the engine with it. Giving a rank up early gains nothing here.
@@ -106,6 +108,8 @@ class LeaderHalf:
         self._block_bytes = 0  # of the rank that has the most to move
         self._requests: dict[int, _Request] = {}
         self._offers: dict[int, _Request] = {}
+        self._waiting: dict[int, float] = {}  # requests without blocks -> when the engine asked; oldest first
+        self._forgotten: dict[int, int] = {}  # such that never got any -> the first block that was offered
         self._owners: dict[int, int] = {}  # stores that some rank has not confirmed -> their requests
         self._set_backs: dict[int, _SetBack] = {}
         self._loads: dict[int, set[int]] = {}  # under way -> positions that ranks have said did not arrive
@@ -210,8 +214,8 @@ class LeaderHalf:
         for rank in self._channel.lost_ranks():
             if rank not in self._lost:
                 self._lose(self.leader, rank)
-        if self._offers:
-            self._drop_old_offers()
+        if self._waiting:
+            self._forget_old()
         # Not part of any step, and so over the channel: they go on while the engine has no batch.
         if (spill := self.leader.spill()) is not None:
             self._send(StepPlan(spills=[spill]))
@@ -257,6 +261,9 @@ class LeaderHalf:
         number, tokens, scope = compat.needed(request, "request_id"), compat.tokens_of(request), scope_of(request)
         state = _Request(None if scope is None else KeyChain(self._namespace, scope), tokens, scope)
         self._requests[number] = state
+        self._forgotten.pop(number, None)
+        self._waiting.pop(number, None)
+        self._waiting[number] = time.monotonic()
         start = computed // self._size
         # One token at least is left to compute: the engine needs its logits.
         limit = (len(tokens) - 1) // self._size
@@ -304,16 +311,34 @@ class LeaderHalf:
         self.leader.manager.release(match)
         return match
 
-    def _drop_old_offers(self) -> None:
-        now = time.monotonic()
-        for number, state in list(self._offers.items()):
-            if state.offered_at is None or now - state.offered_at > OFFER_SECONDS:
-                self._withdraw(number)
+    def _forget_old(self) -> None:
+        before = time.monotonic() - OFFER_SECONDS
+        while self._waiting and (oldest := next(iter(self._waiting.items())))[1] < before:
+            number = oldest[0]
+            self._withdraw(number)
+            state = self._end(number)
+            if state is not None and state.offered_at is not None:
+                self._forgotten[number] = state.start
+                if len(self._forgotten) > FORGOTTEN:
+                    del self._forgotten[next(iter(self._forgotten))]
+
+    def _end(self, number: int) -> _Request | None:
+        """Nothing more is known of a request."""
+        self._waiting.pop(number, None)
+        state = self._requests.pop(number, None)
+        if state is not None:
+            keys = state.chain.keys if state.chain is not None else []
+            self.observer.log.finished(str(number), len(state.tokens) - state.prompt, keys)
+        return state
 
     def allocated(self, request: Any, blocks: Sequence[int]) -> None:
         """The engine has given the request its blocks; those of what was offered are now ours to fill."""
         number = compat.needed(request, "request_id")
+        self._waiting.pop(number, None)
         state = self._requests.get(number)
+        if state is None and number in self._forgotten:
+            state = _Request(None, [], None)
+            state.start, state.offered_at = self._forgotten.pop(number), 0.0
         if state is None or state.offered_at is None:
             return
         state.offered_at = None
@@ -432,6 +457,7 @@ class LeaderHalf:
         for step in new:
             fresh += step.blocks[step.computed // self._size :]
             state = self._requests.get(step.request)
+            self._waiting.pop(step.request, None)
             if state is not None:
                 # All of it, the prompt's tokens too, whatever was known before.
                 state.tokens, state.blocks, state.limit = list(step.tokens), [], None
@@ -440,6 +466,7 @@ class LeaderHalf:
                 self._extend_table(state, step)
         for step in old:
             fresh += step.blocks
+            self._waiting.pop(step.request, None)
             state = self._requests.get(step.request)
             if state is not None:
                 state.tokens += step.tokens
@@ -496,7 +523,8 @@ class LeaderHalf:
         self.tick()
         number = compat.needed(request, "request_id")
         self._withdraw(number)
-        state = self._requests.pop(number, None)
+        self._forgotten.pop(number, None)
+        state = self._end(number)
         for order, back in list(self._set_backs.items()):
             if back.order.request == str(number):
                 del self._set_backs[order]
@@ -508,8 +536,6 @@ class LeaderHalf:
             self.leader.touch(state.chain.keys[: state.stored])
             if state.found:
                 self.leader.used(state.chain.keys[: state.found])
-        keys = state.chain.keys if state.chain is not None else []
-        self.observer.log.finished(str(number), len(state.tokens) - state.prompt, keys)
         return state.load is not None or (self._setup.partial_reuse and number in self._owners.values())
 
     def close(self) -> None:
