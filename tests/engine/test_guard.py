@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from engines import do, generate, prompt
 
@@ -129,3 +131,38 @@ def test_a_reset_that_fails_is_not_reported_as_done(run_scenario):
     assert story["broken"] is False
     assert story["mended"] is True
     assert story["end"]["published"] == 0
+
+
+def test_a_report_that_cannot_be_read_closes_the_books_too(make_clockwork, caplog):
+    """What it told of would be waited for without end, and its slots never be free again."""
+    from kvbm.engines.vllm.connector import WorkerReports
+
+    engine = make_clockwork()
+    engine.add("before", list(range(40)))
+    engine.run()
+    for _ in range(2):
+        garbled = SimpleNamespace(kv_connector_worker_meta=WorkerReports([b"garbled"]), invalid_block_ids=set())
+        engine.scheduler.connector.update_connector_output(garbled)
+    assert engine.half.leader is None
+    assert not engine.half.busy
+    assert caplog.text.count("KVBM is off from here on") == 1
+    engine.forget()
+    engine.add("after", list(range(40)))
+    engine.run()
+    assert engine.answers["after"] == engine.answers["before"]
+
+
+def test_changes_that_nobody_will_be_told_of_are_not_collected(make_clockwork, monkeypatch):
+    from kvbm.engines.vllm.feed import EventFeed
+
+    def broken(self, block_pool):
+        raise RuntimeError("broken on purpose")
+
+    engine = make_clockwork()
+    half = engine.half
+    half._feed = EventFeed(half.leader.manager.pools, 16, half._kv_cache_config.kv_cache_groups[0])
+    assert engine.pool.on_change is not None
+    monkeypatch.setattr(EventFeed, "take", broken)
+    assert half.take_events() == []
+    assert half._feed is None
+    assert engine.pool.on_change is None

@@ -152,6 +152,7 @@ def test_a_fault_in_telling_ends_the_telling_and_nothing_else(together, monkeypa
     monkeypatch.setattr(here.half._outside._outlet, "pump", broken)
     here.keep(request(1), BLOCKS)
     assert here.half._outside._outlet is None
+    assert all(pool.on_change is None for pool in here.half.leader.manager.pools.values())
     assert "routers will not learn of new ones" in caplog.text
     assert here.leader.get_num_new_matched_tokens(request(2), 0)[0] == 32
 

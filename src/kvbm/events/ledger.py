@@ -281,6 +281,11 @@ class Ledger:
 
     def withdraw(self) -> None:
         """The tiers are not to be counted on any more: subscribers shall forget them."""
-        for book, pool in zip(self._books, self._pools.values(), strict=True):
+        for book in self._books:
             book.note(_Change.WENT, list(book.findable))
+        self.stop()
+
+    def stop(self) -> None:
+        """Hear of no more changes."""
+        for pool in self._pools.values():
             pool.on_change = None

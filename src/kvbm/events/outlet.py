@@ -39,13 +39,13 @@ class Outlet:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(MOST_WAITING)
+        self._ledger = Ledger(pools, block_size)
         try:
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             self._socket.bind(self.endpoint)
         except zmq.ZMQError:
             self.close()
             raise
-        self._ledger = Ledger(pools, block_size)
 
     def follow(self, keys: Sequence[Key], tokens: Sequence[int], first: int, end: int, scope: Scope) -> None:
         """Some tier may now have, or be about to have, blocks ``first`` to ``end`` of a request."""
@@ -89,6 +89,7 @@ class Outlet:
         return told
 
     def close(self) -> None:
+        self._ledger.stop()
         self._socket.close(linger=0)
         self._context.term()
 

@@ -92,7 +92,9 @@ class Outside:
     def _stop(self, where: str, error: Exception) -> None:
         self._faults.record(where, error)
         logger.error("No more events of KVBM's blocks: routers will not learn of new ones. The engine's own go on.")
-        self._outlet = None
+        outlet, self._outlet = self._outlet, None
+        if outlet is not None:
+            outlet.close()
 
     def close(self) -> None:
         for part in (self._presence, self._consolidator, self._outlet):

@@ -147,8 +147,11 @@ class DynamoConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReports):
-            for part in meta.reports:
-                self._leader_channel.unpack(part)
+            try:
+                for part in meta.reports:
+                    self._leader_channel.unpack(part)
+            except Exception as error:
+                self._scheduler.switch_off(error)
             self._scheduler.apply(self._leader_channel.receive())
         if connector_output.invalid_block_ids:
             self._scheduler.lost(connector_output.invalid_block_ids)

@@ -108,6 +108,10 @@ class EventFeed:
     def withdraw(self) -> None:
         self._ledger.withdraw()
 
+    def stop(self) -> None:
+        """Nobody takes events any more."""
+        self._ledger.stop()
+
     @property
     def owed(self) -> bool:
         return self._ledger.owed

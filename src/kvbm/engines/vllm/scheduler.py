@@ -498,7 +498,9 @@ class SchedulerHalf:
     def _stop_events(self, where: str, error: Exception) -> None:
         self._faults.record(where, error)
         logger.error("No more events of KVBM's blocks: routers will not learn of new ones. vLLM's own go on.")
-        self._feed = None
+        if self._feed is not None:
+            self._feed.stop()
+            self._feed = None
 
     def lost(self, blocks: set[int]) -> None:
         """These blocks of the engine's only table did not arrive. A step may have computed on them, and vLLM has taken
@@ -527,12 +529,17 @@ class SchedulerHalf:
         try:
             self.leader.apply(reports)
         except Exception as error:
-            # Books that are half written cannot be trusted, and must not wait for what was lost with the other half.
-            self._faults.record("taking in reports", error)
-            logger.error("KVBM is off from here on: its books are out of step. vLLM goes on without it.")
-            self.leader = self._stores = self._ahead = None
-            if self._feed is not None:
-                self._feed.withdraw()
+            self.switch_off(error)
+
+    def switch_off(self, error: Exception) -> None:
+        """Books that are half written cannot be trusted, and must not wait for what was lost with the other half."""
+        self._faults.record("taking in reports", error)
+        if self.leader is None:
+            return
+        logger.error("KVBM is off from here on: its books are out of step. vLLM goes on without it.")
+        self.leader = self._stores = self._ahead = None
+        if self._feed is not None:
+            self._feed.withdraw()
 
     def _load_ended(self, plan: LoadPlan, absent: set[int]) -> None:
         """What did not arrive from a slower tier is no worse for it, and would be found again: not for ever."""
