@@ -324,3 +324,36 @@ def test_random_histories_of_groups_end_with_the_right_tokens(seed, windows, mak
         max_num_batched_tokens=source.choice((16, 64)),
     )
     live(engine, source, seed, resets=0.25)
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["runner1", "runner2"])
+def test_what_a_step_writes_to_has_been_read_in_every_group(second_runner, make_engine):
+    """Blocks go from one group to the other, and from requests that were preempted to those that come back."""
+    from kvbm.engines.vllm import compat
+    from kvbm.engines.vllm.steps import computed_of
+
+    if not compat.fails_whole_requests():
+        pytest.skip("with a connector this release makes one group of all layers")
+    kvbm = {"inject_faults": "slow-store", "load": "never"}
+    engine = make_engine(kvbm, blocks=40, windows=(8, 0), second_runner=second_runner)
+    requests = [engine.add(f"r{i}", numbers(10 + i, 30 + i), 30) for i in range(6)]
+    fenced: set[int] = set()
+    resumed = False
+    while engine.scheduler.has_requests():
+        if not engine.can_submit:
+            engine.process()
+            continue
+        reading = dict(engine.half.leader._reading)
+        output = engine.submit()
+        fenced.update(engine.ranks[0].plan.fences)
+        computed = computed_of(output)
+        resumed = resumed or bool(output.scheduled_cached_reqs.resumed_req_ids)
+        for name, count in output.num_scheduled_tokens.items():
+            for table in engine.scheduler.kv_cache_manager.get_block_ids(name):
+                written = table[computed[name] // BLOCK : -(-(computed[name] + count) // BLOCK)]
+                assert fenced.issuperset(reading[block] for block in written if block in reading)
+    engine.run()
+    engine.check()
+    assert fenced
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert resumed is not second_runner
