@@ -254,7 +254,7 @@ def test_groups_whose_blocks_vllm_clears_are_left_alone(specs, model):
     assert compat.windows(make_config(model, {"cpu_cache_gb": 1}), mixed) is None
 
 
-def test_all_ranks_of_a_pipeline_have_one_name_for_their_cache(specs, model):
+def test_all_ranks_of_a_pipeline_have_one_name_for_their_cache(specs, model, monkeypatch):
     from clockwork import make_config
 
     from kvbm.engines.vllm import fingerprint
@@ -265,7 +265,9 @@ def test_all_ranks_of_a_pipeline_have_one_name_for_their_cache(specs, model):
         group.layer_names = ["layers of the second stage"]
     assert fingerprint.describe(config, first) == fingerprint.describe(config, second)
     apart = [groups(specs.full), groups(specs.sliding, specs.full), groups(specs.full, specs.sliding, specs.sliding)]
-    assert len({str(fingerprint.describe(config, cache)) for cache in (first, *apart)}) == 4
+    names = {str(fingerprint.describe(config, cache)) for cache in (first, *apart)}
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,5")
+    assert len(names | {str(fingerprint.describe(config, first))}) == 5
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])

@@ -92,9 +92,10 @@ def _length(model: Any) -> str:
 
 def _groups(kv_cache_config: Any) -> Fingerprint:
     """What kinds of layers are kept apart, where not all are together. Which layers those are follows from the rest,
-    and a rank of several in a pipeline knows only its own."""
+    and from how they are spread over a pipeline, of which a rank knows its own part only."""
     kinds = [str(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return {"groups": digest(json.dumps(kinds))} if len(kinds) > 1 else {}
+    stages = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
+    return {"groups": digest(json.dumps([*kinds, stages]))} if len(kinds) > 1 else {}
 
 
 def _load_format(vllm_config: Any) -> str:
