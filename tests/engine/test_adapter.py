@@ -254,6 +254,25 @@ def test_groups_whose_blocks_vllm_clears_are_left_alone(specs, model):
     assert compat.windows(make_config(model, {"cpu_cache_gb": 1}), mixed) is None
 
 
+def test_groups_whose_blocks_lie_in_the_same_memory_in_different_ways_are_refused_with_what_to_do(specs, model):
+    """As in a layout where heads come before layers and one group has fewer layers than the other."""
+    import torch
+    from clockwork import make_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from kvbm.engines.vllm import compat
+    from kvbm.vllm_integration.connector import DynamoConnector
+
+    if not compat.fails_whole_requests():
+        pytest.skip("with a connector this release makes one group of all layers")
+    config = make_config(model, {"cpu_cache_override_num_blocks": 4})
+    worker = DynamoConnector(config, KVConnectorRole.WORKER, groups(specs.full, specs.sliding))
+    memory = torch.zeros(16, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"each in its own way.*unset VLLM_KV_CACHE_LAYOUT .* or add --disable-hybrid"):
+        worker.register_kv_caches({"a": memory[:, :, 0], "b": memory.view(16, 3, 2, 4)[:, 0]})
+    worker.shutdown()
+
+
 def test_all_ranks_of_a_pipeline_have_one_name_for_their_cache(specs, model, monkeypatch):
     from clockwork import make_config
 

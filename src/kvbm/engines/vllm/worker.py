@@ -12,6 +12,7 @@ from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
+from kvbm.storage.layout import LayoutError
 from kvbm.transfer.turns import decoding
 
 # Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
@@ -36,6 +37,7 @@ class WorkerHalf:
         rank, ranks = parallel.rank % parallel.world_size, parallel.world_size
         self._rank = Rank(config, rank, ranks, replicas, cache, keeps_host=True)
         self._engine_blocks = kv_cache_config.num_blocks
+        self._groups = len(groups)
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
 
     @property
@@ -47,7 +49,15 @@ class WorkerHalf:
         return self._rank.worker
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        self._rank.register(kv_caches, self._engine_blocks)
+        try:
+            self._rank.register(kv_caches, self._engine_blocks)
+        except LayoutError as error:
+            if self._groups == 1:
+                raise
+            raise LayoutError(
+                f"{error}. KVBM cannot tell their blocks apart: unset VLLM_KV_CACHE_LAYOUT if it is set, "
+                "or add --disable-hybrid-kv-cache-manager"
+            ) from error
 
     def meet(self) -> Hello | None:
         """Finish the start. Returns what the leader must know; None when there is no cache to serve."""
