@@ -8,6 +8,7 @@ A list of panels is easier to keep right than the thousand lines of JSON that Gr
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,5 +233,6 @@ def text() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     TARGET.write_text(text())
     print(TARGET)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvbm.core.pool import Pool
 from kvbm.events import launch
 from kvbm.events.outlet import Outlet
 from kvbm.plans import Tier
+from servers import free_port
 
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(settings.__file__)))
 
@@ -232,6 +234,27 @@ def test_a_taken_port_is_said_and_costs_nothing_else(monkeypatch, capfd):
     said = capfd.readouterr().err
     assert f"tcp://127.0.0.1:{port}" in said
     assert "DYN_KVBM_LEADER_ZMQ_PUB_PORT + 1000" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [(signal.SIGKILL, ["the consolidator of KV events has ended"]), (signal.SIGTERM, []), (None, [])]
+)
+def test_a_consolidator_that_dies_is_spoken_of_once(monkeypatch, caplog, how, told):
+    monkeypatch.setenv("PYTHONPATH", PACKAGE_ROOT)
+    counted, port = [], free_port()
+    config = settings.load({"leader_zmq_pub_port": port - 1000}, environ={}, files=())
+    started = launch.start(config, ["tcp://127.0.0.1:1"], count=counted.append)
+    assert started is not None
+    watch = next(thread for thread in threading.enumerate() if thread.name == "kvbm-consolidator-watch")
+    if how is not None:
+        os.kill(started._process.pid, how)
+    else:
+        started.close()
+    watch.join(20)
+    assert not watch.is_alive()
+    started.close()
+    assert counted == told
+    assert caplog.text.count(f"nobody hears of this engine's blocks on tcp://127.0.0.1:{port}") == len(told)
 
 
 def test_each_rank_publishes_on_a_port_of_its_own():

@@ -138,3 +138,17 @@ def test_images_run_as_nobody_special(path):
     users = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert users[-1] == "10001"
     assert any("kvbm-*.whl" in line for line in lines)
+
+
+def test_asked_for_help_the_script_of_the_dashboard_writes_none(tmp_path):
+    script = tmp_path / "scripts" / "dashboard.py"
+    script.parent.mkdir()
+    script.write_bytes((PROJECT / "scripts" / "dashboard.py").read_bytes())
+    target = tmp_path / "deploy/observability/grafana/dashboards/kvbm.json"
+    target.parent.mkdir(parents=True)
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "usage: dashboard.py" in done.stdout
+    assert not target.exists()
+    assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 0
+    assert target.read_bytes() == (PROJECT / "deploy/observability/grafana/dashboards/kvbm.json").read_bytes()

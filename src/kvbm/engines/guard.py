@@ -46,6 +46,11 @@ class Faults:
                 where, error, exc_info=error,
             )  # fmt: skip
 
+    def count(self, kind: str) -> None:
+        """A fault that has been told of already. May be called from any thread."""
+        with self._counting:
+            self.counts[kind] += 1
+
     def take(self) -> dict[str, int]:
         """What has been counted since the last call: a worker passes it on to the leader, who counts for all."""
         if not self.counts:

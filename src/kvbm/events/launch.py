@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from kvbm.config import Config
 
 logger = logging.getLogger("kvbm")
+
+# As when a terminal or a supervisor ends the engine with all its processes.
+_ASKED_TO_END = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 
 
 def output_endpoint(config: Config, rank: int = 0) -> str:
@@ -19,17 +24,39 @@ def output_endpoint(config: Config, rank: int = 0) -> str:
 
 
 class ConsolidatorProcess:
-    def __init__(self, config: Config, engine: Sequence[str], rank: int = 0, kvbm: str | None = None) -> None:
-        """``engine``: where the engine publishes; ``kvbm``: where our own events come from, if not from there too."""
+    def __init__(
+        self,
+        config: Config,
+        engine: Sequence[str],
+        rank: int = 0,
+        kvbm: str | None = None,
+        count: Callable[[str], None] | None = None,
+    ) -> None:
+        """``engine``: where the engine publishes; ``kvbm``: where our own events come from, if not from there too;
+        ``count``: hears of its end if nobody has asked for it."""
+        self._output, self._count, self._closing = output_endpoint(config, rank), count, False
         command = [sys.executable, "-m", "kvbm.events.consolidator", "--parent", str(os.getpid())]
-        command += ["--output", output_endpoint(config, rank), "--mode", config.kv_events_consolidator_mode]
+        command += ["--output", self._output, "--mode", config.kv_events_consolidator_mode]
         for endpoint in engine:
             command += ["--engine", endpoint]
         if kvbm is not None:
             command += ["--kvbm", kvbm]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
+        threading.Thread(target=self._watch, name="kvbm-consolidator-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        status = self._process.wait()
+        if self._closing or status in _ASKED_TO_END:
+            return
+        logger.error(
+            "the consolidator of KV events has ended (status %d): nobody hears of this engine's blocks on %s any more, "
+            "until the engine is started anew. The engine goes on.", status, self._output,
+        )  # fmt: skip
+        if self._count is not None:
+            self._count("the consolidator of KV events has ended")
 
     def close(self) -> None:
+        self._closing = True
         self._process.terminate()
         try:
             self._process.wait(5)
@@ -38,10 +65,16 @@ class ConsolidatorProcess:
             self._process.wait(5)
 
 
-def start(config: Config, engine: Sequence[str], rank: int = 0, kvbm: str | None = None) -> ConsolidatorProcess | None:
+def start(
+    config: Config,
+    engine: Sequence[str],
+    rank: int = 0,
+    kvbm: str | None = None,
+    count: Callable[[str], None] | None = None,
+) -> ConsolidatorProcess | None:
     """None, with a sentence in the log, when it cannot be started: no engine ends for that."""
     try:
-        return ConsolidatorProcess(config, engine, rank, kvbm)
+        return ConsolidatorProcess(config, engine, rank, kvbm, count)
     except OSError as error:
         logger.warning("no consolidated events: their process cannot be started (%s)", error)
         return None

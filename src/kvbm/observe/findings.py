@@ -158,7 +158,7 @@ def _failures(s: Snapshot) -> Finding | None:
     return Finding(
         name="failures",
         level="bad",
-        text=f"{sum(s.failures.values())} faults, each of which cost a hit: "
+        text=f"{sum(s.failures.values())} faults, each of which cost a hit or events: "
         + "; ".join(f"{reason} ({s.failures[reason]} times)" for reason in worst),
         cure="The engine's log has the first of each kind with its traceback.",
     )

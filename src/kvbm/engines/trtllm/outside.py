@@ -63,7 +63,7 @@ class Outside:
             logger.warning("No block events: %s", error)
             return
         source = f"tcp://127.0.0.1:{config.trtllm_zmq_port}"
-        self._consolidator = launch.start(config, [source], kvbm=self._outlet.endpoint)
+        self._consolidator = launch.start(config, [source], kvbm=self._outlet.endpoint, count=self._faults.count)
 
     def _announce(self) -> bool:
         if self._outlet is not None:

@@ -167,7 +167,8 @@ class SchedulerHalf:
             self._feed = feed.EventFeed(manager.pools, self._block_size, group)
             if self._config.kv_events_enable_consolidator == "on":
                 source, _ = feed.consolidator_endpoints(self._config, self._vllm_config)
-                self._consolidator = launch.start(self._config, [source], parallel.data_parallel_index)
+                rank, count = parallel.data_parallel_index, self._faults.count
+                self._consolidator = launch.start(self._config, [source], rank, count=count)
         about = identity(self._vllm_config, self._config, self._ranks, block_bytes, self._engine_blocks)
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         shared = block_bytes < sum(by_rank)
