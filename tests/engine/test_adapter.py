@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +212,19 @@ def test_layers_that_see_a_window_are_served_where_a_lost_load_can_be_told_of(sp
         assert ("KVBM_ONBOARD=sync has no effect" in caplog.text) is served
         assert compat.windows(config, cache) == (windows if served else None)
         connector.shutdown()
+    shape = {"block_size": 8, "num_kv_heads": 1, "head_size": 4, "dtype": specs.full.dtype}  # as many bytes
+    for full, sliding in (
+        (type(specs.full)(**shape), specs.sliding),
+        (specs.full, type(specs.sliding)(**shape, sliding_window=8)),
+        (replace(specs.full, non_causal=True), specs.sliding),
+        (specs.full, replace(specs.sliding, extra_retained_tokens=3) if served else specs.states),
+    ):
+        assert full.page_size_bytes == specs.full.page_size_bytes
+        assert sliding.page_size_bytes == specs.full.page_size_bytes or not served
+        assert compat.windows(config, groups(full, sliding)) is None
+    of_this_engine_only = groups(specs.full, specs.sliding)
+    of_this_engine_only.kv_cache_groups[1].enable_kv_transfer = False
+    assert compat.windows(config, of_this_engine_only) is None
     config.speculative_config = object()
     assert compat.windows(config, groups(specs.full, specs.sliding)) is None
 

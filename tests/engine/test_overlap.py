@@ -376,3 +376,44 @@ def test_of_groups_a_part_of_a_match_is_not_asked_for(windows, whole, make_engin
     engine.run()
     assert asked == [{"whole": whole}]
     assert engine.onboarded == (10 + 2 if whole else 10)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
+def test_a_prompt_in_parts_is_kept_whole_in_every_group(overlap, make_engine):
+    """And of what its layers see no more before the next part is computed, everything as well."""
+    from kvbm.engines.vllm import compat
+
+    if not compat.fails_whole_requests():
+        pytest.skip("with a connector this release makes one group of all layers")
+    engine = make_engine(windows=(9, 0, 5), overlap=overlap, max_num_batched_tokens=16)
+    engine.add("first", numbers(1, 60), 1)
+    engine.run()
+    engine.check()
+    assert engine.pool.published == 3 * 15
+    engine.check_idle()
+
+
+def test_where_host_memory_is_short_what_lies_behind_a_window_goes_first(make_engine):
+    """Of 15 blocks in two groups there is room for 26: for those that see all, a window of the others, and some."""
+    from kvbm.engines.vllm import compat
+
+    if not compat.fails_whole_requests():
+        pytest.skip("with a connector this release makes one group of all layers")
+    kvbm = {"cpu_cache_override_num_blocks": 26}
+    engine = make_engine(kvbm, windows=(8, 0), overlap=False, max_num_batched_tokens=16)
+    engine.add("first", numbers(1, 61), 1)
+    while engine.scheduler.has_requests():
+        engine.turn()
+        for ticket in engine.ranks[0].connector._half._rank.worker._stores.values():
+            ticket.wait()
+    assert engine.pool.evictions == 4
+    for name in ("second", "third"):
+        engine.forget()
+        before = engine.onboarded
+        engine.add(name, numbers(1, 61), 1)
+        engine.run()
+        engine.check()
+        assert engine.onboarded - before == 15 + 2
+        engine.add(f"beside {name}", numbers(2, 9), 1)  # takes the room of what is left behind the window
+        engine.run()
+    engine.check_idle()
