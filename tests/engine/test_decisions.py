@@ -580,8 +580,8 @@ def test_what_is_not_worth_bringing_back_is_not_brought_back_for_being_the_next(
     def cut(engine, prompt):
         decide = engine.half._cost.decide
 
-        def at_most_four(*asked):
-            decision = decide(*asked)
+        def at_most_four(*asked, **how):
+            decision = decide(*asked, **how)
             return decision._replace(blocks=min(decision.blocks, 4))
 
         monkeypatch.setattr(engine.half._cost, "decide", at_most_four)
