@@ -51,10 +51,10 @@ unit: env ## run the tests that need no engine: seconds
 	$(python) -m pytest -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
-	$(python) -m pytest -m "engine and not long and not matrix and not gpu" $(PYTEST)
+	$(python) -m pytest -m "engine and not long and not gpu" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(python) -m pytest -m "not sglang and not long and not matrix and not gpu and not observe and not dynamo" $(PYTEST)
+	$(python) -m pytest -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'

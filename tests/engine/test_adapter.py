@@ -465,6 +465,8 @@ def test_an_adapter_under_the_name_of_one_that_was_unloaded_is_another_adapter(r
 
     from kvbm.engines.vllm import compat
 
+    if release >= (0, 31) > compat.release():
+        pytest.skip("the hashes of this release are those of an older one")
     monkeypatch.setattr(compat, "release", lambda: release)
     found = keys(algorithm)
     sets = []

@@ -113,7 +113,7 @@ _CUSTOMARY = (
            _by_name(lambda s: s.refused_blocks), ("reason",)),
     Metric("kvbm_refused_load_blocks_total", "counter", "Blocks that were found and not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),
-    Metric("kvbm_failures_total", "counter", "Faults inside KVBM that cost a hit, by reason",
+    Metric("kvbm_failures_total", "counter", "Faults inside KVBM that cost a hit, or events, by reason",
            _by_name(lambda s: s.failures), ("reason",)),
     Metric("kvbm_ttft_saved_seconds_total", "counter", "Time to first token spared, estimated: what the loaded tokens "
            "would have taken at the measured speed of prefill, less what their loads took",
