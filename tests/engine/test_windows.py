@@ -158,6 +158,8 @@ def test_a_load_that_cannot_be_planned_is_computed(run_scenario, baseline, engin
 def test_where_blocks_are_short_everybody_gets_his_own(run_scenario, baseline, engine, apart, steps_overlap):
     """Requests are preempted and come back, blocks go from group to group and from one request to the next while they
     are still being copied out."""
+    if not apart:
+        pytest.skip("with a connector this release makes one group of all layers, for which there is room")
     prompts = [LONG[: 100 * i] + tokens(10 + i, 60 + 17 * i) for i in range(1, 7)]
     steps = [generate(*(prompts[i:] + prompts[:i]), name=str(i), max_tokens=24) for i in range(6)]
     story = run_scenario(
@@ -170,7 +172,7 @@ def test_where_blocks_are_short_everybody_gets_his_own(run_scenario, baseline, e
         assert story.tokens(str(i)) == wanted[i:] + wanted[:i]
     end = story["end"]
     assert end["onboarded"] > 0
-    assert end["evictions"] > 0 or not apart
+    assert end["evictions"] > 0
     assert (end["requests"], end["pinned"], end["writing"], end["busy"], end["faults"]) == (0, 0, 0, False, {})
 
 
