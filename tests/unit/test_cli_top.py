@@ -6,10 +6,8 @@ import os
 import pty
 import re
 import select
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import msgspec
@@ -112,19 +110,8 @@ def test_what_is_no_address_is_said_too(capsys):
     assert "http://host:port: nonnumeric port: 'port'. Expected a port, host:port or a URL" in capsys.readouterr().err
 
 
-def test_what_does_not_speak_http_is_said_too(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer():
-            client, _ = listener.accept()
-            with client:
-                client.recv(4096)
-                client.sendall(b"SSH-2.0-somebody\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert main(["top", "--once", str(listener.getsockname()[1])]) == 1
-        thread.join()
+def test_what_does_not_speak_http_is_said_too(stranger, capsys):
+    assert main(["top", "--once", stranger]) == 1
     assert "nothing answers at" in capsys.readouterr().err
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import stat
 import subprocess
 import threading
@@ -142,27 +140,6 @@ def test_a_registry_that_cannot_be_reached_costs_a_sentence(tmp_path, caplog):
     etcd = Registration(discovery.EtcdRegistry("http://127.0.0.1:1"), [card()], "dynamo", every=0.05)
     wait_for_complaints(2)
     etcd.close()
-
-
-@pytest.fixture
-def stranger():
-    """Answers whatever it is asked with what is no HTTP, as a port of TLS does."""
-    listening = socket.create_server(("127.0.0.1", 0))
-
-    def answer():
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listening.accept()
-                with client:
-                    client.recv(1000)
-                    client.sendall(b"\x15\x03\x01\x00\x02\x02\x50\n")
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    yield f"127.0.0.1:{listening.getsockname()[1]}"
-    listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
-    thread.join()
 
 
 def tried_again(place, caplog):

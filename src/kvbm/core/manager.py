@@ -150,12 +150,8 @@ class BlockManager:
                 break
             else:
                 break
-        pending = at < end and self.is_writing(keys[at])
+        pending = at < end and any(pool.is_writing(keys[at]) for pool in self.pools.values())
         return Match(start, runs, pending, wanted, self._changes())
-
-    def is_writing(self, key: Key) -> bool:
-        """Whether a block is on its way to a tier."""
-        return any(pool.is_writing(key) for pool in self.pools.values())
 
     def load(
         self,

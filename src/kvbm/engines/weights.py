@@ -6,10 +6,12 @@ import hashlib
 import re
 from pathlib import Path
 
-# For the log, with the name of the model.
-NOT_FOR_OTHERS = (
-    "nothing that KVBM keeps outlives this engine: nobody can tell whether the weights of %s are the same the next time"
-)
+NOT_FOR_OTHERS = "nothing that KVBM keeps outlives this engine: %s"  # for the log, with the reason
+
+
+def untold(name: str) -> str:
+    """Why not, where :func:`weights` is empty."""
+    return f"nobody can tell whether the weights of {name} are the same the next time"
 
 
 def weights(name: str, revision: str | None, load_format: str = "auto") -> str:

@@ -32,7 +32,7 @@ from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
-from kvbm.engines.weights import NOT_FOR_OTHERS, weights
+from kvbm.engines.weights import NOT_FOR_OTHERS, untold, weights
 from kvbm.observe import nvtx
 from kvbm.observe.observer import settings_given
 from kvbm.observe.server import Server, open_server
@@ -155,7 +155,7 @@ class KvbmStorage(HiCacheStorage):
         host = settings.slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, together * ranks)
         disk = settings.slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, together * ranks)
         if disk and not self._weights:
-            logger.warning(NOT_FOR_OTHERS, said.model_name)
+            logger.warning(NOT_FOR_OTHERS, untold(said.model_name))
             if not host:
                 raise ValueError("there is no disk tier for weights that nobody can tell: set DYN_KVBM_CPU_CACHE_GB")
             disk = 0

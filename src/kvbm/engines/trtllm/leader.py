@@ -22,7 +22,7 @@ from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.outside import Outside
 from kvbm.engines.trtllm.step import StepMeta
-from kvbm.engines.weights import NOT_FOR_OTHERS
+from kvbm.engines.weights import NOT_FOR_OTHERS, untold
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
@@ -142,7 +142,7 @@ class LeaderHalf:
         hellos = self._channel.hellos
         if self._config.has_disk_tier:
             if (kept := setup.kept) is None:
-                logger.warning(NOT_FOR_OTHERS, setup.model)
+                logger.warning(NOT_FOR_OTHERS, untold(setup.model))
             else:
                 self._disk = DiskTier.open(self._config, hellos, kept)
         pending, sizes = self._config.max_pending_offloads, agreement.block_bytes

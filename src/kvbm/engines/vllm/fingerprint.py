@@ -17,7 +17,7 @@ import torch
 
 from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
-from kvbm.engines.weights import digest, weights
+from kvbm.engines.weights import NOT_FOR_OTHERS, digest, untold, weights
 from kvbm.storage.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
@@ -40,15 +40,16 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     seen = weights(str(model.model), getattr(model, "revision", None), _load_format(vllm_config))
     if (reason := _not_for_others(model, cache, seen)) is not None:
-        logger.warning("nothing that KVBM keeps outlives this engine: %s", reason)
+        logger.warning(NOT_FOR_OTHERS, reason)
         return None
     reuses = reuses_engine_hashes(vllm_config, kv_cache_config, persistent=True)
     draft = getattr(vllm_config, "speculative_config", None)
+    config = _json(model.hf_config)
     return {
         "engine": "vllm {}.{}".format(*compat.release()),
         "model": str(model.model),
         "weights": seen,
-        "config": digest(_json(model.hf_config) + _length(model)),
+        "config": digest(config + _length(config, model)),
         "draft": "" if draft is None else digest(str(draft)),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}",
         "attention": _attention(vllm_config),
@@ -68,7 +69,7 @@ def _not_for_others(model: Any, cache: Any, seen: str) -> str | None:
         return "--calculate-kv-scales gives every start scales of its own"
     # What is on this machine of a model whose weights come from an object store says nothing of them.
     if (remote := getattr(model, "model_weights", "")) or not seen:
-        return f"nobody can tell whether the weights of {remote or model.model} are the same the next time"
+        return untold(str(remote or model.model))
     return None
 
 
@@ -83,10 +84,9 @@ def _attention(vllm_config: Any) -> str:
     return f"{asked} on {platform.machine()}{' amx' if tiles else ''}{' avx512' if wide else ''}"
 
 
-def _length(model: Any) -> str:
+def _length(config: str, model: Any) -> str:
     """The longest prompt that the engine takes, where that changes the numbers in every block: it decides between the
     factors of a long and a short rope, and whether Llama 4 tunes the temperature of its queries."""
-    config = _json(model.hf_config)
     return f" {model.max_model_len}" if '"longrope"' in config or '"llama4' in config else ""
 
 
