@@ -23,7 +23,7 @@ def _clean_environment(monkeypatch, tmp_path):
     for name in list(os.environ):
         if "KVBM" in name or name.startswith("DYN_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(config, "SYSTEM_FILE", tmp_path / "missing.toml")
+    monkeypatch.setattr(config.table, "SYSTEM_FILE", tmp_path / "missing.toml")
 
 
 def columns(text: str) -> dict[str, list[str]]:
@@ -55,7 +55,7 @@ def test_all_has_every_setting_and_marks_what_is_not_used(capsys):
     assert main(["config", "--all"]) == 0
     out = capsys.readouterr().out
     assert set(columns(out)) == {row.env for row in LIVE}
-    assert out.count("(not used yet)") == sum(not row.used for row in LIVE)
+    assert out.count("(not used)") == sum(not row.used for row in LIVE)
 
 
 def test_warnings_and_unused_go_to_standard_error(monkeypatch, capsys):
@@ -65,7 +65,7 @@ def test_warnings_and_unused_go_to_standard_error(monkeypatch, capsys):
     assert main(["config"]) == 0
     printed = capsys.readouterr()
     assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in printed.err
-    assert "known, not used yet: DYN_KVBM_OBJECT_BUCKET, DYN_KVBM_OBJECT_ENABLED\n" in printed.err
+    assert "accepted, not used: DYN_KVBM_OBJECT_BUCKET, DYN_KVBM_OBJECT_ENABLED: KVBM has no object" in printed.err
     assert "did you mean" not in printed.out
 
 

@@ -39,7 +39,7 @@ def _clean(monkeypatch, tmp_path):
     for name in list(os.environ):
         if "KVBM" in name or name.startswith("DYN_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(config, "SYSTEM_FILE", tmp_path / "missing.toml")
+    monkeypatch.setattr(config.table, "SYSTEM_FILE", tmp_path / "missing.toml")
     monkeypatch.setattr(gpu, "gpus", lambda: ())
     monkeypatch.setattr(setup, "gpus", lambda: ())
     monkeypatch.setattr(metadata, "version", _version)

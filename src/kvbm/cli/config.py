@@ -1,12 +1,12 @@
-"""Show the settings in force and where each of them comes from.
+"""Show the settings in force and the source of each.
 
-The environment and the TOML files are read exactly as an engine started from this shell would read them.
-What is wrong with them is said on standard error, and the exit code is then 2.
+This command reads the environment and the TOML files as an engine started from this shell does.
+If a setting is invalid, it prints the error on standard error and exits with code 2.
 
 examples:
-  kvbm config                                 as it is now
-  kvbm config --extra '{"cpu_cache_gb": 20}'  as it would be with this kv_connector_extra_config
-  kvbm config --toml > kvbm.toml              a file to start from; then KVBM_CONFIG_PATH=kvbm.toml
+  kvbm config                                 the settings in force
+  kvbm config --extra '{"cpu_cache_gb": 20}'  the settings with this kv_connector_extra_config
+  kvbm config --toml > kvbm.toml              a file to edit; then set KVBM_CONFIG_PATH=kvbm.toml
 """
 
 import argparse
@@ -27,14 +27,14 @@ from kvbm.config import (
 )
 
 NAME = "config"
-HELP = "show the settings in force and where each of them comes from"
+HELP = "show the settings in force and the source of each"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="also the settings that are known but not used yet")
-    parser.add_argument("--extra", metavar="JSON", help="kv_connector_extra_config to put on top")
+    parser.add_argument("--all", action="store_true", help="include the settings that KVBM accepts but does not use")
+    parser.add_argument("--extra", metavar="JSON", help="kv_connector_extra_config, which overrides all other sources")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON, always with all settings")
+    form.add_argument("--json", action="store_true", help="print all settings as JSON")
     form.add_argument("--toml", action="store_true", help="print a commented TOML file with the defaults")
     form.add_argument("--docs", action="store_true", help="print docs/configuration.md")
 
@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     print(as_json(config) if args.json else table(config, everything=args.all))
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if config.unused:
-        print(f"known, not used yet: {', '.join(config.unused)}", file=sys.stderr)
+    for reason in dict.fromkeys(config.unused_because.values()):
+        names = [name for name, because in config.unused_because.items() if because == reason]
+        print(f"accepted, not used: {', '.join(names)}: {reason}", file=sys.stderr)
     return 0
 
 
@@ -74,12 +75,12 @@ def _by_group(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
 
 
 def table(config: Config, everything: bool = False) -> str:
-    """Aligned columns for a terminal: variable, value, source."""
+    """Return aligned columns for a terminal: variable, value, source."""
     lines: list[tuple[str, str, str] | str] = []
     for group, rows in _by_group(s for s in SETTINGS if not s.retired and (s.used or everything)).items():
         lines += ["", group]
         for row in rows:
-            source = config.sources[row.key] + ("" if row.used else "  (not used yet)")
+            source = config.sources[row.key] + ("" if row.used else "  (not used)")
             lines.append((f"  {row.env}", row.show(getattr(config, row.key)), source))
     cells = [line for line in lines if not isinstance(line, str)]
     widths = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
@@ -103,17 +104,18 @@ def as_json(config: Config) -> str:
 
 
 def toml(everything: bool = False) -> str:
-    """A file in which every setting is commented out at its default, so that loading it changes nothing."""
+    """Return a TOML file in which every setting is commented out at its default, so loading it changes nothing."""
     lines = [
-        "# Settings of KVBM. Take away the # in front of those to change.",
-        f"# Read from {SYSTEM_FILE}, or from where KVBM_CONFIG_PATH points; the environment wins over it.",
+        "# Settings of KVBM. To change a setting, remove the # in front of it.",
+        f"# KVBM reads {SYSTEM_FILE} and the file at KVBM_CONFIG_PATH; the environment overrides both.",
     ]
-    # A file does not name another, hence no config_path.
+    # config_path is left out: a settings file cannot name another file.
     rows = (s for s in SETTINGS if not s.retired and s.key != "config_path" and (s.used or everything))
     for group, members in _by_group(rows).items():
         lines += ["", f"# ---- {group} ----"]
         for row in members:
-            lines += ["", f"# {row.doc}" + ("" if row.used else " Not used yet."), f"# Accepts {_accepts(row)}."]
+            unused = f" Not used: {row.unused}" if row.unused else ""
+            lines += ["", f"# {row.doc}{unused}", f"# Accepts {_accepts(row)}."]
             if row.default is None:
                 lines += ["# Not set by default; for example:", f"# {row.key} = {row.kind.example}"]
             else:
@@ -122,7 +124,7 @@ def toml(everything: bool = False) -> str:
 
 
 def _toml_value(value: object) -> str:
-    return json.dumps(str(value) if isinstance(value, Path) else value)  # JSON's scalars and {} are TOML's as well
+    return json.dumps(str(value) if isinstance(value, Path) else value)  # JSON scalars and {} are valid TOML
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ def _toml_value(value: object) -> str:
 _INTRODUCTION = f"""\
 # Configuration
 
-<!-- Made by `kvbm config --docs` from the table in src/kvbm/config.py. Change that, then make this again. -->
+<!-- Made by `make docs` from the table in src/kvbm/config/table.py. Edit the table or src/kvbm/cli/config.py. -->
 
 KVBM needs one setting: the size of a cache tier.
 
@@ -141,27 +143,27 @@ DYN_KVBM_CPU_CACHE_GB=20 vllm serve Qwen/Qwen3-0.6B \\
     "kv_connector_module_path": "kvbm.vllm_integration.connector", "kv_role": "kv_both"}}'
 ```
 
-`kvbm config` shows the settings in force and where each of them comes from.
+`kvbm config` shows the settings in force and the source of each.
 
-## Three ways to set things
+## Sources of settings
 
-| Where | Name of a setting | Good for |
+| Source | Name of a setting | Suitable for |
 |---|---|---|
 | environment variables | `DYN_KVBM_CPU_CACHE_GB` | containers, launch scripts |
-| a TOML file | `cpu_cache_gb` | a fleet of hosts, a setup under version control |
-| the engine's `kv_connector_extra_config` | `cpu_cache_gb` | one engine among several on a host |
+| a TOML file | `cpu_cache_gb` | many hosts, a configuration under version control |
+| the engine's `kv_connector_extra_config` | `cpu_cache_gb` | one of several engines on a host |
 
-In a file and in `kv_connector_extra_config` the name of the variable is understood too.
+A TOML file and `kv_connector_extra_config` also accept the name of the environment variable.
 
-When a setting is given in several places, the highest of these counts:
+If several sources set the same setting, KVBM uses the first of these:
 
 1. `kv_connector_extra_config`
 2. the environment
-3. the file at `KVBM_CONFIG_PATH`
-4. `{SYSTEM_FILE}`, if there is one
+3. the TOML file at `KVBM_CONFIG_PATH`
+4. the TOML file `{SYSTEM_FILE}`, if it exists
 5. the default
 
-**A file.** `kvbm config --toml` prints one with every setting commented out at its default.
+**TOML file.** `kvbm config --toml` prints a file with every setting commented out at its default.
 
 ```toml
 cpu_cache_gb = 20
@@ -169,7 +171,7 @@ onboard = "async"
 staging_mb = 512
 ```
 
-**`kv_connector_extra_config`**, for vLLM. Keys of others in it are left alone.
+**`kv_connector_extra_config`**, with vLLM. KVBM ignores keys that belong to other connectors.
 
 ```bash
 vllm serve Qwen/Qwen3-0.6B --kv-transfer-config '{{
@@ -180,44 +182,49 @@ vllm serve Qwen/Qwen3-0.6B --kv-transfer-config '{{
 }}'
 ```
 
-## How values are read
+## How KVBM reads values
 
-- A wrong value stops the engine at start, with a message that names the setting, its value, where it was set and what
-  is accepted: `KVBM_STAGING_MB='many' (environment): expected a whole number of MiB from 0 to 65536, for example 512`.
-  A value that a higher place replaces is not looked at.
-- A switch is on with `1`, `true`, `on` or `yes`, and off with `0`, `false`, `off`, `no` or nothing, in whatever case.
-- Numbers have no unit and no sign. Sizes are in GB of 1e9 bytes and need not be whole: `0.5` is half a GB.
-- A variable that is empty counts as not set, unless it is a switch. `null` in JSON counts as not set.
-- A name that looks like one of ours but is not gets a warning with the closest name.
-- The size of a tier is for all ranks of an engine together: `int(GB * 1e9 / bytes of a block on all ranks)` blocks.
-- A host tier smaller than the engine's own cache on the GPU seldom helps, because it forgets first.
+- An invalid value stops the engine at start. The error names the setting, its value, its source and the accepted
+  values: `KVBM_STAGING_MB='many' (environment): expected a whole number of MiB from 0 to 65536, for example 512`.
+  KVBM does not check a value that a higher source overrides.
+- A switch is on with `1`, `true`, `on` or `yes`. It is off with `0`, `false`, `off`, `no` or an empty value. Case does
+  not matter.
+- Numbers have no unit and no sign. Sizes are in GB (1 GB = 1e9 bytes) and can be fractions: `0.5` is half a GB.
+- An empty environment variable counts as not set, unless the setting is a switch. `null` in JSON counts as not set.
+- KVBM ignores an unknown name that resembles a setting, and logs a warning with the closest name.
+- The size of a tier is the sum over all ranks of an engine: `int(GB * 1e9 / bytes of a block on all ranks)` blocks.
+- A host tier that is smaller than the engine's KV cache on the GPU rarely helps, because it evicts blocks before the
+  GPU does.
 """
 
-_NOT_USED_YET = """
-## Known, not used yet
+_NOT_USED = """
+## Accepted, not used
 
-These are understood and checked, so that an existing configuration needs no change, but nothing acts on them yet. One
-line at start names those that are set.
+KVBM accepts and checks these settings, so that existing configurations keep working, but does not use them. At start,
+it logs the names of those that are set.
 """
 
 _RETIRED = """
 ## Without effect
 
-These are accepted, with a warning.
+KVBM accepts these variables and logs a warning.
 
-| Variable | What to know |
+| Variable | Reason |
 |---|---|
 """
 
 
 def docs() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     used = [row for row in SETTINGS if row.used]
-    unused = [row for row in SETTINGS if not row.used and not row.retired]
+    unused = [row for row in SETTINGS if row.unused]
     parts = [_INTRODUCTION]
     parts += [f"\n## {group}\n\n{_markdown(rows)}" for group, rows in _by_group(used).items()]
-    parts.append(_NOT_USED_YET)
-    parts += [f"\n### {group}\n\n{_markdown(rows)}" for group, rows in _by_group(unused).items()]
+    parts.append(_NOT_USED)
+    for group, rows in _by_group(unused).items():
+        parts.append(f"\n### {group}\n")
+        for reason in dict.fromkeys(row.unused for row in rows):
+            parts.append(f"\n{reason}\n\n{_markdown(row for row in rows if row.unused == reason)}")
     parts.append(_RETIRED)
     parts += [f"| `{row.env}` | {_sentence(row.retired)} |\n" for row in SETTINGS if row.retired]
     return "".join(parts)
@@ -227,12 +234,13 @@ def _markdown(rows: Iterable[Setting]) -> str:
     lines = ["| Variable | Key | Default | Meaning | Accepts |", "|---|---|---|---|---|"]
     for row in rows:
         old = "".join(f" Old name: `{name}`." for name in row.old_names)
-        lines.append(f"| `{row.env}` | `{row.key}` | {row.show(row.default)} | {row.doc}{old} | {_accepts(row)} |")
+        cells = (f"`{row.env}`", f"`{row.key}`", row.show(row.default), row.doc + old, _accepts(row))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _accepts(row: Setting) -> str:
-    # The words for a switch are said once, under "How values are read".
+    # "How KVBM reads values" lists the words of a switch once.
     return "a switch" if isinstance(row.kind, Switch) else row.kind.accepts()
 
 
