@@ -320,6 +320,9 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and context parallelism is not supported so far"
+    whole_prompts = compat.needs_whole_prompts(vllm_config)
+    if whole_prompts is not None:
+        return whole_prompts
     groups = kv_cache_config.kv_cache_groups
     attention = compat.unsupported_attention(groups[0]) if len(groups) == 1 else ""
     if attention is None:
