@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,8 +22,8 @@ class Pooling(NamedTuple):
     """One way to pool, and what KVBM does about it."""
 
     task: str
-    pooler: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
+    pooler: Mapping[str, Any] = MappingProxyType({})
+    engine: Mapping[str, Any] = MappingProxyType({})
     out: str = ""  # part of the sentence with which KVBM stays out of the engine
     cached: int = 0  # tokens that come back for a prompt that vLLM has dropped
 
@@ -123,3 +125,26 @@ def test_requests_that_read_no_prefix_cache_get_no_hit(mode, run_scenario):
     assert [story[name]["cached"] for name in asked] == [[0], [0], [0], [WHOLE]]
     assert story["end"]["onboarded"] == 12
     assert story["end"]["faults"] == {}
+
+
+def test_the_last_block_of_a_hit_is_computed_where_vllm_does_so(run_scenario, baseline):
+    """For draft models that read hidden states. Beside another request KVBM adds no last block either."""
+    exact, other = PROMPT[: 12 * 32], prompt(4, 40)
+    steps = [
+        generate(PROMPT, name="cold"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="dropped"),
+        do("reset"),
+        do("add", names=["other"], prompts=[other], max_tokens=60),
+        do("step", times=3),
+        do("add", names=["exact"], prompts=[exact]),
+        do("finish", "together"),
+        do("state", "end"),
+    ]
+    patch = {"kvbm.engines.vllm.compat:drops_last_block": {"returns": True}}
+    story = run_scenario(steps, {**CACHE, "onboard": "async"}, patch=patch)
+    assert story.tokens("cold") == story.tokens("dropped") == baseline([PROMPT])
+    assert story["dropped"]["cached"] == [WHOLE - 32]
+    assert story["together"]["exact"] == baseline([exact])[0]
+    assert story["end"]["onboarded"] == 11 + 10

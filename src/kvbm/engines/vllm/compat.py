@@ -157,8 +157,6 @@ def needs_whole_prompts(vllm_config: Any) -> str | None:
     aux_output = getattr(vllm_config, "aux_output_config", None)  # since 0.31; before, vLLM refuses every connector
     if getattr(aux_output, "enabled", False):
         return "enable_return_routed_experts is on, and vLLM holds the experts of its own cached blocks only"
-    if current_platform.is_cpu() and model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
-        return "vLLM's MLA kernel for CPUs cannot compute a prompt from its middle"
     if getattr(envs, "VLLM_BATCH_INVARIANT", False) and not cache.enable_prefix_caching:
         backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
         if backend is None or backend.name in ("FLASHINFER", "TRITON_MLA"):
@@ -194,6 +192,13 @@ def needs_every_token(request: Any) -> bool:
     if pooling is not None:
         return pooling.task not in LAST_TOKEN_TASKS
     return any(getattr(sampling, name, None) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+
+
+def prefills_whole_prompts(vllm_config: Any) -> bool:
+    """Whether vLLM computes a prompt in one step from its first token, and can only decode on top of a hit. That is its
+    MLA for CPUs, for which it turns prefix caching and chunked prefill off."""
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked)
 
 
 def drops_last_block(vllm_config: Any) -> bool:

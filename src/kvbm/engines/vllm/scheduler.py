@@ -80,6 +80,7 @@ class SchedulerHalf:
         self._still_steps = 0  # in a row, with nothing to compute
         self._groups = groups
         self._drops_last_block = compat.drops_last_block(vllm_config)
+        self._prefills_whole_prompts = compat.prefills_whole_prompts(vllm_config)
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         if groups.apart:
             self._may_layer = False
@@ -244,6 +245,8 @@ class SchedulerHalf:
             found = self._groups.find(self.leader.manager, keys, start, limit, patient=False)
         if self._drops_last_block:
             found = found.cut(found.blocks - 1)
+        if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
+            found = found.cut(0)
         decision = self._decide(request, found)
         state.lookup = Lookup(computed_tokens, limit=limit, found=found, decision=decision)
         if decision.blocks < found.blocks and not state.declined:
