@@ -152,6 +152,17 @@ class Scenario:
             result["prompt_logprobs"] = [_logprobs(output.prompt_logprobs) for output in outputs]
         return result
 
+    def pool(self, prompts: list, task: str, **params) -> dict:
+        """What a pooling model makes of each prompt; all prompts at once."""
+        from vllm import PoolingParams
+
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+        outputs = self.llm.encode(requests, PoolingParams(**params), pooling_task=task, use_tqdm=False)
+        return {
+            "data": [output.outputs.data.tolist() for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+
     def add(self, names: list[str], prompts: list, max_tokens: int = 16, **params) -> None:
         """Hand requests to the engine without letting it work."""
         from vllm import SamplingParams

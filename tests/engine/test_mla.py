@@ -1,7 +1,7 @@
 """Multi-head latent attention on two ranks: both have the same KV, it is kept once, and both get it back.
 
 vLLM's MLA for CPUs cannot go on with a prompt that is partly computed, but it can decode. So the prompts end one token
-behind a block: all blocks are loaded, and the last token is computed as in decoding.
+behind a block: all blocks are loaded, and the last token is computed as in decoding. KVBM offers no other hit there.
 """
 
 from __future__ import annotations
@@ -78,3 +78,12 @@ def test_the_budget_counts_once(story, way):
 def test_nothing_is_left_under_way(story):
     end = story["end"]
     assert (end["requests"], end["pinned"], end["writing"], end["busy"], end["faults"]) == (0, 0, 0, False, {})
+
+
+def test_no_hit_leaves_more_than_one_token_to_compute(run_scenario, engine):
+    """vLLM's MLA for CPUs computes a whole prompt in one step, or decodes."""
+    longer = FIRST + FIRST[:7]
+    steps = [generate(longer, name="cold"), do("drain"), generate(longer, name="again"), generate(FIRST, name="one")]
+    story = run_scenario(steps, SETTINGS, {**engine, "tensor_parallel_size": 1})
+    assert story.tokens("again") == story.tokens("cold")
+    assert (story["again"]["cached"], story["one"]["cached"]) == ([0], [len(FIRST) - 1])

@@ -61,6 +61,17 @@ def test_an_ordinary_start_warns_of_nothing(run_scenario):
     assert [message for level, message in story.log if level != "INFO"] == []
 
 
+def test_an_engine_whose_workers_take_no_part_runs_without_kvbm(run_scenario, baseline):
+    """vLLM changes some settings in its workers' processes only, so they may stay out where the scheduler would not."""
+    patch = {"kvbm.engines.vllm.connector:WorkerHello": {"returns": None}}
+    steps = [generate(PROMPT, name="first"), do("reset"), generate(PROMPT, name="again"), do("state", "end")]
+    story = run_scenario(steps, CACHE, patch=patch)
+    assert story.tokens("first") == story.tokens("again") == baseline([PROMPT])
+    assert story["end"]["bypassed"]
+    (sentence,) = story.said("KVBM stays out of the way")
+    assert "no worker takes part" in sentence
+
+
 @pytest.fixture(scope="module")
 def make_model(tmp_path_factory, model):
     """Makes other tiny models whose tokens depend on their KV, with the tokenizer of the usual one."""

@@ -365,6 +365,24 @@ def test_a_prefix_that_ends_within_a_block_gets_nothing(engine):
     assert here.leader.get_num_new_matched_tokens(request(3), SIZE)[0] == 24
 
 
+@pytest.mark.parametrize(("field", "value", "offered"), [
+    ("py_return_context_logits", True, 0),
+    ("py_additional_outputs", ["hidden"], 0),
+    ("py_additional_outputs", [SimpleNamespace(name="hidden", gather_context=True)], 0),
+    ("py_additional_outputs", [SimpleNamespace(name="hidden", gather_context=False)], 32),
+    ("py_return_context_logits", False, 32),
+])  # fmt: skip
+def test_a_request_that_returns_something_for_every_token_gets_no_hit(engine, field, value, offered):
+    """Its blocks are kept as those of any other."""
+    here = engine().register()
+    first, second = request(1), request(2)
+    for each in (first, second):
+        setattr(each, field, value)
+    here.keep(first, BLOCKS)
+    assert here.leader.get_num_new_matched_tokens(second, 0)[0] == offered
+    assert here.leader.get_num_new_matched_tokens(request(3), 0)[0] == 32
+
+
 def test_what_is_sooner_computed_than_loaded_is_not_offered(engine):
     for load, offered in (("always", True), ("never", False)):
         here = engine(KVBM_LOAD=load).register()

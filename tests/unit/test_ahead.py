@@ -86,6 +86,14 @@ def test_a_prompt_is_fetched_as_it_arrives_and_its_load_begins_with_what_is_ther
     assert here.pool.pinned == 0
 
 
+def test_a_request_that_needs_every_token_is_not_fetched(here):
+    asks = request("abcd")
+    asks.skip_reading_prefix_cache = True
+    here.ahead.arrived(asks, alone=True)
+    here.ahead.step_planned([load("x")], iter([asks]))
+    assert here.does == []
+
+
 def test_beside_requests_that_decode_nobody_is_fetched(here):
     here.ahead.arrived(request("abcd"), alone=False)
     here.ahead.step_planned([], [request("abcd")])

@@ -184,6 +184,14 @@ def tokens_of(request: Any) -> list[int]:
     return list(needed(request, "get_tokens")(0))
 
 
+def needs_every_token(request: Any) -> bool:
+    """Whether a request returns something for every token of its prompt: context logits, which prompt log-probabilities
+    are made of, or other outputs of the model. The engine returns none for tokens that come from a cache."""
+    outputs = getattr(request, "py_additional_outputs", None) or ()
+    gathers = any(getattr(output, "gather_context", True) for output in outputs)
+    return gathers or bool(getattr(request, "py_return_context_logits", False))
+
+
 # -- setting a request back -------------------------------------------------------------------------------------------
 
 

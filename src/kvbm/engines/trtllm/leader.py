@@ -268,7 +268,8 @@ class LeaderHalf:
         # One token at least is left to compute: the engine needs its logits.
         limit = (len(tokens) - 1) // self._size
         log, name = self.observer.log, str(number)
-        if state.chain is None or computed % self._size or limit <= start or self._lost:
+        whole = compat.needs_every_token(request)
+        if state.chain is None or computed % self._size or limit <= start or self._lost or whole:
             outcome = SKIPPED if limit > start else ON_DEVICE if start else TOO_SHORT
             log.admitted(passed_over(name, len(tokens), computed, self._size, outcome))
             return 0, False

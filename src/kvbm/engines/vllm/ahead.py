@@ -14,6 +14,7 @@ from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
 from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
+from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.worker import WorkerHalf
 from kvbm.plans import LoadPlan, Tier
@@ -96,7 +97,7 @@ class Ahead:
     def _fetch(self, request: Any) -> None:
         """Begin to bring a prompt's blocks near while vLLM is still making room for them, which takes milliseconds."""
         limit = (request.num_tokens - 1) // self._block_size
-        if self._fetched is not None or limit < PREFETCH_BLOCKS:
+        if self._fetched is not None or limit < PREFETCH_BLOCKS or compat.needs_every_token(request):
             return
         keys = self._keys.of(request)
         if not keys or self._on_device(keys[0]):

@@ -11,9 +11,11 @@ import re
 from typing import Any
 
 import vllm
+import vllm.envs as envs
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 import vllm.v1.kv_cache_interface as kv_cache_interface
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.platforms import current_platform
 
 from kvbm.engines import supported
 
@@ -138,6 +140,76 @@ def unsupported_attention(kv_cache_group: Any) -> str | None:
         if getattr(layer, "non_causal", False):
             return "its attention is not causal"
     return None
+
+
+def needs_whole_prompts(vllm_config: Any) -> str | None:
+    """Why vLLM must compute every prompt of this engine from its first token, as a clause; None where it need not.
+
+    vLLM turns its own prefix cache off for these models and features, because a hit ends the engine or changes its
+    output. A user can turn the prefix cache off as well, and KVBM still serves that engine. So each condition is read
+    where vLLM reads it, and never from ``enable_prefix_caching`` alone.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if getattr(vllm_config, "is_mm_encoder_only", False):  # since 0.29
+        return "mm_encoder_only is on, and an encoder has no KV cache"
+    if not model.is_prefix_caching_supported:
+        return _lacks_prefix_caching(model)
+    aux_output = getattr(vllm_config, "aux_output_config", None)  # since 0.31; before, vLLM refuses every connector
+    if getattr(aux_output, "enabled", False):
+        return "enable_return_routed_experts is on, and vLLM holds the experts of its own cached blocks only"
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False) and not cache.enable_prefix_caching:
+        backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+        if backend is None or backend.name in ("FLASHINFER", "TRITON_MLA"):
+            name = "automatic" if backend is None else backend.name
+            return f"VLLM_BATCH_INVARIANT is on without prefix caching (attention backend: {name})"
+    return None
+
+
+def _lacks_prefix_caching(model_config: Any) -> str:
+    """Which property of a model keeps vLLM from caching its prefixes."""
+    attention, pooler = model_config.attn_type, getattr(model_config, "pooler_config", None)
+    if attention == "decoder" and pooler is not None:
+        if pooler.tok_pooling_type == "STEP":
+            return "tok_pooling_type is STEP, and this pooling needs the hidden states of every token"
+        return f"seq_pooling_type is {pooler.seq_pooling_type}, and this pooling needs the hidden states of every token"
+    return f"vLLM does not support prefix caching for models with {attention} attention"
+
+
+# Pooling tasks that need the last token's hidden state only. Every other task, of a plugin say, may need them all.
+LAST_TOKEN_TASKS = ("embed", "classify")
+
+
+def needs_every_token(request: Any) -> bool:
+    """Whether every token of a request's prompt must be computed, however much of it a cache holds.
+
+    Since 0.31 vLLM drops a connector's hit where ``skip_reading_prefix_cache`` is set; until then it leaves that to the
+    connector. A user can clear that flag. vLLM then returns uninitialised memory as the log-probabilities of a hit's
+    tokens, so the request's own parameters count as well.
+    """
+    if getattr(request, "skip_reading_prefix_cache", False):
+        return True
+    sampling, pooling = getattr(request, "sampling_params", None), getattr(request, "pooling_params", None)
+    if pooling is not None:
+        return pooling.task not in LAST_TOKEN_TASKS
+    return any(getattr(sampling, name, None) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+
+
+def prefills_whole_prompts(vllm_config: Any) -> bool:
+    """Whether vLLM computes a prompt in one step from its first token, and can only decode on top of a hit. That is its
+    MLA for CPUs, for which it turns prefix caching and chunked prefill off."""
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    return bool(current_platform.is_cpu() and vllm_config.model_config.use_mla and not chunked)
+
+
+def drops_last_block(vllm_config: Any) -> bool:
+    """Whether vLLM computes the last block of every hit again, for a draft model that reads hidden states (EAGLE, MTP):
+    what the draft model keeps of a block's last token depends on the token after it, which the block's hash leaves out.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return False
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)  # a setting since 0.31
+    return bool(drops())
 
 
 def same_on_all_ranks(kv_cache_group: Any) -> bool:

@@ -32,6 +32,7 @@ from kvbm.runtime.worker import Outcome
 
 logger = logging.getLogger("kvbm")
 
+STAYS_OUT = "KVBM stays out of the way: %s. vLLM runs as if it were not configured."
 REPORT_SECONDS = 0.25  # between two reports of figures to vLLM, while requests run
 
 
@@ -85,7 +86,9 @@ class DynamoConnector(KVConnectorBase_V1):
         groups = _groups(vllm_config, kv_cache_config)
         if isinstance(groups, str):
             if is_scheduler:
-                logger.warning("KVBM stays out of the way: %s. vLLM runs as if it were not configured.", groups)
+                logger.warning(STAYS_OUT, groups)
+            else:
+                logger.info("This worker takes no part in KVBM: %s", groups)
             return
         self._loses_requests = groups.apart  # and no single blocks
         if is_scheduler:
@@ -185,8 +188,14 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @annotate("set_xfer_handshake_metadata")
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        if self._half is not None:
-            self._scheduler.meet([decode_hello(part.hello) for part in metadata.values()])
+        if self._half is None:
+            return
+        if not metadata:
+            # vLLM changes some settings in the processes of its workers only, batch invariance for one.
+            logger.warning(STAYS_OUT, "no worker takes part, and the workers' log says why")
+            self._half = None
+            return
+        self._scheduler.meet([decode_hello(part.hello) for part in metadata.values()])
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): part for rank, part in metadata.items()})
@@ -320,6 +329,9 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}, and context parallelism is not supported so far"
+    whole_prompts = compat.needs_whole_prompts(vllm_config)
+    if whole_prompts is not None:
+        return whole_prompts
     groups = kv_cache_config.kv_cache_groups
     attention = compat.unsupported_attention(groups[0]) if len(groups) == 1 else ""
     if attention is None:

@@ -79,6 +79,8 @@ class SchedulerHalf:
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._still_steps = 0  # in a row, with nothing to compute
         self._groups = groups
+        self._drops_last_block = compat.drops_last_block(vllm_config)
+        self._prefills_whole_prompts = compat.prefills_whole_prompts(vllm_config)
         self._decode_tokens, self._may_layer = compat.layer_hooks(vllm_config)
         if groups.apart:
             self._may_layer = False
@@ -226,8 +228,7 @@ class SchedulerHalf:
             return None, False
         if state.put_off and self._waits.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
-        # Whoever asks for prompt log-probabilities has every token computed. Before 0.31 vLLM leaves that to us.
-        if stuck or state.refused or getattr(request, "skip_reading_prefix_cache", False):
+        if stuck or state.refused or compat.needs_every_token(request):
             state.lookup = Lookup(computed_tokens, SKIPPED)
             return 0, False
         start = computed_tokens // self._block_size
@@ -242,6 +243,10 @@ class SchedulerHalf:
             if self._waits.for_block(state, found, request.num_tokens):
                 return None, False
             found = self._groups.find(self.leader.manager, keys, start, limit, patient=False)
+        if self._drops_last_block:
+            found = found.cut(found.blocks - 1)
+        if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
+            found = found.cut(0)
         decision = self._decide(request, found)
         state.lookup = Lookup(computed_tokens, limit=limit, found=found, decision=decision)
         if decision.blocks < found.blocks and not state.declined:
@@ -260,7 +265,8 @@ class SchedulerHalf:
         state.in_step = decision.in_step and (forced or not state.put_off)  # else it has waited long enough for a step
         # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
         state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
-        if not state.in_step and not self._groups.apart and self._others_go_on(request.request_id):
+        may_extend = not self._groups.apart and not self._drops_last_block
+        if may_extend and not state.in_step and self._others_go_on(request.request_id):
             self._go_to_the_end(request, keys, state)
         return state.match.blocks * self._block_size, not state.in_step
 
