@@ -57,6 +57,7 @@ class AdapterLoads:
         """vLLM has read an adapter's weights and is about to use them. Called for every load; never raises."""
         self._manager = manager
         try:
+            _detach(model)
             digest = weights_digest(model, self._config)
         except Exception as error:
             digest = ""
@@ -95,6 +96,18 @@ class AdapterLoads:
     def take_news(self) -> dict[int, tuple[int, str]]:
         news, self._news = self._news, {}
         return news
+
+
+def _detach(model: Any) -> None:
+    """Copy weights that may still be a mapping of their file: whoever overwrites the file would change them.
+
+    On a GPU vLLM has copied them to pinned memory. On a CPU it has not, unless it had to convert them.
+    """
+    parts = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_pinned():
+                setattr(part, name, value.clone())
 
 
 def weights_digest(model: Any, lora_config: Any) -> str:
