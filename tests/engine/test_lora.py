@@ -121,7 +121,9 @@ def test_new_weights_of_an_adapter_are_another_adapter(mode, ranks, run_scenario
         do("drain"),
         do("reset"),
         generate(PROMPTS["evict"], name="evicted again", lora=[evicted]),
-        do("state", "after eviction"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPTS["evict"], name="kept again", lora=[evicted]),
         # Without a reset vLLM itself goes on from blocks of the old weights. Nothing of that may be kept.
         generate(PROMPTS["stale"][: 32 * BLOCKS], lora=[stale], max_tokens=1),
         do("drain"),
@@ -137,13 +139,14 @@ def test_new_weights_of_an_adapter_are_another_adapter(mode, ranks, run_scenario
     assert story.tokens("reload") == story.tokens("old weights") == alone["reload", OLD]
     assert story.tokens("new weights") == alone["reload", NEW]
     assert story["reloaded"]["onboarded"] == 0
+    # With several ranks the leader hears of the new weights with the first step that needs them.
     assert story["as before"]["onboarded"] == (BLOCKS if ranks == 1 else 0)
     assert story.tokens("evict") == alone["evict", OLD]
-    assert story.tokens("evicted") == story.tokens("evicted again") == alone["evict", NEW]
-    assert story["evicted again"]["cached"] == [32 * BLOCKS if ranks == 1 else 0]
+    for name in ("evicted", "evicted again", "kept again"):
+        assert story.tokens(name) == alone["evict", NEW], name
+    assert story["kept again"]["cached"] == [32 * BLOCKS]
     assert story["goes on"]["cached"] == [32 * BLOCKS]  # or the next line shows nothing
     assert story.tokens("stale") == alone["stale", NEW]
-    assert story["end"]["failed_store_blocks"] == 0 if ranks == 1 else True
     assert story["end"]["faults"] == {}
 
 

@@ -99,7 +99,7 @@ class AdapterLoads:
 
 
 def _detach(model: Any) -> None:
-    """Copy weights that may still be a mapping of their file: whoever overwrites the file would change them.
+    """Copy weights that may still be a mapping of their file, so that they do not change with the file.
 
     On a GPU vLLM has copied them to pinned memory. On a CPU it has not, unless it had to convert them.
     """
