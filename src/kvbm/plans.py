@@ -91,6 +91,19 @@ class Recompute(msgspec.Struct, frozen=True, array_like=True):
     agreed: bool = False
 
 
+class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
+    """What this step may only do while an adapter's weights are those that the leader knows of."""
+
+    adapter: int
+    # The load of these weights on each rank, as the rank has numbered it (``Report.adapters``).
+    loads_by_rank: list[int]
+    # Plans of this step that are refused otherwise.
+    loads: list[int] = []
+    stores: list[int] = []
+    # Blocks of the engine that an earlier load has filled, which are reported as lost otherwise.
+    blocks: list[int] = []
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Everything the workers do around one engine step."""
 
@@ -106,11 +119,17 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Stores that every rank has confirmed, and whether they are good: where host memory outlives the engine, those that
     # are shall be found by the next one.
     keeps: dict[int, bool] = {}
+    # Adapters that the step's loads and stores depend on.
+    adapters: list[AdapterUse] = []
+    # Adapters that the leader wants to know, as the engine describes them: every rank loads each unless it has it, and
+    # reports its weights.
+    wanted: list[bytes] = []
 
     def __bool__(self) -> bool:
         return bool(
             self.loads or self.stores or self.fences or self.recompute or self.spills or self.settle or self.keeps
-        )
+            or self.adapters or self.wanted
+        )  # fmt: skip
 
 
 def joined(plans: Sequence[StepPlan]) -> StepPlan:
@@ -165,9 +184,12 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     # Reasons of failures seen on this rank, for the log and the counters: reason -> how often.
     faults: dict[str, int] = {}
     spills: list[SpillResult] = []
+    # Adapters that have new weights on this rank, or were asked for: adapter -> (number of the load, digest of the
+    # weights). The number changes whenever the weights do, and never comes back. 0: the rank does not have them.
+    adapters: dict[int, tuple[int, str]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.faults or self.spills)
+        return bool(self.loads or self.stores or self.faults or self.spills or self.adapters)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):

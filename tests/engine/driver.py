@@ -23,6 +23,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -163,13 +164,28 @@ class Scenario:
             "cached": [output.num_cached_tokens for output in outputs],
         }
 
-    def add(self, names: list[str], prompts: list, max_tokens: int = 16, **params) -> None:
-        """Hand requests to the engine without letting it work."""
+    def add(self, names: list[str], prompts: list, max_tokens: int = 16, lora: list | None = None, **params) -> None:
+        """Hand requests to the engine without letting it work. ``lora``: as ``generate`` has it."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **params)
-        for name, tokens in zip(names, prompts, strict=True):
-            self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        for name, tokens, adapter in zip(names, prompts, lora or [None] * len(names), strict=True):
+            request = LoRARequest(*adapter) if adapter else None
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling, lora_request=request)
+
+    def add_lora(self, adapter: list, in_place: bool = False) -> bool:
+        """Load an adapter ([name, number, path]) before any request needs it, or once more."""
+        from vllm.lora.request import LoRARequest
+
+        return self.engine.add_lora(LoRARequest(*adapter, load_inplace=in_place))
+
+    def replace(self, folder: str, source: str) -> None:
+        """Put the files of another folder in place of this one's. New files: vLLM may have mapped the old ones."""
+        for file in os.listdir(source):
+            target = os.path.join(folder, file)
+            shutil.copy(os.path.join(source, file), f"{target}.new")
+            os.replace(f"{target}.new", target)
 
     def step(self, times: int = 1) -> dict:
         """Single engine steps; returns the tokens of what has finished."""
@@ -235,6 +251,14 @@ class Scenario:
             self.engine.step()
             steps += 1
         return steps
+
+    def drain_stores(self, seconds: float = 60) -> None:
+        """Steps until no store is under way, while requests run."""
+        deadline = time.monotonic() + seconds
+        while self.half.leader.stores_under_way:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"stores are under way after {seconds} s")
+            self.step()
 
     def reset(self, connector: bool = False, running: bool = False) -> bool:
         """vLLM's prefix cache and, if asked to, KVBM's."""

@@ -20,10 +20,12 @@ def vllm():
 
 @pytest.fixture
 def keys(vllm):
-    """Makes a RequestKeys for one of vLLM's hash functions."""
+    """Makes a RequestKeys for one of vLLM's hash functions, in an engine that has loaded adapters 1 and 2."""
     from kvbm.core.keys import Namespace
     from kvbm.engines.vllm import fingerprint
+    from kvbm.engines.vllm.adapters import Adapters
     from kvbm.engines.vllm.keys import RequestKeys
+    from kvbm.plans import Report
 
     def make(algorithm="sha256", hash_block_size=4, persistent=False):
         namespace = Namespace(model="m", dtype="float32", layout="", block_size=4)
@@ -31,7 +33,9 @@ def keys(vllm):
         reuses = fingerprint.reuses_engine_hashes(
             SimpleNamespace(cache_config=cache), SimpleNamespace(hash_block_size=hash_block_size), persistent
         )
-        return RequestKeys(namespace, reuses, persistent)
+        adapters = Adapters(ranks=1, loads_in_any_step=True)
+        adapters.apply([Report(0, adapters={1: (1, "first"), 2: (2, "second")})])
+        return RequestKeys(namespace, reuses, adapters)
 
     return make
 
@@ -45,10 +49,14 @@ def test_two_adapters_give_two_sets_of_keys(algorithm, keys):
     adapters = [None, LoRARequest("first", 1, "/first"), LoRARequest("second", 2, "/second")]
     sets = []
     for i, adapter in enumerate(adapters):
-        request = make_request(f"r{i}", TOKENS, lora_request=adapter)
+        request, again = (make_request(f"{name}{i}", TOKENS, lora_request=adapter) for name in ("r", "again"))
+        if adapter is not None:
+            assert not found.of(request)
+            found.bind(request)
+            found.bind(again)
         sets.append(set(found.of(request)))
         # The same adapter in another request: the same keys.
-        assert set(found.of(make_request(f"again{i}", TOKENS, lora_request=adapter))) == sets[-1]
+        assert set(found.of(again)) == sets[-1]
     assert [len(each) for each in sets] == [10, 10, 10]
     assert len(set.union(*sets)) == 30
 
@@ -454,42 +462,3 @@ def test_hashes_that_the_next_process_would_not_repeat_do_not_name_what_outlives
     assert not keys("sha256", persistent=True).reuses_engine_hashes
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert keys("sha256", persistent=True).reuses_engine_hashes
-
-
-@pytest.mark.parametrize("release", [(0, 26), (0, 30), (0, 31)])
-@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
-def test_an_adapter_under_the_name_of_one_that_was_unloaded_is_another_adapter(release, algorithm, keys, monkeypatch):
-    """Before 0.31 vLLM knows it by its name alone, and has dropped what it had of the other long before we have."""
-    from clockwork import make_request
-    from vllm.lora.request import LoRARequest
-
-    from kvbm.engines.vllm import compat
-
-    if release >= (0, 31) > compat.release():
-        pytest.skip("the hashes of this release are those of an older one")
-    monkeypatch.setattr(compat, "release", lambda: release)
-    found = keys(algorithm)
-    sets = []
-    for number in range(2):
-        request = make_request(f"r{number}", TOKENS, lora_request=LoRARequest("name", number + 1, f"/path/{number}"))
-        if release < (0, 31):
-            request.block_hashes = [b"as if only the name counted %d" % i for i in range(10)]
-        sets.append(set(found.of(request)))
-    assert len(sets[0] | sets[1]) == 20
-
-
-def test_an_adapter_whose_files_were_replaced_is_another_adapter(keys, tmp_path):
-    """vLLM knows it by name and path. The cache would serve the KV of the old one to the next engine."""
-    from clockwork import make_request
-    from vllm.lora.request import LoRARequest
-
-    weights = tmp_path / "adapter.safetensors"
-    found = keys("sha256", persistent=True)
-    sets = []
-    for number in range(2):
-        weights.write_bytes(b"0" * (100 + number))
-        request = make_request(f"r{number}", TOKENS, lora_request=LoRARequest("name", 1, str(tmp_path)))
-        sets.append(set(found.of(request)))
-    assert len(sets[0] | sets[1]) == 20
-    plain = make_request("plain", TOKENS)
-    assert found.of(plain) is plain.block_hashes

@@ -143,17 +143,6 @@ def test_whoever_has_waited_long_enough_for_another_reads_for_itself(make_engine
     engine.check_idle()
 
 
-def test_requests_with_an_adapter_have_keys_of_our_own_where_blocks_outlive_the_engine(make_engine, tmp_path):
-    from clockwork import make_request
-    from vllm.lora.request import LoRARequest
-
-    keys = make_engine().half._keys
-    plain, adapted = make_request("p", PROMPT), make_request("a", PROMPT, lora_request=LoRARequest("a", 1, "/a"))
-    assert keys.of(plain) is plain.block_hashes
-    assert set(keys.of(adapted)).isdisjoint(adapted.block_hashes)
-    keys.forget("a")
-
-
 def test_a_cleared_cache_is_not_found_by_the_next_engine(make_engine):
     first = make_engine()
     first.add("first", PROMPT)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from adapter_files import write_adapter
 from engines import do, generate, prompt
 
 pytestmark = pytest.mark.engine
@@ -45,26 +44,9 @@ def test_requests_share_blocks_exactly_when_their_salts_are_equal(algorithm, run
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory, model):
-    """Two LoRA adapters with random weights, large enough to change the tokens."""
-    torch = pytest.importorskip("torch")
-    safetensors = pytest.importorskip("safetensors.torch")
-    made = []
-    for seed in (1, 2):
-        folder = tmp_path_factory.mktemp("adapter")
-        random = torch.Generator().manual_seed(seed)
-        weights = {}
-        for layer in range(4):
-            for module, rows in (("q_proj", 128), ("v_proj", 64)):
-                name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-                weights[f"{name}.lora_A.weight"] = torch.randn(4, 128, generator=random) / 2
-                weights[f"{name}.lora_B.weight"] = torch.randn(rows, 4, generator=random) / 2
-        safetensors.save_file(weights, str(folder / "adapter_model.safetensors"))
-        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "bias": "none"}
-        config |= {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        made.append(str(folder))
-    return made
+def adapters(tmp_path_factory):
+    """Two LoRA adapters with random weights."""
+    return [write_adapter(tmp_path_factory.mktemp("adapter"), seed) for seed in (1, 2)]
 
 
 def test_two_adapters_never_share_a_block(adapters, run_scenario, baseline):

@@ -11,7 +11,7 @@ memory when the leader says so. Whatever the disk does, no step waits for it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -101,6 +101,8 @@ class Worker:
         self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
         self._submission = Submission(copier, self._loads.values())
         self._plan = StepPlan()  # of the current step
+        self._refused: set[int] = set()  # loads and stores of the current step that the engine's state forbids
+        self._lost_blocks: set[int] = set()
 
     @property
     def copies(self) -> str:
@@ -144,6 +146,12 @@ class Worker:
         self._start([load], self._when(load))
         self._early.add(load.id)
 
+    def refuse(self, plans: Iterable[int], blocks: Iterable[int] = ()) -> None:
+        """Do not start these loads and stores of the current step: they end as failed, with nothing known against the
+        blocks in the tiers. ``blocks`` of the engine hold nothing usable."""
+        self._refused.update(plans)
+        self._lost_blocks.update(blocks)
+
     def start_loads(self, plan: StepPlan) -> None:
         """Start the loads that a step waits for. Whatever cannot be started has failed, and will be reported so."""
         with self._spoiling(plan.loads):
@@ -155,6 +163,10 @@ class Worker:
         for load in plan.loads:
             if load.id in self._early:
                 self._early.remove(load.id)
+            elif load.id in self._refused:
+                self._refused.remove(load.id)
+                refused = self._loads[load.id] = Load(load)
+                refused.missed.update(range(len(load.blocks)))
             elif load.in_step:
                 groups.setdefault(self._when(load), []).append(load)
             else:
@@ -223,6 +235,10 @@ class Worker:
         """After the forward pass has been submitted."""
         self._end_loads(plan)
         for store in plan.stores:
+            if store.id in self._refused:
+                self._refused.remove(store.id)
+                self._failed_stores.append(store.id)
+                continue
             try:
                 self._check(store.copy.tier, store.copy.slots, store.copy.blocks)
                 mine = self._share.of(store)
@@ -273,7 +289,7 @@ class Worker:
         loads = self._collect_late()
         arrived: set[str] = set()
         failed: set[str] = set()
-        bad_blocks: set[int] = set()
+        bad_blocks, self._lost_blocks = self._lost_blocks, set()
         for load in list(self._loads.values()):
             # A load by layer is not over before its forward pass, which may show that it came too late.
             result = None if load.plan.id in self._by_layer else self._result(load)

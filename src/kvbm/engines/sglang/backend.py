@@ -28,6 +28,7 @@ import kvbm
 from kvbm import config as settings
 from kvbm.core.keys import Key
 from kvbm.engines.guard import Faults, guarded
+from kvbm.engines.sglang.adapters import refuse_adapters
 from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import KeyMap, Reader
@@ -57,6 +58,7 @@ class KvbmStorage(HiCacheStorage):
         self._said = storage_config
         self._config = settings.load(extra=storage_config.extra_config or {})
         settings.require_tier(self._config)
+        refuse_adapters()
         nvtx.switch(self._config.nvtx)
         for warning in self._config.warnings:
             logger.warning("%s", warning)

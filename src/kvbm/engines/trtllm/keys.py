@@ -6,16 +6,14 @@ hash the tokens ourselves. Whatever else changes a block's KV goes into the requ
 
 from __future__ import annotations
 
-import functools
 import os
-from pathlib import Path
 from typing import Any
 
 from kvbm.core.keys import Scope
 from kvbm.engines.trtllm import compat
-from kvbm.engines.weights import files
 
-# An adapter that is known by a number only means something else in the next process.
+# An adapter's number and path do not identify its weights. TensorRT-LLM keeps to the weights that it has read first for
+# a number, but the next process may read others: no other process finds blocks of an adapter.
 _PROCESS = os.urandom(8).hex()
 
 
@@ -34,14 +32,7 @@ def _lora(request: Any) -> str | None:
     number = getattr(request, "lora_task_id", None)
     if number is None:
         return None
-    path = getattr(request, "py_lora_path", None)
-    return f"{number}:{path}:{_files(path)}" if path else f"{number}@{_PROCESS}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _files(path: str) -> str:
-    """As they were when the engine read them."""
-    return files(Path(path))
+    return f"{number}:{getattr(request, 'py_lora_path', None)}@{_PROCESS}"
 
 
 def _salt(request: Any) -> str | None:

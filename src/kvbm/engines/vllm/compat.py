@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from typing import Any
 
 import vllm
@@ -298,6 +299,24 @@ def forget_on_device(block_pool: Any, blocks: set[int]) -> None:
     """Let vLLM's own prefix cache forget these blocks. Requests that hold them keep them."""
     if block_pool is not None:
         block_pool.evict_blocks(blocks)
+
+
+def adapter_name(lora: Any) -> tuple[str, ...]:
+    """What vLLM's own prefix cache tells LoRA adapters apart by. Before 0.31 that was the name alone."""
+    return (lora.lora_name, lora.lora_path) if release() >= (0, 31) else (lora.lora_name,)
+
+
+def prefix_cache_generation(block_pool: Any) -> Any:
+    """Another object after every reset of vLLM's own prefix cache; None where that cannot be seen. vLLM resets it only
+    while no request holds a block."""
+    found = getattr(block_pool, "cached_block_hash_to_block", None)
+    return None if found is None else weakref.ref(found)
+
+
+def loads_adapters_in_any_step(vllm_config: Any) -> bool:
+    """Whether a connector is called in each step before vLLM chooses the adapters that the step computes with. The
+    second model runner calls it afterwards."""
+    return not getattr(vllm_config, "use_v2_model_runner", False)
 
 
 def engine_blocks(block_pool: Any) -> tuple[int, int]:

@@ -272,7 +272,8 @@ class DynamoConnector(KVConnectorBase_V1):
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
             self._worker_channel.send(outcome.report)
-        self._worker_channel.send(Report(self._worker.rank, faults=self._faults.take()))  # goes only if there are any
+        adapters = self._worker.take_adapter_news()
+        self._worker_channel.send(Report(self._worker.rank, faults=self._faults.take(), adapters=adapters))
         payload = self._worker_channel.pack()
         return WorkerReports([payload]) if payload else None
 

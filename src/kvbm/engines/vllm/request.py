@@ -14,8 +14,8 @@ class RequestState:
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "declined", "failures", "found", "in_step", "keep", "loads", "lookup", "match", "outside", "put_off",
-        "put_off_since", "refused", "request", "stored", "tables", "waits_since", "within",
+        "declined", "failures", "found", "in_step", "keep", "loaded", "loads", "local_tokens", "lookup", "match",
+        "outside", "put_off", "put_off_since", "refused", "request", "stored", "tables", "waits_since", "within",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -26,6 +26,8 @@ class RequestState:
         self.stored = 0  # blocks from the front that need no more thought
         self.loads = False  # blocks are on their way to it, or have been
         self.keep = True  # False: what it computes rests on blocks from before a reset, or on blocks that were lost
+        self.local_tokens = 0  # that vLLM's own prefix cache had when it last asked for more
+        self.loaded = range(0)  # blocks of the load that was planned since
         self.match: Match | None = None
         self.lookup: Lookup | None = None  # the last one, until the request is let in
         self.in_step = False

@@ -15,6 +15,7 @@ from kvbm.core.keys import Key, Namespace
 from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
+from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.ahead import Ahead
 from kvbm.engines.vllm.groups import Groups, Tables
 from kvbm.engines.vllm.keys import RequestKeys
@@ -26,7 +27,7 @@ from kvbm.engines.vllm.waits import Waits
 from kvbm.engines.vllm.worker import find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
-from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
+from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
 from kvbm.runtime.control import Controller
 from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.leader import Counts, Leader
@@ -73,6 +74,7 @@ class SchedulerHalf:
         self._spill_progress = 0.0  # when there was something new for the disk, or from it
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadPlan] = []
+        self._uses: list[AdapterUse] = []  # adapters that the next step's plan depends on
         self._settle: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
         self._ended: list[Ended] = []  # requests that are not seen off yet
@@ -95,6 +97,7 @@ class SchedulerHalf:
         self.observer = Observer(config, faults.counts)
         self._block_bytes = 0  # of the rank that has the most to move
         self._keys: RequestKeys | None = None
+        self._adapters: Adapters | None = None
         self._waits: Waits | None = None
         self._stores: Stores | None = None
         self._ahead: Ahead | None = None  # where the only worker can be reached before the step
@@ -130,8 +133,10 @@ class SchedulerHalf:
         manager = make_manager(hellos, self._disk)
         if self._cache is not None and self._config.host_persist:
             self._kept = KeptHost.open(self._config, hellos, self._cache, manager)
-        persistent = self._disk is not None or self._kept is not None
-        self._keys = RequestKeys(namespace, self._reuses_hashes, persistent)
+        engine_id = self._vllm_config.kv_transfer_config.engine_id
+        worker = find_local(engine_id, 0) if self._ranks == 1 else None
+        self._adapters = Adapters(self._ranks, compat.loads_adapters_in_any_step(self._vllm_config), worker)
+        self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         self.leader.kept = self._kept
@@ -141,8 +146,6 @@ class SchedulerHalf:
             self.leader, self._keys, self._groups, self._block_size, self._config.offload_decode, self._describe,
             self._faults,
         )  # fmt: skip
-        engine_id = self._vllm_config.kv_transfer_config.engine_id
-        worker = find_local(engine_id, 0) if self._ranks == 1 else None
         self._submits = worker is not None
         if worker is not None and self._may_layer:
             self._ahead = Ahead(
@@ -217,13 +220,19 @@ class SchedulerHalf:
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
-        if self.leader is None or self._keys is None or self._waits is None:
+        if self.leader is None or self._keys is None or self._adapters is None or self._waits is None:
             return 0, False
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
         state.match = None
+        lora = getattr(request, "lora_request", None)
+        weights = None
+        if lora is not None:
+            state.local_tokens, state.loaded = computed_tokens, range(0)
+            self._adapters.refresh()
+            weights = self._keys.bind(request)
         if self._comes_back(state):
             return None, False
         if state.put_off and self._waits.for_room(state, state.put_off, self._loads):
@@ -237,6 +246,10 @@ class SchedulerHalf:
         if computed_tokens % self._block_size or limit <= start:
             state.lookup = Lookup(computed_tokens, ON_DEVICE if start else TOO_SHORT)
             return 0, False
+        if lora is not None and weights is None:
+            if self._adapters.ask(lora, others_run=bool(self._active)):
+                return None, False
+            self._keys.bind(request)
         keys = self._keys.of(request)
         found = self._groups.find(self.leader.manager, keys, start, limit)
         if found.pending:
@@ -354,7 +367,10 @@ class SchedulerHalf:
             return
         plan = self._loads[-1]
         if self._ahead is not None:
-            self._ahead.load_planned(plan)
+            if getattr(request, "lora_request", None) is None:
+                self._ahead.load_planned(plan)
+            else:
+                self._ahead.let_go()  # the step decides whether the adapter is the one that the blocks depend on
         self._let_in(request, state, plan, count)
 
     def others_write(self, blocks: Sequence[int]) -> None:
@@ -375,12 +391,16 @@ class SchedulerHalf:
             self.observer.log.admitted(seen, None if plan is None else plan.id)
 
     def _plan_load(self, request: Any, state: RequestState | None, tables: Tables, count: int) -> LoadPlan:
-        if self.leader is None or state is None or state.match is None:
+        if self.leader is None or self._keys is None or state is None or state.match is None:
             raise RuntimeError(f"vLLM expects {count} blocks that were never offered")
         match, targets = self._groups.place(self.leader.manager, state.match, tables, count)
         left = request.num_tokens - (state.match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
         plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left, state.within)
+        if (weights := self._keys.bound_weights(request)) is not None:
+            state.loaded = range(state.match.start, state.match.start + count)
+            if state.in_step or self._groups.apart:
+                self._uses.append(weights.used_by(loads=[plan.id]))
         state.loads, state.outside = True, not state.in_step
         state.match = None
         self.counts.matched_tokens += count * self._block_size
@@ -408,7 +428,7 @@ class SchedulerHalf:
             fences = list(self.leader.stores_in_flight()) if self.leader else []
         try:
             if self._stores is not None:
-                self._stores.plan(output, self._requests, stores)
+                self._stores.plan(output, self._requests, stores, self._uses)
         except Exception as error:
             self._faults.record("planning stores", error)
         self._still_steps = 0 if output.num_scheduled_tokens else self._still_steps + 1
@@ -426,7 +446,12 @@ class SchedulerHalf:
         except Exception as error:
             self._faults.record("timing a step", error)
         keeps = {} if self.leader is None else self.leader.take_verdicts()
-        return StepPlan(loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps)
+        uses, self._uses = self._uses, []
+        wanted = [] if self._adapters is None else self._adapters.take_wanted(bool(output.num_scheduled_tokens))
+        return StepPlan(
+            loads, stores, fences,
+            spills=self._plan_spills(), settle=settle, keeps=keeps, adapters=uses, wanted=wanted,
+        )  # fmt: skip
 
     def _line(self) -> Iterator[Any]:
         """Requests that have not had a block yet, in the order in which they came."""
@@ -454,7 +479,7 @@ class SchedulerHalf:
             for table in new.block_ids:
                 written += table[new.num_computed_tokens // size :]
             if (state := self._requests.get(new.req_id)) is not None:
-                state.new_tables(new.block_ids, new.num_computed_tokens)
+                self._admit(state, new.block_ids, new.num_computed_tokens)
                 if state.found is None:
                     state.found = new.num_computed_tokens // size
         cached = output.scheduled_cached_reqs
@@ -468,7 +493,7 @@ class SchedulerHalf:
                 for table in tables:
                     written += table[computed // size :]
                 if state is not None:
-                    state.new_tables(tables, computed)
+                    self._admit(state, tables, computed)
                 continue
             for group, fresh in enumerate(tables):
                 written += fresh
@@ -476,6 +501,21 @@ class SchedulerHalf:
                     state.tables[group].extend(fresh)
         self._active.update(output.num_scheduled_tokens)
         return self.leader.fences(written) if self.leader else []
+
+    def _admit(self, state: RequestState, tables: Tables, computed: int) -> None:
+        """A request has new block tables, and starts to compute behind so many tokens."""
+        outside = state.outside
+        state.new_tables(tables, computed)
+        lora = getattr(state.request, "lora_request", None)
+        if lora is None or self._adapters is None or self._keys is None:
+            return
+        weights, loaded = self._keys.bound_weights(state.request), state.loaded
+        trusted = self._adapters.admit(lora, weights, self.block_pool)
+        if (state.local_tokens and not trusted) or computed > state.local_tokens + len(loaded) * self._block_size:
+            state.keep = False  # it goes on from blocks of other weights, or of another connector
+        if outside and loaded and weights is not None and not self._groups.apart:
+            blocks = tables[0][loaded.start : loaded.stop]
+            self._uses.append(weights.used_by(blocks=blocks))
 
     def _describe(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Once they are on their way: blocks that no tier has, or is about to have, need no description."""
@@ -534,6 +574,8 @@ class SchedulerHalf:
         if any(report.stores or report.spills for report in reports):
             self._spill_progress = time.monotonic()
         try:
+            if self._adapters is not None and any(report.adapters for report in reports):
+                self._adapters.apply(reports)
             self.leader.apply(reports)
         except Exception as error:
             self.switch_off(error)
@@ -564,7 +606,7 @@ class SchedulerHalf:
             return
         keys = self._keys.of(request)
         self._keys.forget(request.request_id)
-        stored, found = (0, 0) if state is None else (state.stored, state.found or 0)
+        stored, found = (0, 0) if state is None or not keys else (state.stored, state.found or 0)
         self._ended.append(Ended(request.request_id, request.num_output_tokens, keys, stored, found))
         # Tokens of others wait to be sent meanwhile, and there is time when their next step is being computed.
         if len(keys) < LONG_PROMPT or not self._others_go_on(request.request_id):

@@ -11,7 +11,7 @@ from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.steps import computed_of
-from kvbm.plans import StorePlan, Tier
+from kvbm.plans import AdapterUse, StorePlan, Tier
 from kvbm.runtime.leader import Leader
 
 # Requests that complete no more blocks than this in a step, as those do that decode, are stored together.
@@ -50,11 +50,14 @@ class Stores:
         self._told = told
         self._faults = faults
 
-    def plan(self, output: Any, requests: Mapping[str, RequestState], stores: list[StorePlan]) -> None:
-        """Add plans for all blocks that this step completes. What has been planned must be delivered, whatever becomes
-        of the next one."""
+    def plan(
+        self, output: Any, requests: Mapping[str, RequestState], stores: list[StorePlan], uses: list[AdapterUse]
+    ) -> None:
+        """Add plans for all blocks that this step completes, and the adapters that they depend on. What has been
+        planned must be delivered, whatever becomes of the next one."""
         computed = computed_of(output)
         together: list[_Grown] = []  # an order to the copier costs as much for one block as for many
+        adapted: list[_Grown] = []  # as well, and refused as one
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
             if state is None or state.tables is None or not state.keep:
@@ -66,11 +69,14 @@ class Stores:
                 continue
             if grown is None:
                 continue
-            if grown.end - grown.first <= FEW_BLOCKS:
+            if grown.end - grown.first > FEW_BLOCKS:
+                stores += self._offload([grown], uses)
+            elif getattr(state.request, "lora_request", None) is None:
                 together.append(grown)
             else:
-                stores += self._offload([grown])
-        stores += self._offload(together)
+                adapted.append(grown)
+        stores += self._offload(together, uses)
+        stores += self._offload(adapted, uses)
 
     def _grown(self, state: RequestState, computed: int, scheduled: int) -> _Grown | None:
         """The blocks of a request that this step completes, as far as they have keys.
@@ -90,7 +96,7 @@ class Stores:
         end = min(end, len(keys), *map(len, state.tables))
         return _Grown(state, keys, state.stored, end, computed) if end > state.stored else None
 
-    def _offload(self, grown: list[_Grown]) -> list[StorePlan]:
+    def _offload(self, grown: list[_Grown], uses: list[AdapterUse]) -> list[StorePlan]:
         """One plan for all of these, or none."""
         if not grown:
             return []
@@ -110,4 +116,8 @@ class Stores:
         for state, known, first, end, _ in grown:
             state.stored = end
             self._told(state.request, known, first, end)
-        return [] if plan is None else [plan]
+        if plan is None:
+            return []
+        adapters = {self._keys.bound_weights(state.request) for state, *_ in grown}
+        uses += [weights.used_by(stores=[plan.id]) for weights in adapters if weights is not None]
+        return [plan]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvbm.config import Config
 from kvbm.engines.vllm import compat, fingerprint
+from kvbm.engines.vllm.adapter_loads import AdapterLoads
 from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
@@ -38,6 +39,8 @@ class WorkerHalf:
         self._rank = Rank(config, rank, ranks, replicas, cache, keeps_host=True)
         self._engine_blocks = kv_cache_config.num_blocks
         self._groups = len(groups)
+        lora = getattr(vllm_config, "lora_config", None)
+        self._adapters = None if lora is None else AdapterLoads(lora, rank)
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
 
     @property
@@ -67,7 +70,31 @@ class WorkerHalf:
             _local[self._name] = self
         return hello
 
+    def shares_thread(self) -> bool:
+        """Whether the caller runs in the thread that runs this worker's steps."""
+        return threading.get_ident() == self._thread
+
+    def take_adapter_news(self) -> dict[int, tuple[int, str]]:
+        """For the next report."""
+        return {} if self._adapters is None else self._adapters.take_news()
+
+    def load_adapters(self, wanted: Iterable[bytes]) -> None:
+        """Between steps, or in a step as :class:`AdapterLoads` has it."""
+        if self._adapters is not None:
+            self._adapters.load_wanted(wanted)
+
+    def _check_adapters(self, plan: StepPlan, stores: bool) -> None:
+        """Refuse the loads, or the stores, of a step that depend on weights which vLLM does not compute it with."""
+        changed = [] if self._adapters is None else self._adapters.changed(plan)
+        for use in changed if self._worker is not None else ():
+            if stores:
+                self._worker.refuse(use.stores)
+            else:
+                self._worker.refuse(use.loads, use.blocks)
+
     def begin(self, plan: StepPlan) -> None:
+        if plan.wanted:
+            self.load_adapters(plan.wanted)
         if self._worker is not None:
             self._worker.begin(plan)
 
@@ -88,6 +115,8 @@ class WorkerHalf:
         return True
 
     def start_loads(self, plan: StepPlan) -> None:
+        if plan.adapters:
+            self._check_adapters(plan, stores=False)
         if self._worker is not None:
             self._worker.start_loads(plan)
 
@@ -96,6 +125,8 @@ class WorkerHalf:
             self._worker.wait_layer(layer)
 
     def start_stores(self, plan: StepPlan) -> None:
+        if plan.adapters:
+            self._check_adapters(plan, stores=True)
         if self._worker is not None:
             self._worker.start_stores(plan)
 
@@ -108,4 +139,6 @@ class WorkerHalf:
 
     def close(self) -> None:
         _local.pop(self._name, None)
+        if self._adapters is not None:
+            self._adapters.close()
         self._rank.close()

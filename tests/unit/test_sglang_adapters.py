@@ -1,0 +1,29 @@
+"""SGLang servers with LoRA adapters get no storage backend."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kvbm.engines.sglang.adapters import refuse_adapters
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The arguments of the server in whose process this is."""
+    arguments = SimpleNamespace(enable_lora=None)
+    context = ModuleType("sglang.srt.runtime_context")
+    context.get_server_args = lambda: arguments
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    return arguments
+
+
+def test_a_server_with_adapters_is_told_so_at_start(server):
+    refuse_adapters()
+    server.enable_lora = True
+    with pytest.raises(ValueError, match="--enable-lora"):
+        refuse_adapters()
