@@ -188,6 +188,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     compared: bytes = b""
     # The name of the directory that its blocks on disk lie in, where it has a disk.
     disk: str = ""
+    # The digest of the weights that all ranks have agreed on; empty where nothing outlives the engine.
+    weights: str = ""
 
 
 _T = TypeVar("_T")

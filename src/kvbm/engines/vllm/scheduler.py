@@ -32,7 +32,7 @@ from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
-from kvbm.runtime.tiers import DiskTier, make_manager, measured
+from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
 from kvbm.transfer import turns
 
 logger = logging.getLogger("kvbm")
@@ -123,6 +123,9 @@ class SchedulerHalf:
             tensor_parallel=parallel.tensor_parallel_size,
             pipeline_parallel=parallel.pipeline_parallel_size,
         )
+        if self._cache is not None:
+            weights = agreed_weights(hellos)
+            self._cache = {**self._cache, "weights": weights} if weights else None
         if self._cache is not None and self._config.has_disk_tier:
             self._disk = DiskTier.open(self._config, hellos, self._cache)
         manager = make_manager(hellos, self._disk)

@@ -1,0 +1,87 @@
+"""The model that vLLM has loaded on this rank: its weights, for the fingerprint.
+
+vLLM hands a connector no model. But every attention layer registers itself with the configuration, that of a draft
+model too, and the outermost modules that hold those layers are the models of this engine and of no other.
+
+On a CPU vLLM packs the weights of linear layers for its kernels and drops the parameters: the numbers are inside a
+library from then on. They are read through the layer itself: its output for a unit vector is one column of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+
+from kvbm.engines.weights import Named, UnreadableError, digest_of, roots, tensors_of
+
+# Columns that one call reads: enough for a matrix product to be efficient.
+COLUMNS = 256
+
+# Parts of a quantised layer that are no weights, by what their names hold.
+_NO_WEIGHTS = ("scale", "zero", "bias", "azp")
+
+
+def models_of(vllm_config: Any) -> list[torch.nn.Module]:
+    """The models of this engine, its draft models included. Raises UnreadableError when there are none."""
+    registered = vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in registered if isinstance(layer, torch.nn.Module)]
+    found = roots(layers)
+    known = {id(layer) for layer in layers}
+    if all(id(root) in known for root in found):
+        raise UnreadableError("the loaded model was not found in this process")
+    return found
+
+
+def digest_of_models(vllm_config: Any) -> str:
+    models = models_of(vllm_config)
+    packed = [Named(name, _columns(layer)) for name, layer in _packed_layers(models)]
+    return digest_of([*tensors_of(models), *packed])
+
+
+def _packed_layers(models: list[torch.nn.Module]) -> Iterator[tuple[str, LinearBase]]:
+    """Linear layers whose weights are in no parameter. Raises UnreadableError for those that cannot be read."""
+    for number, model in enumerate(models):
+        for name, module in model.named_modules():
+            if isinstance(module, LinearBase):
+                if _is_packed(module):
+                    yield f"{number}.{name.replace('.base_layer', '')}.weight", module
+            elif any(tensor.numel() == 0 for tensor in module.parameters(recurse=False)):
+                raise UnreadableError(f"{name} ({type(module).__name__}) keeps its weights out of sight")
+
+
+def _is_packed(layer: LinearBase) -> bool:
+    """Whether the layer's tensors have less than one bit for each of its weights."""
+    named = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    seen = [tensor for name, tensor in named if not any(word in name for word in _NO_WEIGHTS)]
+    if any(tensor.is_meta for tensor in seen):
+        return False  # of another stage of the pipeline
+    inputs, outputs = _sizes(layer)
+    return sum(8 * tensor.nbytes for tensor in seen) < inputs * outputs
+
+
+def _sizes(layer: LinearBase) -> tuple[int, int]:
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    return inputs, getattr(layer, "output_size_per_partition", layer.output_size)
+
+
+def _columns(layer: LinearBase) -> Iterator[torch.Tensor]:
+    """The weights of a packed layer, some columns at a time. Exact: all other products are zeros."""
+    tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise UnreadableError(f"{layer.prefix} ({type(layer).__name__}) keeps its weights out of sight")
+    inputs, _ = _sizes(layer)
+    scale = getattr(layer, "input_scale", None)
+    # A kernel with a fixed scale for its inputs would round small ones to zero: give it the largest it takes.
+    one = 1.0 if scale is None else 127 * float(scale.max())
+    empty = True
+    for start in range(0, inputs, COLUMNS):
+        units = torch.zeros(min(COLUMNS, inputs - start), inputs, dtype=layer.params_dtype)
+        units[:, start:].fill_diagonal_(one)
+        column = layer.quant_method.apply(layer, units, None)
+        empty = empty and not column.any()
+        yield column
+    if empty:
+        raise UnreadableError(f"{layer.prefix} ({type(layer).__name__}): all weights read as zero")
