@@ -17,6 +17,7 @@ import gc
 import hashlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -201,8 +202,15 @@ def digest_of_process() -> str:
     models = [root for root in roots() if next(root.parameters(), None) is not None]
     if not models:
         raise UnreadableError("no loaded model was found in this process")
-    digests = sorted(f"{type(model).__qualname__} {digest_of(tensors_of([model]))}" for model in models)
-    return digest(json.dumps(digests))
+    return digest(json.dumps(sorted([configuration_of(model), digest_of(tensors_of([model]))] for model in models)))
+
+
+def configuration_of(model: torch.nn.Module) -> str:
+    """What a model says of itself beside its weights: numbers that no tensor holds, such as those of its norms."""
+    config = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else str(config)
+    text = json.dumps([type(model).__qualname__, told], sort_keys=True, default=str)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where an object lies, which differs in every process
 
 
 # -- agreement --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """What makes the KV of a vLLM engine what it is: the name under which a cache outlives the engine.
 
 Leader and workers each work it out for themselves, so it holds only what all of them know. The digest of the weights is
-added later: the workers hash what they have loaded and tell the leader. Whatever changes the numbers in a block, or what
-a key means, belongs in here: what is missing would serve another engine's KV as if it were ours, what is too much only
-costs a warm start.
+added later: the workers hash what they have loaded and tell the leader. Whatever changes the numbers in a block, or
+what a key means, belongs in here: what is missing would serve another engine's KV as if it were ours, what is too much
+only costs a warm start.
 """
 
 from __future__ import annotations
