@@ -18,13 +18,18 @@ def digest(vllm_config) -> str:
     return loaded.digest_of_models(vllm_config)
 
 
+def names(vllm_config) -> list[str]:
+    gc.unfreeze()
+    return [name for name, _ in tensors_of(loaded.models_of(vllm_config))]
+
+
 def changes(vllm_config) -> dict:
     """One value of every parameter and buffer is changed, two trade places. Returns how many were, and those that the
     digest missed."""
     gc.unfreeze()
     models = loaded.models_of(vllm_config)
     before = digest_of(tensors_of(models))
-    tried, missed, buffers = 0, [], []
+    tried, missed = 0, []
     seen = set()
     for name, (tensor,) in tensors_of(models):
         if not tensor.numel() or tensor.data_ptr() in seen:
@@ -48,7 +53,6 @@ def changes(vllm_config) -> dict:
             if digest_of(tensors_of(models)) == before:
                 missed.append([name, "swapped"])
             raw[:size], raw[-size:] = first, last
-        buffers.append(name)
     return {"tried": tried, "missed": missed, "same at the end": digest_of(tensors_of(models)) == before}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import socket
 import sys
@@ -324,7 +325,8 @@ def test_ranks_that_loaded_different_weights_use_no_disk(engine, tmp_path, caplo
     here = engine(**disk_at(tmp_path))
     from kvbm.engines.trtllm import compat
 
-    monkeypatch.setattr(compat, "gather_over_ranks", lambda own, ranks: [str(id(object()))])
+    shards = itertools.count()
+    monkeypatch.setattr(compat, "gather_over_ranks", lambda own, ranks: [str(next(shards))])
     here.register()
     assert here.half._disk is None
     assert "the ranks disagree" in caplog.text

@@ -16,7 +16,7 @@ def digest(request, monkeypatch):
         return lambda tensor: digest_of([Named("a", [tensor])])
 
     def sums(tensor):
-        described = weights._describe("a", tensor, {}, {})[:3]
+        described = weights._describe(tensor, {})[:3]
         found = weights._Sums(torch.device("cpu"))
         for piece in weights._bytes_of(tensor.detach().permute(described[2])):
             found.add(piece)
@@ -211,7 +211,20 @@ def test_a_layer_that_an_adapter_wraps_keeps_its_name():
     assert of_model(model) == before
 
 
-def test_tied_weights_are_hashed_once_and_noticed():
+def test_parts_that_lie_at_one_address_one_after_the_other_all_count():
+    """As the columns of a packed layer do, which are read some at a time."""
+
+    def parts(*values):
+        place = torch.zeros(4)
+        for value in values:
+            place.fill_(value)
+            yield place
+
+    found = {digest_of([Named("a", parts(1, second, 3))]) for second in (1, 2, 3)}
+    assert len(found) == 3
+
+
+def test_tied_weights_are_noticed():
     model = Model()
     model.head.weight = model.embed.weight
     before = of_model(model)

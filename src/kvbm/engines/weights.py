@@ -58,14 +58,13 @@ def digest_of(tensors: Iterable[Named]) -> str:
     """One digest of these tensors: names, types, shapes and every byte. Raises UnreadableError."""
     described: list[Any] = []
     sums: dict[torch.device, _Sums] = {}
-    seen: dict[Any, str] = {}
     # A parameter may be of a class that changes what torch's functions do.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for name, parts in sorted(tensors, key=lambda named: named.name):
             for part in parts:
                 for label, tensor in _plain(name, part):
                     try:
-                        described.append([label, *_describe(label, tensor, sums, seen)])
+                        described.append([label, *_describe(tensor, sums)])
                     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
                         raise UnreadableError(f"{label}: {type(error).__name__}: {error}") from error
         found = hashlib.sha256(json.dumps(described).encode())
@@ -83,15 +82,12 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
 
 
-def _describe(name: str, tensor: torch.Tensor, sums: dict[torch.device, _Sums], seen: dict[Any, str]) -> list[Any]:
+def _describe(tensor: torch.Tensor, sums: dict[torch.device, _Sums]) -> list[Any]:
+    """What the digest holds of a tensor itself; the sums of one on a device are collected later, in the same order."""
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     found: list[Any] = [str(tensor.dtype), list(tensor.shape), order]
     if tensor.is_meta or not tensor.numel():
         return found
-    place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-    if place in seen:  # tied weights, and buffers that are views of parameters
-        return [*found, seen[place]]
-    seen[place] = name
     flat = _bytes_of(tensor.resolve_conj().resolve_neg().permute(order))
     if tensor.device.type == "cpu":
         hasher = xxhash.xxh3_128(_SEED)

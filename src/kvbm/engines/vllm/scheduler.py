@@ -106,7 +106,9 @@ class SchedulerHalf:
     # -- start --------------------------------------------------------------------------------------------------------
 
     def meet(self, hellos: Sequence[Hello]) -> None:
-        """All workers have registered their caches: the leader can begin."""
+        """All workers have registered their caches: the leader can begin. It does not where no worker has one to serve."""
+        if not hellos:
+            return
         ranks = {hello.rank for hello in hellos}
         if ranks != set(range(self._ranks)):
             raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
