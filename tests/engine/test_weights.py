@@ -101,7 +101,7 @@ def test_every_value_that_vllm_has_loaded_counts(run_scenario, model):
     changes, packed = story["changes"], story["packed"]
     assert changes["missed"] == []
     assert changes["same at the end"]
-    assert changes["tried"] > 60
+    assert changes["tried"] > 50
     assert packed == {
         "layers": 16, "different": [], "missed": [], "repacked": 32, "same at the end": True,
     }  # fmt: skip
@@ -147,7 +147,7 @@ def test_quantised_weights_are_read_to_the_last_bit(run_scenario, quantised, tmp
         "layers": 16, "different": [], "missed": [], "repacked": 0, "same at the end": True,
     }  # fmt: skip
     assert story["changes"]["missed"] == []
-    assert story["changes"]["tried"] > 60
+    assert story["changes"]["tried"] > 50
     assert found(run_scenario(STEPS, kvbm, **options)) == (BLOCKS * 32, BLOCKS)
 
 
@@ -181,7 +181,6 @@ def test_every_release_loads_the_same_tensors_under_the_same_names(run_scenario,
         expected |= {f"0.model.layers.{layer}.{part}.weight" for layer in layers}
     for buffer in ("_k_scale", "_prob_scale", "_q_scale", "_v_scale"):
         expected |= {f"0.model.layers.{layer}.self_attn.attn.{buffer}" for layer in layers}
-    # The layers share one rotary embedding.
-    expected |= {f"0.model.layers.{layer}.self_attn.rotary_emb.cos_sin_cache" for layer in layers}
+    expected.add("0.model.layers.0.self_attn.rotary_emb.cos_sin_cache")  # which the layers share
     assert set(stories[0]["names"]) == expected
     assert (stories[0]["packed"]["different"], stories[0]["packed"]["missed"]) == ([], [])

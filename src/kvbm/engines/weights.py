@@ -154,16 +154,13 @@ def _factors() -> torch.Tensor:
 
 
 def tensors_of(modules: Sequence[torch.nn.Module]) -> list[Named]:
-    """All parameters and buffers, under the names they have without the wrappers of adapters.
+    """All parameters and buffers, each once, under the names they have without the wrappers of adapters.
 
     Except the running maxima from which an engine calibrates scales: they hold what it has computed since it started.
     """
     found = []
     for number, module in enumerate(modules):
-        named = itertools.chain(
-            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        )
-        for name, tensor in named:
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
             if "amax" not in name:
                 found.append(Named(f"{number}.{name.replace('.base_layer.', '.')}", [tensor]))
     return found

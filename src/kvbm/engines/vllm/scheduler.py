@@ -106,7 +106,7 @@ class SchedulerHalf:
     # -- start --------------------------------------------------------------------------------------------------------
 
     def meet(self, hellos: Sequence[Hello]) -> None:
-        """All workers have registered their caches: the leader can begin. It does not where no worker has one to serve."""
+        """All workers have registered their caches: the leader can begin, unless no worker has one to serve."""
         if not hellos:
             return
         ranks = {hello.rank for hello in hellos}
