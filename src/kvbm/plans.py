@@ -106,6 +106,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Stores that every rank has confirmed, and whether they are good: where host memory outlives the engine, those that
     # are shall be found by the next one.
     keeps: dict[int, bool] = {}
+    # How many changes of weights the leader has heard of, by rank; empty while there were none.
+    changes_heard: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(
@@ -122,6 +124,8 @@ def joined(plans: Sequence[StepPlan]) -> StepPlan:
             fields[name] = dict(chain.from_iterable(part.items() for part in parts))
         else:
             fields[name] = list(chain.from_iterable(parts))
+    # What was planned before the leader has heard of new weights stays so.
+    fields["changes_heard"] = min((plan.changes_heard for plan in plans), default=[])
     return StepPlan(**fields)
 
 
@@ -165,9 +169,11 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     # Reasons of failures seen on this rank, for the log and the counters: reason -> how often.
     faults: dict[str, int] = {}
     spills: list[SpillResult] = []
+    # How often weights have changed in this rank's memory since its start, where that is news.
+    weight_changes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.faults or self.spills)
+        return bool(self.loads or self.stores or self.faults or self.spills or self.weight_changes)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):

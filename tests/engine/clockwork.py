@@ -268,7 +268,8 @@ class Clockwork:
         config.scheduler_config.async_scheduling = overlap
         config.cache_config.num_gpu_blocks = blocks
         cache = make_cache(windows, blocks)
-        self.weights = Weights(config)
+        if "disk_cache_override_num_blocks" in kvbm or "host_persist" in kvbm:
+            self.weights = Weights(config)
         self._groups = len(windows)
         self.ranks = [Rank(config, cache, windows, rank) for rank in range(ranks)]
         kind = AsyncScheduler if overlap else Scheduler

@@ -400,11 +400,8 @@ class Scenario:
         return getattr(weighed, look)(self.engine.vllm_config, **arguments)
 
     def load_weights(self, checkpoint: str) -> None:
-        """New weights for the running engine, as a trainer brings them."""
-        from safetensors.torch import load_file
-
-        model = self.core.model_executor.driver_worker.worker.model_runner.model
-        model.load_weights(load_file(checkpoint).items())
+        """New weights for the running engine, on every rank, as a trainer brings them."""
+        self.llm.collective_rpc(_load_weights, args=(checkpoint,))
 
     # -- breaking things ----------------------------------------------------------------------------------------------
 
@@ -510,6 +507,15 @@ def _margins(logprobs) -> list[float]:
 def _logprobs(prompt_logprobs) -> list[float | None]:
     first = (None if position is None else next(iter(position.values())) for position in prompt_logprobs or ())
     return [None if entry is None else round(entry.logprob, 3) for entry in first]
+
+
+def _load_weights(worker, checkpoint: str) -> None:
+    from safetensors.torch import load_file
+
+    # On a CPU vLLM has packed the linear layers away, and could not put new numbers in: the others have to do.
+    known = dict(worker.model_runner.model.named_parameters())
+    new = {name: tensor for name, tensor in load_file(checkpoint).items() if name in known and known[name].numel()}
+    worker.model_runner.model.load_weights(new.items())
 
 
 def swap_after_loading(folder: str, other: str) -> None:

@@ -162,6 +162,41 @@ def test_without_a_model_to_be_found_nothing_outlives_the_engine(run_scenario, t
     assert story.said("KVBM does nothing")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_new_weights_in_a_running_engine_leave_no_block_of_the_old_ones(ranks, run_scenario, folder, model, tmp_path):
+    """vLLM's own reset tells its connector nothing. What comes after is for no engine with the weights on disk."""
+    from safetensors.torch import load_file, save_file
+
+    options = {"engine": {"model": str(folder), "tensor_parallel_size": ranks}, **(RANKS if ranks == 2 else {})}
+    kvbm = settings(tmp_path / "disk")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = load_file(folder / FILE)
+    tensors["model.layers.0.input_layernorm.weight"] *= -1.5
+    save_file(tensors, other / FILE, metadata={"format": "pt"})
+    wanted = run_scenario([generate(PROMPT, name="answer")], None, {"model": str(other)}).tokens("answer")
+    steps = [
+        generate(PROMPT, name="before"),
+        do("drain"),
+        do("load_weights", checkpoint=str(other / FILE)),
+        do("reset", "reset"),
+        generate(PROMPT, name="after"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="again"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, kvbm, **options)
+    assert story["reset"] is True
+    assert story.tokens("before") != wanted
+    assert story.tokens("after") == story.tokens("again") == wanted
+    assert story["again"]["cached"] == [BLOCKS * 32]  # and they are kept like those before
+    assert story["end"]["onboarded"] == BLOCKS
+    assert story.said("The weights have changed in memory")
+    assert found(run_scenario(STEPS, kvbm, **options)) == (0, 0)
+
+
 @pytest.mark.matrix
 def test_every_release_loads_the_same_tensors_under_the_same_names(run_scenario, model):
     """So that their digests are the same."""

@@ -15,7 +15,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 def digest(vllm_config) -> str:
     gc.unfreeze()  # vLLM hides everything from the collector once it has started
-    return loaded.digest_of_models(vllm_config)
+    return loaded.digest_of_models(loaded.models_of(vllm_config))
 
 
 def names(vllm_config) -> list[str]:
@@ -63,7 +63,7 @@ def packed(vllm_config, checkpoint: str) -> dict:
     models = loaded.models_of(vllm_config)
     stored = load_file(checkpoint)
     found: dict = {"layers": 0, "different": [], "missed": [], "repacked": 0}
-    before = loaded.digest_of_models(vllm_config)
+    before = loaded.digest_of_models(loaded.models_of(vllm_config))
     for label, layer in list(loaded._packed_layers(models)):
         name = label.partition(".")[2].removesuffix(".weight")
         parent, _, own = name.rpartition(".")
@@ -83,10 +83,10 @@ def packed(vllm_config, checkpoint: str) -> dict:
                 changed[at] = torch.nextafter(changed[at], torch.tensor(9.0))
                 _repack(layer, changed)
                 found["repacked"] += 1
-                if loaded.digest_of_models(vllm_config) == before:
+                if loaded.digest_of_models(loaded.models_of(vllm_config)) == before:
                     found["missed"].append(name)
             _repack(layer, wanted)
-    found["same at the end"] = loaded.digest_of_models(vllm_config) == before
+    found["same at the end"] = loaded.digest_of_models(loaded.models_of(vllm_config)) == before
     return found
 
 

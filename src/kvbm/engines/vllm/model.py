@@ -3,13 +3,18 @@
 vLLM hands a connector no model. But every attention layer registers itself with the configuration, that of a draft
 model too, and the outermost modules that hold those layers are the models of this engine and of no other.
 
+Weights may also change while the engine runs (:func:`watch_weights`): a trainer sends new ones, or a checkpoint is
+loaded again.
+
 On a CPU vLLM packs the weights of linear layers for its kernels and drops the parameters: the numbers are inside a
 library from then on. They are read through the layer itself: its output for a unit vector is one column of its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,19 +29,51 @@ COLUMNS = 256
 _NO_WEIGHTS = ("scale", "zero", "bias", "azp")
 
 
+# Methods of vLLM's workers and model runners that bring new weights, some of them past the model's own method.
+_UPDATES = (
+    "reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update",
+)  # fmt: skip
+
+
 def models_of(vllm_config: Any) -> list[torch.nn.Module]:
     """The models of this engine, its draft models included. Raises UnreadableError when there are none."""
     registered = vllm_config.compilation_config.static_forward_context.values()
     layers = [layer for layer in registered if isinstance(layer, torch.nn.Module)]
-    found = roots(layers)
+    found = roots(layers) if layers else []
     known = {id(layer) for layer in layers}
     if all(id(root) in known for root in found):
         raise UnreadableError("the loaded model was not found in this process")
     return found
 
 
-def digest_of_models(vllm_config: Any) -> str:
-    models = models_of(vllm_config)
+def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]) -> None:
+    """Call ``changed`` before and after every call that brings new weights. To be called while vLLM makes its cache:
+    its worker and model runner are a few frames up then."""
+    owners: list[Any] = [(model, "load_weights") for model in models]
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if type(caller).__module__.startswith("vllm.v1.worker."):
+            owners += [(caller, name) for name in _UPDATES]
+        frame = frame.f_back
+    for owner, name in owners:
+        if hasattr(type(owner), name) and name not in vars(owner):
+            object.__setattr__(owner, name, _noticed(getattr(owner, name), changed))
+
+
+def _noticed(update: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        changed()
+        try:
+            return update(*args, **kwargs)
+        finally:
+            changed()
+
+    return noticed
+
+
+def digest_of_models(models: list[torch.nn.Module]) -> str:
     packed = [Named(name, _columns(layer)) for name, layer in _packed_layers(models)]
     return digest_of([*tensors_of(models), *packed])
 

@@ -23,7 +23,7 @@ from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admis
 from kvbm.engines.vllm.steps import work_of
 from kvbm.engines.vllm.stores import Stores
 from kvbm.engines.vllm.waits import Waits
-from kvbm.engines.vllm.worker import find_local
+from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
@@ -97,6 +97,8 @@ class SchedulerHalf:
         self._stores: Stores | None = None
         self._ahead: Ahead | None = None  # where the only worker can be reached before the step
         self._submits = False  # the thread that schedules steps submits them too
+        self._only_worker: WorkerHalf | None = None  # where it can be reached
+        self._weight_changes: dict[int, int] = {}  # by rank, as far as they were heard of
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
@@ -147,6 +149,7 @@ class SchedulerHalf:
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         worker = find_local(engine_id, 0) if self._ranks == 1 else None
         self._submits = worker is not None
+        self._only_worker = worker
         if worker is not None and self._may_layer:
             self._ahead = Ahead(
                 self.leader,
@@ -222,6 +225,8 @@ class SchedulerHalf:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
         if self.leader is None or self._keys is None or self._waits is None:
             return 0, False
+        if self._only_worker is not None:
+            self._hear_of_weights(0, self._only_worker.weight_changes)
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
@@ -425,7 +430,10 @@ class SchedulerHalf:
         except Exception as error:
             self._faults.record("timing a step", error)
         keeps = {} if self.leader is None else self.leader.take_verdicts()
-        return StepPlan(loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps)
+        heard = [self._weight_changes.get(rank, 0) for rank in range(self._ranks)] if self._weight_changes else []
+        return StepPlan(
+            loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps, changes_heard=heard
+        )
 
     def _line(self) -> Iterator[Any]:
         """Requests that have not had a block yet, in the order in which they came."""
@@ -530,12 +538,25 @@ class SchedulerHalf:
         for report in reports:
             for reason, times in report.faults.items():
                 self._faults.note(f"rank {report.rank}: {reason}", times)
+            if report.weight_changes:
+                self._hear_of_weights(report.rank, report.weight_changes)
         if any(report.stores or report.spills for report in reports):
             self._spill_progress = time.monotonic()
         try:
             self.leader.apply(reports)
         except Exception as error:
             self.switch_off(error)
+
+    def _hear_of_weights(self, rank: int, changes: int) -> None:
+        """A rank has new weights, of which vLLM tells its connectors nothing: no block of the old ones may be found."""
+        if self._weight_changes.get(rank, 0) == changes:
+            return
+        if not self._weight_changes:
+            logger.warning(
+                "The weights have changed in memory: KVBM forgets every block, and keeps nothing for the next engine"
+            )
+        self._weight_changes[rank] = changes
+        self.reset()
 
     def switch_off(self, error: Exception) -> None:
         """Books that are half written cannot be trusted, and must not wait for what was lost with the other half."""

@@ -10,7 +10,7 @@ from typing import Any
 from kvbm.config import Config
 from kvbm.engines import weights
 from kvbm.engines.vllm import compat, fingerprint
-from kvbm.engines.vllm.model import digest_of_models
+from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
 from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
@@ -57,6 +57,7 @@ class WorkerHalf:
         return self._rank.worker
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
+        watch_weights(self._models(), self._weights_changed)
         if self._config.outlives_engine:
             # First of all, so that no rank waits for one that has failed at something else.
             self._rank.cache = self._describe()
@@ -73,13 +74,27 @@ class WorkerHalf:
                 "or add --disable-hybrid-kv-cache-manager"
             ) from error
 
+    def _models(self) -> list[Any]:
+        try:
+            return list(models_of(self._vllm_config))
+        except weights.UnreadableError:
+            return []
+
+    def _weights_changed(self) -> None:
+        if self._worker is not None:
+            self._worker.weights_changed()
+
+    @property
+    def weight_changes(self) -> int:
+        return 0 if self._worker is None else self._worker.weight_changes
+
     def _describe(self) -> Fingerprint | None:
         """What names a cache that outlives this engine; None, with a sentence, when there can be none."""
         cache = fingerprint.describe(self._vllm_config, self._kv_cache_config)
         if cache is None:
             return None
         try:
-            found = weights.fingerprint(lambda: digest_of_models(self._vllm_config), weights.gather_in_world)
+            found = weights.fingerprint(lambda: digest_of_models(models_of(self._vllm_config)), weights.gather_in_world)
         except weights.UnreadableError as error:
             logger.warning(weights.PERSISTENCE_OFF, error)
             return None
