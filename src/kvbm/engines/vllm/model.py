@@ -26,7 +26,7 @@ from kvbm.engines.weights import Named, UnreadableError, digest_of, roots, tenso
 COLUMNS = 256
 
 # Parts of a quantised layer that are no weights, by what their names hold.
-_NO_WEIGHTS = ("scale", "zero", "bias", "azp")
+_NO_WEIGHTS = ("scale", "zero", "bias", "azp", "g_idx", "shape")
 
 
 # Methods of vLLM's workers and model runners that bring new weights, some of them past the model's own method.
@@ -36,14 +36,12 @@ _UPDATES = (
 
 
 def models_of(vllm_config: Any) -> list[torch.nn.Module]:
-    """The models of this engine, its draft models included. Raises UnreadableError when there are none."""
+    """The models of this engine, its draft models included; none when they cannot be found."""
     registered = vllm_config.compilation_config.static_forward_context.values()
     layers = [layer for layer in registered if isinstance(layer, torch.nn.Module)]
     found = roots(layers) if layers else []
     known = {id(layer) for layer in layers}
-    if all(id(root) in known for root in found):
-        raise UnreadableError("the loaded model was not found in this process")
-    return found
+    return found if any(id(root) not in known for root in found) else []
 
 
 def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]) -> None:
@@ -74,6 +72,9 @@ def _noticed(update: Callable[..., Any], changed: Callable[[], None]) -> Callabl
 
 
 def digest_of_models(models: list[torch.nn.Module]) -> str:
+    """Of the weights that these models compute with. Raises UnreadableError."""
+    if not models:
+        raise UnreadableError("the loaded model was not found in this process")
     packed = [Named(name, _columns(layer)) for name, layer in _packed_layers(models)]
     return digest_of([*tensors_of(models), *packed])
 
@@ -85,14 +86,18 @@ def _packed_layers(models: list[torch.nn.Module]) -> Iterator[tuple[str, LinearB
             if isinstance(module, LinearBase):
                 if _is_packed(module):
                     yield f"{number}.{name.replace('.base_layer', '')}.weight", module
-            elif any(tensor.numel() == 0 for tensor in module.parameters(recurse=False)):
+            elif any("weight" in own and not tensor.numel() for own, tensor in _weights_in(module)):
                 raise UnreadableError(f"{name} ({type(module).__name__}) keeps its weights out of sight")
+
+
+def _weights_in(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in named if not any(word in name for word in _NO_WEIGHTS)]
 
 
 def _is_packed(layer: LinearBase) -> bool:
     """Whether the layer's tensors have less than one bit for each of its weights."""
-    named = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-    seen = [tensor for name, tensor in named if not any(word in name for word in _NO_WEIGHTS)]
+    seen = [tensor for _, tensor in _weights_in(layer)]
     if any(tensor.is_meta for tensor in seen):
         return False  # of another stage of the pipeline
     inputs, outputs = _sizes(layer)

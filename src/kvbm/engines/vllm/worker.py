@@ -57,10 +57,15 @@ class WorkerHalf:
         return self._rank.worker
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        watch_weights(self._models(), self._weights_changed)
+        models: list[Any] = []
+        try:
+            models = models_of(self._vllm_config)
+            watch_weights(models, self._weights_changed)
+        except Exception as error:
+            logger.warning("KVBM will not notice new weights in memory: %s: %s", type(error).__name__, error)
         if self._config.outlives_engine:
             # First of all, so that no rank waits for one that has failed at something else.
-            self._rank.cache = self._describe()
+            self._rank.cache = self._describe(models)
             if self._rank.cache is None and not self._config.has_host_tier:
                 logger.warning("KVBM does nothing: there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside the disk")
                 return
@@ -74,12 +79,6 @@ class WorkerHalf:
                 "or add --disable-hybrid-kv-cache-manager"
             ) from error
 
-    def _models(self) -> list[Any]:
-        try:
-            return list(models_of(self._vllm_config))
-        except weights.UnreadableError:
-            return []
-
     def _weights_changed(self) -> None:
         if self._worker is not None:
             self._worker.weights_changed()
@@ -88,13 +87,13 @@ class WorkerHalf:
     def weight_changes(self) -> int:
         return 0 if self._worker is None else self._worker.weight_changes
 
-    def _describe(self) -> Fingerprint | None:
+    def _describe(self, models: list[Any]) -> Fingerprint | None:
         """What names a cache that outlives this engine; None, with a sentence, when there can be none."""
         cache = fingerprint.describe(self._vllm_config, self._kv_cache_config)
         if cache is None:
             return None
         try:
-            found = weights.fingerprint(lambda: digest_of_models(models_of(self._vllm_config)), weights.gather_in_world)
+            found = weights.fingerprint(lambda: digest_of_models(models), weights.gather_in_world)
         except weights.UnreadableError as error:
             logger.warning(weights.PERSISTENCE_OFF, error)
             return None
