@@ -124,6 +124,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Adapters that the leader wants to know, as the engine describes them: every rank loads each unless it has it, and
     # reports its weights.
     wanted: list[bytes] = []
+    # How many changes of weights the leader has heard of, by rank; empty while there were none.
+    changes_heard: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(
@@ -141,6 +143,8 @@ def joined(plans: Sequence[StepPlan]) -> StepPlan:
             fields[name] = dict(chain.from_iterable(part.items() for part in parts))
         else:
             fields[name] = list(chain.from_iterable(parts))
+    # What was planned before the leader has heard of new weights stays so.
+    fields["changes_heard"] = min((plan.changes_heard for plan in plans), default=[])
     return StepPlan(**fields)
 
 
@@ -187,9 +191,12 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     # Adapters that have new weights on this rank, or were asked for: adapter -> (number of the load, digest of the
     # weights). The number changes whenever the weights do, and never comes back. 0: the rank does not have them.
     adapters: dict[int, tuple[int, str]] = {}
+    # How often weights have changed in this rank's memory since its start, where that is news.
+    weight_changes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.stores or self.faults or self.spills or self.adapters)
+        parts = (self.loads, self.stores, self.faults, self.spills, self.adapters, self.weight_changes)
+        return any(map(bool, parts))
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -210,6 +217,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     compared: bytes = b""
     # The name of the directory that its blocks on disk lie in, where it has a disk.
     disk: str = ""
+    # The digest of the weights that all ranks have agreed on; empty where nothing outlives the engine.
+    weights: str = ""
 
 
 _T = TypeVar("_T")

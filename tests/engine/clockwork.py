@@ -108,6 +108,18 @@ def make_config(model: str, kvbm: dict[str, Any] | None, **options: Any) -> Vllm
     return config
 
 
+class Weights(torch.nn.Module):
+    """Stands for the loaded model, whose numbers name a cache that outlives the engine. Its layer registers itself with
+    the configuration, as vLLM's attention does."""
+
+    def __init__(self, config: VllmConfig, value: float = 1.0) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        for parameter in self.parameters():
+            parameter.data.fill_(value)
+        config.compilation_config.static_forward_context["layer"] = self.layer
+
+
 class Rank:
     """One worker: its share of the cache, KVBM's worker half, and the model runner's view of the requests."""
 
@@ -256,6 +268,8 @@ class Clockwork:
         config.scheduler_config.async_scheduling = overlap
         config.cache_config.num_gpu_blocks = blocks
         cache = make_cache(windows, blocks)
+        if "disk_cache_override_num_blocks" in kvbm or "host_persist" in kvbm:
+            self.weights = Weights(config)
         self._groups = len(windows)
         self.ranks = [Rank(config, cache, windows, rank) for rank in range(ranks)]
         kind = AsyncScheduler if overlap else Scheduler

@@ -67,13 +67,14 @@ def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFa
         engine: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         patch: dict[str, Any] | None = None,
+        swap: list[str] | None = None,
         refused: bool = False,
         timeout: float = 300,
     ) -> Outcome:
         if kvbm is not None:
             kvbm = {"load": "always", **kvbm}
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
-        scenario["patch"] = patch or {}
+        scenario |= {"patch": patch or {}, "swap": swap}
         outcome = driver.run(scenario, tmp_path_factory.mktemp("engine"), timeout)
         assert (outcome.refused is not None) is refused, outcome.refused
         return outcome

@@ -11,6 +11,7 @@ four seconds instead of twelve. A scenario is an object with these keys, and its
     kvbm     settings of KVBM (kv_connector_extra_config); null runs vLLM without it
     env      environment variables of the engine's processes
     patch    attributes to set before the engine is made: {"module:name": value}; {"returns": x} is a function
+    swap     [folder, other]: the model's folder is replaced by another as soon as vLLM has read its weights
     steps    a list of {"do": name, ...}: the methods of Scenario below
     log      file that takes everything the engine prints
     result   {"steps": [what each step returned], "log": [[level, message] of KVBM], "refused": why no engine started}
@@ -427,6 +428,16 @@ class Scenario:
             block_hasher=self.core.request_block_hasher,
         )
 
+    def weights(self, look: str, **arguments) -> object:
+        """What a function of weighed.py finds."""
+        import weighed
+
+        return getattr(weighed, look)(self.engine.vllm_config, **arguments)
+
+    def load_weights(self, checkpoint: str) -> None:
+        """New weights for the running engine, on every rank, as a trainer brings them."""
+        self.llm.collective_rpc(_load_weights, args=(checkpoint,))
+
     # -- breaking things ----------------------------------------------------------------------------------------------
 
     def break_(self, target: str, times: int | None = None) -> None:
@@ -533,6 +544,28 @@ def _logprobs(prompt_logprobs) -> list[float | None]:
     return [None if entry is None else round(entry.logprob, 3) for entry in first]
 
 
+def _load_weights(worker, checkpoint: str) -> None:
+    from safetensors.torch import load_file
+
+    # On a CPU vLLM has packed the linear layers away, and could not put new numbers in: the others have to do.
+    known = dict(worker.model_runner.model.named_parameters())
+    new = {name: tensor for name, tensor in load_file(checkpoint).items() if name in known and known[name].numel()}
+    worker.model_runner.model.load_weights(new.items())
+
+
+def swap_after_loading(folder: str, other: str) -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load = CPUModelRunner.load_model
+
+    def load_and_swap(self, *args, **kwargs):
+        load(self, *args, **kwargs)
+        os.rename(folder, f"{folder} before")
+        os.rename(other, folder)
+
+    CPUModelRunner.load_model = load_and_swap
+
+
 def run(scenario: dict) -> dict:
     collector = Collector()
     logger = logging.getLogger("kvbm")
@@ -544,6 +577,8 @@ def run(scenario: dict) -> dict:
         if isinstance(value, dict):
             value = (lambda answer: lambda *args, **kwargs: answer)(value["returns"])
         setattr(importlib.import_module(module), name, value)
+    if scenario.get("swap"):
+        swap_after_loading(*scenario["swap"])
     try:
         running = Scenario(scenario["engine"], scenario.get("kvbm"))
     except Exception as error:

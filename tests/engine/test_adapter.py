@@ -366,24 +366,6 @@ def test_the_same_engine_has_the_same_fingerprint_every_time(describe):
     assert describe() == describe()
 
 
-@pytest.mark.parametrize("name", ["weights", "weights of the same size", "config"])
-def test_files_that_were_replaced_make_another_model(name, describe):
-    import os
-
-    before = describe()
-
-    def change(config, folder):
-        file = next(folder.glob("*.safetensors")) if name != "config" else folder / "config.json"
-        status = file.stat()
-        if name == "weights of the same size":
-            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-        else:
-            with file.open("ab") as content:
-                content.write(b" ")
-
-    assert describe(change)["weights"] != before["weights"]
-
-
 @pytest.mark.parametrize(
     ("key", "change"),
     [
@@ -434,23 +416,11 @@ def test_the_longest_prompt_counts_where_the_rope_depends_on_it(describe):
     ("change", "reason"),
     [
         (lambda c: object.__setattr__(c.cache_config, "calculate_kv_scales", True), "--calculate-kv-scales"),
-        (lambda c: setattr(c.model_config, "model_weights", "s3://bucket/model"), "the weights of s3://bucket/model"),
-        (lambda c: setattr(c.model_config, "model", "nobody/has-this"), "the weights of nobody/has-this"),
     ],
 )
 def test_what_the_next_start_may_have_otherwise_is_no_cache_for_it(describe, caplog, change, reason):
     assert describe(lambda config, folder: change(config)) is None
     assert reason in caplog.text
-
-
-def test_a_commit_says_which_weights_they_are_wherever_they_lie(describe):
-    def published(commit):
-        def change(config, folder):
-            config.model_config.model, config.model_config.revision = "nobody/has-this", commit * 40
-
-        return change
-
-    assert describe(published("a"))["weights"] != describe(published("b"))["weights"]
 
 
 def test_hashes_that_the_next_process_would_not_repeat_do_not_name_what_outlives_this_one(keys, monkeypatch):

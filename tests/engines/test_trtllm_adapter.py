@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import socket
 import sys
@@ -48,7 +49,7 @@ def modules():
 
     def install(generation="1.3"):
         forget_modules()
-        api.install(generation)
+        api.install(generation, lambda own: [own, own])  # both ranks are in this process, with one model
         return importlib.import_module("kvbm.trtllm_integration.connector")
 
     yield install
@@ -79,6 +80,9 @@ class Engine:
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
         args = args or {}
+        self.model = torch.nn.Linear(2, 2)
+        for parameter in self.model.parameters():
+            parameter.data.fill_(1.0)
         self.leader = connector.DynamoKVBMConnectorLeader(llm_args(0, ranks, **args))
         self.workers = [connector.DynamoKVBMConnectorWorker(llm_args(rank, ranks, **args)) for rank in range(ranks)]
         self.managers = [Manager(worker) for worker in self.workers]
@@ -281,7 +285,6 @@ def test_a_set_up_that_cannot_be_served_is_left_alone(modules, monkeypatch, capl
         ("attention", {"attn_backend": "FLASHINFER"}),
         ("config", {"quant_config": "fp8"}),
         ("dtype", {"dtype": "float16"}),
-        ("weights", {"model": str(Path(__file__))}),
     ],
 )
 def test_whatever_changes_the_kv_keeps_caches_apart(modules, key, changes):
@@ -292,13 +295,41 @@ def test_whatever_changes_the_kv_keeps_caches_apart(modules, key, changes):
     assert key in {name for name in before if before[name] != after[name]} <= {key, "model"}
 
 
-def test_weights_that_nobody_can_tell_are_kept_for_no_other_engine(engine, tmp_path, caplog):
-    disk = {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_DISK_CACHE_DIR": tmp_path}
-    here = engine(args={"model": "nobody/has-this"}, **disk).register()
+def disk_at(folder):
+    return {"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_DISK_CACHE_DIR": folder}
+
+
+def test_a_cache_on_disk_belongs_to_the_weights_that_were_loaded(engine, tmp_path):
+    """The model's name is the same, and there are no files."""
+    caches = []
+    for value in (1.0, 1.0, 1.5):
+        here = engine(**disk_at(tmp_path))
+        here.model.bias.data[1] = value
+        here.register()
+        caches.append(here.half._disk.index.directory)
+        here.close()
+        del here.model
+    assert caches[0] == caches[1] != caches[2]
+
+
+def test_without_a_model_to_be_found_nothing_outlives_the_engine(engine, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("kvbm.engines.weights.roots", list)
+    here = engine(**disk_at(tmp_path)).register()
     here.keep(request(1), BLOCKS)
     assert here.leader.get_num_new_matched_tokens(request(2), 0) == (32, True)
-    assert "nobody can tell whether the weights of nobody/has-this are the same the next time" in caplog.text
+    assert "Cannot fingerprint the weights; persistence is off: no loaded model was found" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_loaded_different_weights_use_no_disk(engine, tmp_path, caplog, monkeypatch):
+    here = engine(**disk_at(tmp_path))
+    from kvbm.engines.trtllm import compat
+
+    shards = itertools.count()
+    monkeypatch.setattr(compat, "gather_over_ranks", lambda own, ranks: [str(next(shards))])
+    here.register()
+    assert here.half._disk is None
+    assert "the ranks disagree" in caplog.text
 
 
 def test_a_pool_of_an_unknown_shape_is_left_alone(engine, caplog):

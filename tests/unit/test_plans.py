@@ -174,7 +174,7 @@ ONE_OF_EACH = {
 
 
 def test_nothing_of_several_plans_is_lost_when_they_are_joined():
-    assert set(ONE_OF_EACH) == set(StepPlan.__struct_fields__)
+    assert {*ONE_OF_EACH, "changes_heard"} == set(StepPlan.__struct_fields__)
     parts = [StepPlan(**{name: value}) for name, value in ONE_OF_EACH.items()]
     assert plans.joined([StepPlan(), *parts]) == StepPlan(**ONE_OF_EACH)
 
@@ -182,3 +182,10 @@ def test_nothing_of_several_plans_is_lost_when_they_are_joined():
 def test_joined_plans_keep_their_order():
     both = plans.joined([StepPlan(fences=[3], keeps={1: True}), StepPlan(fences=[2, 1], keeps={2: False})])
     assert both == StepPlan(fences=[3, 2, 1], keeps={1: True, 2: False})
+
+
+def test_joined_plans_are_as_old_as_the_oldest_of_them():
+    for others in ([[], [1, 0]], [[1, 0], [0, 0]]):
+        joined = plans.joined([StepPlan(changes_heard=[1, 1]), *(StepPlan(changes_heard=heard) for heard in others)])
+        assert joined.changes_heard == min(others)
+    assert plans.joined([]).changes_heard == []

@@ -8,7 +8,7 @@ from kvbm import config as settings
 from kvbm.core.cost import Rate
 from kvbm.plans import Hello, Tier
 from kvbm.runtime.leader import Leader
-from kvbm.runtime.tiers import DiskTier, make_manager, measured
+from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
 from kvbm.storage.index import cache_directory, fingerprint
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -51,10 +51,10 @@ def test_what_the_engine_before_has_written_is_found(tmp_path):
 
 
 def test_the_leader_reads_no_index_but_that_of_the_ranks(tmp_path, caplog):
-    """Both work out which cache is theirs, at different times: the model's folder may have moved between them."""
+    """Should they ever work out different names for their cache."""
     moved = {**CACHE, "weights": "moved"}
     assert DiskTier.open(config(tmp_path), [hello(0), hello(1, cache=moved)], CACHE) is None
-    assert "The model's files have changed while the engine started" in caplog.text
+    assert "Start the engine again" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -98,3 +98,19 @@ def test_the_slowest_rank_says_how_fast_a_tier_is():
     assert measured([hello(0, rate=(5e9, 0.001)), hello(1, rate=(4e9, 0.003))], DISK) == Rate(4e9, 0.003)
     assert measured([hello(0, rate=(5e9, 0.001)), hello(1)], DISK) is None
     assert measured([], DISK) is None
+
+
+@pytest.mark.parametrize(
+    ("digests", "agreed", "said"),
+    [
+        (["a", "a"], "a", ""),
+        (["", ""], "", ""),
+        (["a", "b"], "", "rank 0: a, rank 1: b"),
+        (["a", ""], "", "rank 1: none"),
+    ],
+)
+def test_ranks_that_disagree_on_their_weights_keep_nothing_for_the_next_engine(digests, agreed, said, caplog):
+    hellos = [Hello(rank, 100, {HOST: 10}, "x", weights=weights) for rank, weights in enumerate(digests)]
+    assert agreed_weights(hellos) == agreed
+    assert said in caplog.text
+    assert ("persistence is off" in caplog.text) == bool(said)

@@ -1,34 +1,258 @@
-"""Which weights an engine serves, as far as that can be seen: part of the name of a cache that outlives the engine."""
+"""Which weights an engine has loaded: part of the name of a cache that outlives the engine.
+
+Names, sizes and times of files do not identify weights: a copy may preserve all three, and the files may change after
+the engine has read them. So every rank hashes the tensors that it computes with, and all ranks agree on one digest of
+all shards (:func:`fingerprint`).
+
+A tensor in host memory is hashed with XXH3. A tensor on a device is reduced there, at the speed of its memory: its
+bytes are 32-bit lanes, each row of ``LANES`` of them is multiplied by 64-bit odd constants and summed. An odd factor
+makes any single changed lane change the sum. The factors differ by position, so that two sums with independent factors
+miss any other change, such as two values that trade places, with a probability below 2**-64.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
+import itertools
+import json
 import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
-NOT_FOR_OTHERS = "nothing that KVBM keeps outlives this engine: %s"  # for the log, with the reason
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+PERSISTENCE_OFF = "Cannot fingerprint the weights; persistence is off: %s"  # for the log, with the reason
+
+LANES = 1 << 16  # of a row, which has one sum a set of factors; part of the digest's definition
+BATCH_ROWS = 32  # rows a call: 8 MiB of weights, 16 MiB of temporary memory on a device that the engine has filled up
+COPY_BYTES = 8 << 20  # of a tensor whose memory has gaps, at a time
+GATHER_SECONDS = 120.0  # that a rank waits for the digests of all others
+
+_SEED = b"kvbm weights 1"
 
 
-def untold(name: str) -> str:
-    """Why not, where :func:`weights` is empty."""
-    return f"nobody can tell whether the weights of {name} are the same the next time"
+class UnreadableError(RuntimeError):
+    """The loaded weights cannot be fingerprinted; says why."""
 
 
-def weights(name: str, revision: str | None, load_format: str = "auto") -> str:
-    """Which weights a model has: the commit they were published with, or what can be seen of their files. Empty when
-    that is nothing: then nobody can tell whether the next engine of that name has the same.
+class Named(NamedTuple):
+    """A tensor under the name it has in the model, or the parts of one that is read piece by piece."""
 
-    A folder whose files have been replaced is another model, whatever its name.
+    name: str
+    parts: Iterable[torch.Tensor]
+
+
+# -- the digest -------------------------------------------------------------------------------------------------------
+
+
+def digest_of(tensors: Iterable[Named]) -> str:
+    """One digest of these tensors: names, types, shapes and every byte. Raises UnreadableError."""
+    described: list[Any] = []
+    sums: dict[torch.device, _Sums] = {}
+    # A parameter may be of a class that changes what torch's functions do.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for name, parts in sorted(tensors, key=lambda named: named.name):
+            for part in parts:
+                for label, tensor in _plain(name, part):
+                    try:
+                        described.append([label, *_describe(tensor, sums)])
+                    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+                        raise UnreadableError(f"{label}: {type(error).__name__}: {error}") from error
+        found = hashlib.sha256(json.dumps(described).encode())
+        for device in sums.values():
+            found.update(device.collect())
+    return found.hexdigest()
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that one of a wrapping class is made of; most are plain."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor.detach()
+        return
+    for inner in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _plain(f"{name}.{inner}", getattr(tensor, inner))
+
+
+def _describe(tensor: torch.Tensor, sums: dict[torch.device, _Sums]) -> list[Any]:
+    """What the digest holds of a tensor itself; the sums of one on a device are collected later, in the same order."""
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    found: list[Any] = [str(tensor.dtype), list(tensor.shape), order]
+    if tensor.is_meta or not tensor.numel():
+        return found
+    flat = _bytes_of(tensor.resolve_conj().resolve_neg().permute(order))
+    if tensor.device.type == "cpu":
+        hasher = xxhash.xxh3_128(_SEED)
+        for piece in flat:
+            hasher.update(piece.numpy())
+        return [*found, hasher.hexdigest()]
+    if tensor.device not in sums:
+        sums[tensor.device] = _Sums(tensor.device)
+    for piece in flat:
+        sums[tensor.device].add(piece)
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's memory as bytes; where it has gaps, as copies of bounded size."""
+    if tensor.itemsize == 1:
+        tensor = tensor.view(torch.uint8)  # torch does not copy every type of packed numbers
+    if tensor.is_contiguous() or tensor.nbytes <= COPY_BYTES:
+        yield tensor.contiguous().reshape(-1).view(torch.uint8)
+        return
+    row = tensor.nbytes // tensor.shape[0]
+    for part in tensor.unbind() if row > COPY_BYTES else tensor.split(COPY_BYTES // row):
+        yield from _bytes_of(part)
+
+
+class _Sums:
+    """Weighted sums of one device's tensors. Nothing waits for the device before :meth:`collect`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._factors = _factors().to(device)
+        self._product = torch.empty((BATCH_ROWS, LANES), dtype=torch.int64, device=device)
+        self._found: list[torch.Tensor] = []
+
+    def add(self, flat: torch.Tensor) -> None:
+        whole = flat.numel() // (4 * LANES) * (4 * LANES)
+        for start in range(0, whole, 4 * LANES * BATCH_ROWS):
+            self._reduce(_lanes(flat[start : min(start + 4 * LANES * BATCH_ROWS, whole)]).view(-1, LANES))
+        if whole < flat.numel():
+            rest = torch.nn.functional.pad(flat[whole:], (0, -flat.numel() % 4))
+            self._reduce(_lanes(rest).view(1, -1))
+
+    def _reduce(self, rows: torch.Tensor) -> None:
+        product = self._product[: rows.shape[0], : rows.shape[1]]
+        for factors in self._factors:
+            torch.mul(rows, factors[: rows.shape[1]], out=product)
+            self._found.append(product.sum(1))
+
+    def collect(self) -> bytes:
+        return torch.cat(self._found).cpu().numpy().tobytes() if self._found else b""
+
+
+def _lanes(flat: torch.Tensor) -> torch.Tensor:
+    return (flat.clone() if flat.storage_offset() % 4 else flat).view(torch.int32)
+
+
+@functools.cache
+def _factors() -> torch.Tensor:
+    """Two sets of odd factors, the same in every process and release."""
+    drawn = np.frombuffer(hashlib.shake_256(_SEED).digest(2 * 8 * LANES), np.dtype("<i8")) | 1
+    return torch.from_numpy(drawn.reshape(2, LANES))
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(modules: Sequence[torch.nn.Module]) -> list[Named]:
+    """All parameters and buffers, each once, under the names they have without the wrappers of adapters.
+
+    Except the running maxima from which an engine calibrates scales: they hold what it has computed since it started.
     """
-    path = Path(name)
-    if not path.exists():
-        path = _in_hub_cache(name, revision) or path
-    if commit := re.search(r"/snapshots/([0-9a-f]{40})(/|$)", str(path.resolve()) if path.exists() else ""):
-        return f"{load_format} commit {commit[1]}"
-    if not path.exists() and re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        return f"{load_format} commit {revision}"
-    seen = files(path)
-    return f"{load_format} {revision or ''} {seen}" if seen else ""
+    found = []
+    for number, module in enumerate(modules):
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if "amax" not in name:
+                found.append(Named(f"{number}.{name.replace('.base_layer.', '.')}", [tensor]))
+    return found
+
+
+def roots(of: Sequence[torch.nn.Module] | None = None) -> list[torch.nn.Module]:
+    """The outermost modules in this process, or those that hold the modules ``of``, in their order."""
+    parents: dict[int, list[torch.nn.Module]] = {}
+    live = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    for module in live:
+        for child in module.__dict__.get("_modules", {}).values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(module)
+    found: dict[int, torch.nn.Module] = {}
+    visited: set[int] = set()
+    queue = list(reversed(live if of is None else of))
+    while queue:
+        module = queue.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        if id(module) in parents:
+            queue += parents[id(module)]
+        else:
+            found[id(module)] = module
+    return list(found.values())
+
+
+def digest_of_process() -> str:
+    """Of all models in this process, for engines with one model, or one and its draft, a process."""
+    gc.collect()  # models that are gone and wait for the collector do not count
+    models = [root for root in roots() if next(root.parameters(), None) is not None]
+    if not models:
+        raise UnreadableError("no loaded model was found in this process")
+    return digest(json.dumps(sorted([configuration_of(model), digest_of(tensors_of([model]))] for model in models)))
+
+
+def configuration_of(model: torch.nn.Module) -> str:
+    """What a model says of itself beside its weights: numbers that no tensor holds, such as those of its norms."""
+    config = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else str(config)
+    text = json.dumps([type(model).__qualname__, told], sort_keys=True, default=str)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where an object lies, which differs in every process
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+class Fingerprinted(NamedTuple):
+    weights: str  # the digest of all ranks' weights
+    seconds: float  # that this rank took to hash its own
+
+
+def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]]) -> Fingerprinted:
+    """The digest that all ranks agree on. Every rank calls this, and tells the others when it cannot ``read`` its own
+    weights. Raises UnreadableError."""
+    began = time.monotonic()
+    own = reason = ""
+    try:
+        own = read()
+    except Exception as error:
+        reason = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    try:
+        shards = gather(own)
+    except Exception as error:
+        raise UnreadableError(reason or f"the ranks cannot compare theirs: {type(error).__name__}: {error}") from error
+    if not all(shards):
+        without = ", ".join(str(rank) for rank, shard in enumerate(shards) if not shard)
+        raise UnreadableError(reason or f"rank {without} cannot read its own")
+    return Fingerprinted(digest(json.dumps(list(shards))), seconds)
+
+
+_meetings = itertools.count()
+
+
+def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
+    """Every rank's digest, by rank, through the store with which torch.distributed has set up its groups.
+
+    Not a collective: a rank that does not come costs ``seconds``, and leaves the engine's groups in order.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    store = dist.distributed_c10d._get_default_store()
+    meeting = next(_meetings)
+    keys = [f"kvbm/weights/{meeting}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], f"={own}")
+    store.wait(keys, timedelta(seconds=seconds))
+    return [store.get(key).decode().removeprefix("=") for key in keys]
+
+
+# -- files and text ---------------------------------------------------------------------------------------------------
 
 
 def files(path: Path) -> str:
@@ -43,13 +267,3 @@ def files(path: Path) -> str:
 
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _in_hub_cache(name: str, revision: str | None) -> Path | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except Exception:
-        return None
-    return Path(found).parent if isinstance(found, str) else None

@@ -4,9 +4,8 @@ A block is entered when its store is published. The ranks have hashed it by then
 next plan tells them that it was good (:class:`~kvbm.storage.kept.KeptSlab`): a store that a failed load has tainted
 never has a checksum, so not even an index that is out of date can find it.
 
-At start the ranks say which slots hold what the index claims; the rest is forgotten before anybody looks. They work out
-on their own which cache is theirs, and a model's folder may change meanwhile: so they also say what they have compared,
-and nothing is taken over unless that is what the leader finds.
+At start the ranks say which slots hold what the index claims; the rest is forgotten before anybody looks. They also say
+what they have compared, and nothing is taken over unless that is what the leader finds.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class KeptHost:
         rows = rows_of(directory)
         if any(hello.compared != digest(directory, rows, hello.slots[Tier.HOST]) for hello in hellos):
             logger.warning(
-                "the host tier is not kept: a rank has compared its memory with another index than that in %s. The "
-                "model's files have changed while the engine started, or the ranks do not see the same directory",
+                "the host tier is not kept: a rank has compared its memory with another index than that in %s: the "
+                "ranks do not see the same directory",
                 directory,
             )
             return None

@@ -49,8 +49,9 @@ class Rank:
         keeps_host: bool = False,
     ) -> None:
         """``replicas``: the ranks that hold the very same KV as this one, which is among them. ``cache``: what makes
-        the KV of this engine what it is, but for its layout; without it nothing can be kept on disk. ``keeps_host``:
-        the leader can make use of a host tier that outlives the engine."""
+        the KV of this engine what it is, but for its layout; without it nothing can be kept on disk. It may be set
+        later, until :meth:`register`. ``keeps_host``: the leader can make use of a host tier that outlives the
+        engine."""
         self.rank = rank
         self.ranks = ranks
         self.layout: BlockLayout | None = None
@@ -61,7 +62,7 @@ class Rank:
         self._slab: HostSlab | None = None
         self._replicas = replicas
         self._wire: Wire | None = None
-        self._cache = cache
+        self.cache = cache
         self._disk: Future[DiskFile | None] | None = None
         self._rates: dict[Tier, tuple[float, float]] = {}
         self._keeps_host = keeps_host
@@ -97,10 +98,10 @@ class Rank:
         config = self._config
         if not config.host_persist or not config.has_host_tier:
             return None
-        if not self._keeps_host or self._cache is None or self._wire is not None:
+        if not self._keeps_host or self.cache is None or self._wire is not None:
             self._tell("KVBM_HOST_PERSIST has no effect here: with this engine the host tier ends with it")
             return None
-        directory = cache_directory(config.host_persist_dir, fingerprint(self._cache, layout.description))
+        directory = cache_directory(config.host_persist_dir, fingerprint(self.cache, layout.description))
         try:
             private_directory(directory, DIRECTORY_SETTING)
             path = slab_path(directory, self.rank)
@@ -160,7 +161,7 @@ class Rank:
         config = self._config
         if not config.has_disk_tier:
             return
-        if self._cache is None:
+        if self.cache is None:
             if not config.has_host_tier:
                 raise ValueError("there is no disk tier for this engine yet: set DYN_KVBM_CPU_CACHE_GB")
             self._tell("there is no disk tier for this engine yet: DYN_KVBM_DISK_CACHE_GB has no effect")
@@ -169,7 +170,7 @@ class Rank:
         slots = self._slots_for(
             "DYN_KVBM_DISK_CACHE_GB", config.disk_cache_gb, config.disk_cache_override_num_blocks, block_bytes
         )
-        directory = cache_directory(config.disk_cache_dir, fingerprint(self._cache, layout.description))
+        directory = cache_directory(config.disk_cache_dir, fingerprint(self.cache, layout.description))
         opener = ThreadPoolExecutor(1, thread_name_prefix="kvbm-disk-open")
         self._disk = opener.submit(self._make_file, directory, slots, layout.slot_bytes)
         opener.shutdown(wait=False)
@@ -223,6 +224,7 @@ class Rank:
             self._kept,
             self._compared,
             disk,
+            "" if self.cache is None else str(self.cache.get("weights", "")),
         )
 
     def open(self) -> Hello | None:

@@ -40,8 +40,7 @@ class DiskTier:
         directory = cache_directory(config.disk_cache_dir, name)
         if others := {hello.disk for hello in hellos} - {directory.name}:
             logger.warning(
-                "there is no disk tier: the leader's cache is %s, and ranks have %s. The model's files have changed "
-                "while the engine started: start it again",
+                "there is no disk tier: the leader's cache is %s, and ranks have %s. Start the engine again",
                 directory.name, ", ".join(sorted(others)),
             )  # fmt: skip
             return None
@@ -81,6 +80,17 @@ class DiskTier:
             block_bytes=block_bytes,
             bypass=not config.has_host_tier,
         )
+
+
+def agreed_weights(hellos: Sequence[Hello]) -> str:
+    """The digest of the weights that all ranks have agreed on. Empty, with a sentence where it is news, when nothing
+    may outlive the engine."""
+    found = {hello.weights for hello in hellos}
+    if len(found) == 1:
+        return found.pop()  # empty: the ranks have said why
+    named = ", ".join(f"rank {hello.rank}: {hello.weights or 'none'}" for hello in hellos)
+    logger.warning("Cannot fingerprint the weights; persistence is off: the ranks disagree (%s)", named)
+    return ""
 
 
 def make_manager(hellos: Sequence[Hello], disk: DiskTier | None) -> BlockManager:

@@ -103,6 +103,13 @@ class Worker:
         self._plan = StepPlan()  # of the current step
         self._refused: set[int] = set()  # loads and stores of the current step that the engine's state forbids
         self._lost_blocks: set[int] = set()
+        self.weight_changes = self._changes_told = 0
+        self._outdated = False  # the leader plans with blocks of weights that are gone
+
+    def weights_changed(self) -> None:
+        """The engine has new weights. Plans are refused until the leader has heard of it and forgotten every block."""
+        self.weight_changes += 1
+        self._outdated = True
 
     @property
     def copies(self) -> str:
@@ -112,6 +119,8 @@ class Worker:
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
         self._step_begun = True
+        if plan.changes_heard[self.rank : self.rank + 1] == [self.weight_changes]:
+            self._outdated = False
         self._plan = plan
         self._due_spills = [*self._due_spills, *plan.spills]  # a step that nobody has ended loses nothing
         self._record(plan.keeps)
@@ -323,7 +332,9 @@ class Worker:
                 self._faults[f"store: {reason}"] += 1
         stores += self._ended_hashes()
         spills = self._ended_spills()
-        report = Report(self.rank, loads, stores, dict(self._faults), spills)
+        news = self.weight_changes if self.weight_changes != self._changes_told else 0
+        report = Report(self.rank, loads, stores, dict(self._faults), spills, weight_changes=news)
+        self._changes_told = self.weight_changes
         self._faults.clear()
         return Outcome(report, arrived, failed, bad_blocks)
 
@@ -544,6 +555,8 @@ class Worker:
             return False
 
     def _check(self, tier: Tier, slots: list[int], blocks: list[int]) -> None:
+        if self._outdated:
+            raise RuntimeError("the weights have changed since this was planned")
         # A wrong number here would copy somebody else's KV, or scribble over it; nothing later could notice.
         if len(slots) != len(blocks) or not slots:
             raise ValueError(f"plan with {len(slots)} slots for {len(blocks)} blocks")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import ModuleType
@@ -108,8 +109,9 @@ def request_data(generation: str) -> type:
     return NewRequestData if generation == "1.3" else OldRequestData
 
 
-def install(generation: str) -> None:
-    """Make ``import tensorrt_llm`` find this module's classes, where this generation of the engine has them."""
+def install(generation: str, allgather: Callable[[Any], Any] | None = None) -> None:
+    """Make ``import tensorrt_llm`` find this module's classes, where this generation of the engine has them, and what
+    stands for MPI."""
     path = "tensorrt_llm._torch.pyexecutor"
     path += ".connectors.kv_cache_connector" if generation == "1.3" else ".kv_cache_connector"
     names = path.split(".")
@@ -122,3 +124,5 @@ def install(generation: str) -> None:
     module.KvCacheConnectorScheduler = KvCacheConnectorScheduler  # type: ignore[attr-defined]
     module.RequestData = request_data(generation)  # type: ignore[attr-defined]
     module.SchedulerOutput = SchedulerOutput  # type: ignore[attr-defined]
+    utils = sys.modules["tensorrt_llm._utils"] = ModuleType("tensorrt_llm._utils")
+    utils.mpi_allgather = allgather  # type: ignore[attr-defined]

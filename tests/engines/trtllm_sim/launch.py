@@ -16,7 +16,6 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +156,7 @@ def _build_connector(executor: Executor, rank: int) -> tuple[Any, Any]:
     options = executor.options
     if options.connector is None:
         return None, None
-    api.install(options.generation)
+    api.install(options.generation, lambda value: list(executor.comm.allgather(value).values()))
     module = importlib.import_module(options.connector["connector_module"])
     _adjust(options)
     args = llm_args(options, rank)
@@ -192,7 +191,7 @@ def llm_args(options: Options, rank: int) -> Any:
     """What the engine hands to connectors, as far as they read it."""
     mapping = SimpleNamespace(rank=rank, world_size=options.ranks, tp_size=options.ranks, pp_size=1, cp_size=1)
     return SimpleNamespace(
-        model=str(Path(__file__).with_name("model.py")),  # which has the weights
+        model="simulated",
         kv_cache_config=SimpleNamespace(
             tokens_per_block=options.block_size, enable_partial_reuse=options.partial_reuse, dtype="auto"
         ),

@@ -72,6 +72,8 @@ class Model:
         self._view = self.pool.view(blocks + 1, layers, 2, block_size, width)
         numbers = torch.arange(1, 2 * width + 1, dtype=torch.int64, device=device)
         self._weights = mix(numbers * A) | 1
+        # A module, as the engine has one: its numbers name a cache on disk.
+        self.loaded = torch.nn.ParameterList([torch.nn.Parameter(self._weights, requires_grad=False)])
         self._shifts = numbers
         self._mask = (mix(numbers * D + rank) & 255).to(torch.uint8).view(2, width)
 

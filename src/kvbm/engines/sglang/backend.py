@@ -27,13 +27,13 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 import kvbm
 from kvbm import config as settings
 from kvbm.core.keys import Key
+from kvbm.engines import weights
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.adapters import refuse_adapters
 from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
-from kvbm.engines.weights import NOT_FOR_OTHERS, untold, weights
 from kvbm.observe import nvtx
 from kvbm.observe.observer import settings_given
 from kvbm.observe.server import Server, open_server
@@ -73,7 +73,10 @@ class KvbmStorage(HiCacheStorage):
                 "every rank has the same KV, which one rank keeps for all on disk; a host tier alone is of no use to "
                 "the others. Set DYN_KVBM_DISK_CACHE_GB."
             )
-        self._weights = _weights(str(storage_config.model_name or ""))
+        self._weights = _read_weights() if self._config.has_disk_tier else ""
+        if not self._weights and not self._config.has_host_tier:
+            logger.warning("KVBM does nothing: there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside the disk")
+            self._half = None
         self._pools: dict[str, Any] = {}
         self._stores: dict[str, Store | Reader] = {}
         self._slots: Sizes | None = None
@@ -93,7 +96,7 @@ class KvbmStorage(HiCacheStorage):
 
     def on_host_pools_registered(self) -> None:
         """All pools are known: whatever cannot be had shall fail now, while the engine starts."""
-        for name in self._pools:
+        for name in self._pools if self._half is not None else ():
             self._store(name)
 
     def _store(self, name: str) -> Store | Reader:
@@ -156,18 +159,13 @@ class KvbmStorage(HiCacheStorage):
         ranks = said.pp_size * said.attn_cp_size * (1 if said.is_mla_model else said.tp_size)
         host = settings.slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, together * ranks)
         disk = settings.slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, together * ranks)
-        if disk and not self._weights:
-            logger.warning(NOT_FOR_OTHERS, untold(said.model_name))
-            if not host:
-                raise ValueError("there is no disk tier for weights that nobody can tell: set DYN_KVBM_CPU_CACHE_GB")
-            disk = 0
         for tier, slots, size in (("CPU", host, config.cpu_cache_gb), ("DISK", disk, config.disk_cache_gb)):
             if size and not slots:
                 raise ValueError(
                     f"DYN_KVBM_{tier}_CACHE_GB={size:g} holds no page: one takes {together * ranks / 1e9:.6f} GB over "
                     f"all {ranks} ranks. Set it to more than that."
                 )
-        return Sizes(host, disk)
+        return Sizes(host, disk if self._weights else 0)
 
     def _describe(self, name: str, shape: str, size: int) -> dict[str, str | int]:
         said = self._said
@@ -175,7 +173,7 @@ class KvbmStorage(HiCacheStorage):
         return {
             "engine": "sglang",
             "model": str(said.model_name or ""),
-            # Of those that cannot be told, nobody finds anything.
+            # Without a digest no other engine finds anything.
             "weights": self._weights or f"unknown {uuid.uuid4()}",
             "pool": name,
             "shape": shape,
@@ -355,20 +353,16 @@ class KvbmStorage(HiCacheStorage):
             store.close()
 
 
-def _weights(name: str) -> str:
-    """Which weights the server has; empty when that cannot be told. A backend is told the name that clients use, which
-    may stand for anything; where the server does not say more, that name has to do."""
+def _read_weights() -> str:
+    """The digest that all ranks of the server agree on; empty, with a sentence, when there is none. The scheduler's
+    process makes this backend, and has loaded the model by then."""
     try:
-        from sglang.srt.runtime_context import get_server_args
-
-        args = get_server_args()
-        path, revision, load_format = str(args.model_path), args.revision, str(args.load_format)
-    except Exception:
-        return weights(name, None)
-    if "remote" in load_format:
-        return ""  # what is on this machine of the model says nothing of weights that come from another
-    seen = weights(path, revision, load_format)
-    return f"{path} {seen}" if seen else ""
+        found = weights.fingerprint(weights.digest_of_process, weights.gather_in_world)
+    except weights.UnreadableError as error:
+        logger.warning(weights.PERSISTENCE_OFF, error)
+        return ""
+    logger.debug("hashed the weights of this rank in %.2f s: %s", found.seconds, found.weights)
+    return found.weights
 
 
 def _page(tensor: torch.Tensor) -> Page:

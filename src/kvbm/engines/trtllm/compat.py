@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvbm.core.keys import Namespace
-from kvbm.engines.weights import digest, weights
+from kvbm.engines.weights import digest, gather_in_world
 from kvbm.storage.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
@@ -85,13 +85,8 @@ class Setup(NamedTuple):
     partial_reuse: bool
     step_tokens: int | None  # the most a step computes; None: it does not say
     overlap: bool  # a step is scheduled before the results of the one before are looked at
-    cache: Fingerprint  # what makes its KV what it is, but for the layout of a block
+    cache: Fingerprint  # what makes its KV what it is, but for the weights and the layout of a block
     unsupported: str | None  # why this set-up cannot be served; None when it can
-
-    @property
-    def kept(self) -> Fingerprint | None:
-        """What names a cache that outlives this engine; None when nobody could tell whose it is."""
-        return self.cache if self.cache["weights"] else None
 
 
 def read_setup(llm_args: Any) -> Setup:
@@ -113,12 +108,9 @@ def read_setup(llm_args: Any) -> Setup:
 
 def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:
     """What is missing here would serve another engine's KV as if it were ours; what is too much costs a warm start."""
-    model = str(llm_args.model)
-    load_format = str(getattr(llm_args, "load_format", "auto"))
     return {
         "engine": "tensorrt_llm " + ".".join(release().split(".")[:2]),
-        "model": model,
-        "weights": weights(model, getattr(llm_args, "revision", None), load_format),
+        "model": str(llm_args.model),
         "config": digest(repr([str(getattr(llm_args, name, None)) for name in ("quant_config", "speculative_config")])),
         # A block's heads may be outside of its tokens or inside, and its pool does not show which.
         "attention": str(getattr(llm_args, "attn_backend", "")),
@@ -147,6 +139,16 @@ def _unsupported(llm_args: Any, mapping: Any, cache: Any) -> str | None:
             "to 0; host memory is what KVBM is for"
         )
     return None
+
+
+def gather_over_ranks(own: str, ranks: int) -> Sequence[str]:
+    """What every rank says, by rank, over MPI as the engine's own connectors do, or over the groups of torch where the
+    engine runs without MPI. All ranks call this; each runs the same start in the same order."""
+    if ranks == 1:
+        return [own]
+    if (shards := gather_in_world(own)) and len(shards) == ranks:
+        return shards
+    return list(importlib.import_module("tensorrt_llm._utils").mpi_allgather(own))
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.outside import Outside
 from kvbm.engines.trtllm.step import StepMeta
-from kvbm.engines.weights import NOT_FOR_OTHERS, untold
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
@@ -30,7 +29,7 @@ from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
 from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.steps import StepTimes, Work
-from kvbm.runtime.tiers import DiskTier, make_manager
+from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager
 
 logger = logging.getLogger("kvbm")
 
@@ -140,11 +139,8 @@ class LeaderHalf:
             tensor_parallel=setup.ranks,
         )
         hellos = self._channel.hellos
-        if self._config.has_disk_tier:
-            if (kept := setup.kept) is None:
-                logger.warning(NOT_FOR_OTHERS, untold(setup.model))
-            else:
-                self._disk = DiskTier.open(self._config, hellos, kept)
+        if self._config.has_disk_tier and (weights := agreed_weights(hellos)):
+            self._disk = DiskTier.open(self._config, hellos, {**setup.cache, "weights": weights})
         pending, sizes = self._config.max_pending_offloads, agreement.block_bytes
         self._block_bytes = max(sizes)
         manager = make_manager(hellos, self._disk)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvbm.config import Config
+from kvbm.engines import weights
 from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.leader import find_local
@@ -22,6 +23,7 @@ from kvbm.engines.trtllm.step import StepMeta, decode
 from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult, Tier
 from kvbm.runtime.channel import TIMING, ZmqWorker
 from kvbm.runtime.rank import Rank
+from kvbm.storage.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
 
@@ -37,7 +39,8 @@ class WorkerHalf:
     def __init__(self, config: Config, setup: compat.Setup, faults: Faults) -> None:
         self._config = config
         self._faults = faults
-        self._rank = Rank(config, setup.rank, setup.ranks, cache=setup.kept)
+        self._setup = setup
+        self._rank = Rank(config, setup.rank, setup.ranks)
         self._channel: ZmqWorker | None = None
         self._cuda = False
         self._forward_ended: Any = None  # an event on the stream that the engine computes on
@@ -81,6 +84,12 @@ class WorkerHalf:
         """Meet the leader and allocate. Raises when that fails: better now than later."""
         if self._channel is not None:
             raise RuntimeError("the engine has registered its KV cache twice; KVBM serves one engine a process")
+        if self._config.outlives_engine:
+            # First of all, so that no rank waits for one that has failed at something else.
+            self._rank.cache = self._describe()
+            if self._rank.cache is None and not self._config.has_host_tier:
+                self._stay_out("there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside a disk that cannot be used")
+                return
         device = next(iter(tensors.values())).device
         self._cuda = device.type == "cuda"
         self._rank.register(tensors, num_blocks)
@@ -102,6 +111,19 @@ class WorkerHalf:
                 "as it is computed, so it will rarely hold what the engine has dropped. Set DYN_KVBM_CPU_CACHE_GB to "
                 "at least %.2f.", slots, num_blocks, gigabytes,
             )  # fmt: skip
+
+    def _describe(self) -> Fingerprint | None:
+        """What names a cache that outlives this engine; None, with a sentence, when there can be none. The engine has
+        loaded its weights before it makes its KV cache, in this process."""
+        try:
+            found = weights.fingerprint(
+                weights.digest_of_process, lambda own: compat.gather_over_ranks(own, self._setup.ranks)
+            )
+        except weights.UnreadableError as error:
+            logger.warning(weights.PERSISTENCE_OFF, error)
+            return None
+        logger.debug("rank %d: hashed its weights in %.2f s: %s", self._rank.rank, found.seconds, found.weights)
+        return {**self._setup.cache, "weights": found.weights}
 
     def _meet(self, hello: Hello) -> ZmqWorker:
         config = self._config

@@ -1,8 +1,9 @@
 """What makes the KV of a vLLM engine what it is: the name under which a cache outlives the engine.
 
-Leader and workers each work it out for themselves, so it holds only what all of them know. Whatever changes the numbers
-in a block, or what a key means, belongs in here: what is missing would serve another engine's KV as if it were ours,
-what is too much only costs a warm start.
+Leader and workers each work it out for themselves, so it holds only what all of them know. The digest of the weights is
+added later: the workers hash what they have loaded and tell the leader. Whatever changes the numbers in a block, or
+what a key means, belongs in here: what is missing would serve another engine's KV as if it were ours, what is too much
+only costs a warm start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
-from kvbm.engines.weights import NOT_FOR_OTHERS, digest, untold, weights
+from kvbm.engines.weights import digest
 from kvbm.storage.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
@@ -35,12 +36,11 @@ def reuses_engine_hashes(vllm_config: Any, kv_cache_config: Any, persistent: boo
 
 
 def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
-    """Everything but the layout of a block, which is known when the engine has made its cache. None, with a sentence,
-    when no other engine could read its blocks."""
+    """Everything but the weights, and the layout of a block, which is known when the engine has made its cache. None,
+    with a sentence, when no other engine could read its blocks."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    seen = weights(str(model.model), getattr(model, "revision", None), _load_format(vllm_config))
-    if (reason := _not_for_others(model, cache, seen)) is not None:
-        logger.warning(NOT_FOR_OTHERS, reason)
+    if getattr(cache, "calculate_kv_scales", False):
+        logger.warning("Persistence is off: --calculate-kv-scales gives every start scales of its own")
         return None
     reuses = reuses_engine_hashes(vllm_config, kv_cache_config, persistent=True)
     draft = getattr(vllm_config, "speculative_config", None)
@@ -48,7 +48,6 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
     return {
         "engine": "vllm {}.{}".format(*compat.release()),
         "model": str(model.model),
-        "weights": seen,
         "config": digest(config + _length(config, model)),
         "draft": "" if draft is None else digest(str(draft)),
         "dtype": f"{model.dtype}/{cache.cache_dtype}/{model.quantization or ''}",
@@ -61,16 +60,6 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
         "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else _own_scheme(),
         **_groups(kv_cache_config),
     }
-
-
-def _not_for_others(model: Any, cache: Any, seen: str) -> str | None:
-    """Why the blocks of this engine would be wrong in another, as far as can be known. ``seen``: of its weights."""
-    if getattr(cache, "calculate_kv_scales", False):
-        return "--calculate-kv-scales gives every start scales of its own"
-    # What is on this machine of a model whose weights come from an object store says nothing of them.
-    if (remote := getattr(model, "model_weights", "")) or not seen:
-        return untold(str(remote or model.model))
-    return None
 
 
 def _attention(vllm_config: Any) -> str:
@@ -96,10 +85,6 @@ def _groups(kv_cache_config: Any) -> Fingerprint:
     kinds = [str(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     stages = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
     return {"groups": digest(json.dumps([*kinds, stages]))} if len(kinds) > 1 else {}
-
-
-def _load_format(vllm_config: Any) -> str:
-    return str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
 
 
 def _own_scheme() -> str:

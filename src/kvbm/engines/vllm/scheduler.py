@@ -24,7 +24,7 @@ from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admis
 from kvbm.engines.vllm.steps import work_of
 from kvbm.engines.vllm.stores import Stores
 from kvbm.engines.vllm.waits import Waits
-from kvbm.engines.vllm.worker import find_local
+from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
@@ -33,7 +33,7 @@ from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
-from kvbm.runtime.tiers import DiskTier, make_manager, measured
+from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
 from kvbm.transfer import turns
 
 logger = logging.getLogger("kvbm")
@@ -102,6 +102,8 @@ class SchedulerHalf:
         self._stores: Stores | None = None
         self._ahead: Ahead | None = None  # where the only worker can be reached before the step
         self._submits = False  # the thread that schedules steps submits them too
+        self._only_worker: WorkerHalf | None = None  # where it can be reached
+        self._weight_changes: dict[int, int] = {}  # by rank, as far as they were heard of
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
@@ -111,7 +113,9 @@ class SchedulerHalf:
     # -- start --------------------------------------------------------------------------------------------------------
 
     def meet(self, hellos: Sequence[Hello]) -> None:
-        """All workers have registered their caches: the leader can begin."""
+        """All workers have registered their caches: the leader can begin, unless no worker has one to serve."""
+        if not hellos:
+            return
         ranks = {hello.rank for hello in hellos}
         if ranks != set(range(self._ranks)):
             raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
@@ -128,6 +132,9 @@ class SchedulerHalf:
             tensor_parallel=parallel.tensor_parallel_size,
             pipeline_parallel=parallel.pipeline_parallel_size,
         )
+        if self._cache is not None:
+            weights = agreed_weights(hellos)
+            self._cache = {**self._cache, "weights": weights} if weights else None
         if self._cache is not None and self._config.has_disk_tier:
             self._disk = DiskTier.open(self._config, hellos, self._cache)
         manager = make_manager(hellos, self._disk)
@@ -147,6 +154,7 @@ class SchedulerHalf:
             self._faults,
         )  # fmt: skip
         self._submits = worker is not None
+        self._only_worker = worker
         if worker is not None and self._may_layer:
             self._ahead = Ahead(
                 self.leader,
@@ -222,6 +230,8 @@ class SchedulerHalf:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
         if self.leader is None or self._keys is None or self._adapters is None or self._waits is None:
             return 0, False
+        if self._only_worker is not None:
+            self._hear_of_weights(0, self._only_worker.weight_changes)
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
@@ -448,9 +458,10 @@ class SchedulerHalf:
         keeps = {} if self.leader is None else self.leader.take_verdicts()
         uses, self._uses = self._uses, []
         wanted = [] if self._adapters is None else self._adapters.take_wanted(bool(output.num_scheduled_tokens))
+        heard = [self._weight_changes.get(rank, 0) for rank in range(self._ranks)] if self._weight_changes else []
         return StepPlan(
-            loads, stores, fences,
-            spills=self._plan_spills(), settle=settle, keeps=keeps, adapters=uses, wanted=wanted,
+            loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps,
+            adapters=uses, wanted=wanted, changes_heard=heard,
         )  # fmt: skip
 
     def _line(self) -> Iterator[Any]:
@@ -571,6 +582,8 @@ class SchedulerHalf:
         for report in reports:
             for reason, times in report.faults.items():
                 self._faults.note(f"rank {report.rank}: {reason}", times)
+            if report.weight_changes:
+                self._hear_of_weights(report.rank, report.weight_changes)
         if any(report.stores or report.spills for report in reports):
             self._spill_progress = time.monotonic()
         try:
@@ -579,6 +592,17 @@ class SchedulerHalf:
             self.leader.apply(reports)
         except Exception as error:
             self.switch_off(error)
+
+    def _hear_of_weights(self, rank: int, changes: int) -> None:
+        """A rank has new weights, of which vLLM tells its connectors nothing: no block of the old ones may be found."""
+        if self._weight_changes.get(rank, 0) == changes:
+            return
+        if not self._weight_changes:
+            logger.warning(
+                "The weights have changed in memory: KVBM forgets every block, and keeps nothing for the next engine"
+            )
+        self._weight_changes[rank] = changes
+        self.reset()
 
     def switch_off(self, error: Exception) -> None:
         """Books that are half written cannot be trusted, and must not wait for what was lost with the other half."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvbm.config import Config
+from kvbm.engines import weights
 from kvbm.engines.vllm import compat, fingerprint
 from kvbm.engines.vllm.adapter_loads import AdapterLoads
+from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
 from kvbm.plans import Hello, LoadPlan, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
+from kvbm.storage.index import Fingerprint
 from kvbm.storage.layout import LayoutError
 from kvbm.transfer.turns import decoding
+
+logger = logging.getLogger("kvbm")
 
 # Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
 # does with one GPU, the leader reaches its only worker here, several milliseconds before the step's metadata does.
@@ -34,9 +40,11 @@ class WorkerHalf:
         groups = kv_cache_config.kv_cache_groups
         if parallel.tensor_parallel_size > 1 and all(map(compat.same_on_all_ranks, groups)):
             replicas = Replicas(compat.tensor_parallel_group())
-        cache = fingerprint.describe(vllm_config, kv_cache_config) if config.outlives_engine else None
         rank, ranks = parallel.rank % parallel.world_size, parallel.world_size
-        self._rank = Rank(config, rank, ranks, replicas, cache, keeps_host=True)
+        self._rank = Rank(config, rank, ranks, replicas, keeps_host=True)
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._engine_blocks = kv_cache_config.num_blocks
         self._groups = len(groups)
         lora = getattr(vllm_config, "lora_config", None)
@@ -52,6 +60,18 @@ class WorkerHalf:
         return self._rank.worker
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
+        models: list[Any] = []
+        try:
+            models = models_of(self._vllm_config)
+            watch_weights(models, self._weights_changed)
+        except Exception as error:
+            logger.warning("KVBM will not notice new weights in memory: %s: %s", type(error).__name__, error)
+        if self._config.outlives_engine:
+            # First of all, so that no rank waits for one that has failed at something else.
+            self._rank.cache = self._describe(models)
+            if self._rank.cache is None and not self._config.has_host_tier:
+                logger.warning("KVBM does nothing: there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside the disk")
+                return
         try:
             self._rank.register(kv_caches, self._engine_blocks)
         except LayoutError as error:
@@ -61,6 +81,27 @@ class WorkerHalf:
                 f"{error}. KVBM cannot tell their blocks apart: unset VLLM_KV_CACHE_LAYOUT if it is set, "
                 "or add --disable-hybrid-kv-cache-manager"
             ) from error
+
+    def _weights_changed(self) -> None:
+        if self._worker is not None:
+            self._worker.weights_changed()
+
+    @property
+    def weight_changes(self) -> int:
+        return 0 if self._worker is None else self._worker.weight_changes
+
+    def _describe(self, models: list[Any]) -> Fingerprint | None:
+        """What names a cache that outlives this engine; None, with a sentence, when there can be none."""
+        cache = fingerprint.describe(self._vllm_config, self._kv_cache_config)
+        if cache is None:
+            return None
+        try:
+            found = weights.fingerprint(lambda: digest_of_models(models), weights.gather_in_world)
+        except weights.UnreadableError as error:
+            logger.warning(weights.PERSISTENCE_OFF, error)
+            return None
+        logger.debug("rank %d: hashed its weights in %.2f s: %s", self.rank, found.seconds, found.weights)
+        return {**cache, "weights": found.weights}
 
     def meet(self) -> Hello | None:
         """Finish the start. Returns what the leader must know; None when there is no cache to serve."""

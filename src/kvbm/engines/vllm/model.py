@@ -1,0 +1,129 @@
+"""The model that vLLM has loaded on this rank: its weights, for the fingerprint.
+
+vLLM hands a connector no model. But every attention layer registers itself with the configuration, that of a draft
+model too, and the outermost modules that hold those layers are the models of this engine and of no other.
+
+Weights may also change while the engine runs (:func:`watch_weights`): a trainer sends new ones, or a checkpoint is
+loaded again.
+
+On a CPU vLLM packs the weights of linear layers for its kernels and drops the parameters: the numbers are inside a
+library from then on. They are read through the layer itself: its output for a unit vector is one column of its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+
+from kvbm.engines.weights import Named, UnreadableError, digest_of, roots, tensors_of
+
+# Columns that one call reads: enough for a matrix product to be efficient.
+COLUMNS = 256
+
+# Parts of a quantised layer that are no weights, by what their names hold.
+_NO_WEIGHTS = ("scale", "zero", "bias", "azp", "g_idx", "shape")
+
+
+# Methods of vLLM's workers and model runners that bring new weights, some of them past the model's own method.
+_UPDATES = (
+    "reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update",
+)  # fmt: skip
+
+
+def models_of(vllm_config: Any) -> list[torch.nn.Module]:
+    """The models of this engine, its draft models included; none when they cannot be found."""
+    registered = vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in registered if isinstance(layer, torch.nn.Module)]
+    found = roots(layers) if layers else []
+    known = {id(layer) for layer in layers}
+    return found if any(id(root) not in known for root in found) else []
+
+
+def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]) -> None:
+    """Call ``changed`` before and after every call that brings new weights. To be called while vLLM makes its cache:
+    its worker and model runner are a few frames up then."""
+    owners: list[Any] = [(model, "load_weights") for model in models]
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if type(caller).__module__.startswith("vllm.v1.worker."):
+            owners += [(caller, name) for name in _UPDATES]
+        frame = frame.f_back
+    for owner, name in owners:
+        if hasattr(type(owner), name) and name not in vars(owner):
+            object.__setattr__(owner, name, _noticed(getattr(owner, name), changed))
+
+
+def _noticed(update: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        changed()
+        try:
+            return update(*args, **kwargs)
+        finally:
+            changed()
+
+    return noticed
+
+
+def digest_of_models(models: list[torch.nn.Module]) -> str:
+    """Of the weights that these models compute with. Raises UnreadableError."""
+    if not models:
+        raise UnreadableError("the loaded model was not found in this process")
+    packed = [Named(name, _columns(layer)) for name, layer in _packed_layers(models)]
+    return digest_of([*tensors_of(models), *packed])
+
+
+def _packed_layers(models: list[torch.nn.Module]) -> Iterator[tuple[str, LinearBase]]:
+    """Linear layers whose weights are in no parameter. Raises UnreadableError for those that cannot be read."""
+    for number, model in enumerate(models):
+        for name, module in model.named_modules():
+            if isinstance(module, LinearBase):
+                if _is_packed(module):
+                    yield f"{number}.{name.replace('.base_layer', '')}.weight", module
+            elif any("weight" in own and not tensor.numel() for own, tensor in _weights_in(module)):
+                raise UnreadableError(f"{name} ({type(module).__name__}) keeps its weights out of sight")
+
+
+def _weights_in(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [(name, tensor) for name, tensor in named if not any(word in name for word in _NO_WEIGHTS)]
+
+
+def _is_packed(layer: LinearBase) -> bool:
+    """Whether the layer's tensors have less than one bit for each of its weights."""
+    seen = [tensor for _, tensor in _weights_in(layer)]
+    if any(tensor.is_meta for tensor in seen):
+        return False  # of another stage of the pipeline
+    inputs, outputs = _sizes(layer)
+    return sum(8 * tensor.nbytes for tensor in seen) < inputs * outputs
+
+
+def _sizes(layer: LinearBase) -> tuple[int, int]:
+    inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+    return inputs, getattr(layer, "output_size_per_partition", layer.output_size)
+
+
+def _columns(layer: LinearBase) -> Iterator[torch.Tensor]:
+    """The weights of a packed layer, some columns at a time. Exact: all other products are zeros."""
+    tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise UnreadableError(f"{layer.prefix} ({type(layer).__name__}) keeps its weights out of sight")
+    inputs, _ = _sizes(layer)
+    scale = getattr(layer, "input_scale", None)
+    # A kernel with a fixed scale for its inputs would round small ones to zero: give it the largest it takes.
+    one = 1.0 if scale is None else 127 * float(scale.max())
+    empty = True
+    for start in range(0, inputs, COLUMNS):
+        units = torch.zeros(min(COLUMNS, inputs - start), inputs, dtype=layer.params_dtype)
+        units[:, start:].fill_diagonal_(one)
+        column = layer.quant_method.apply(layer, units, None)
+        empty = empty and not column.any()
+        yield column
+    if empty:
+        raise UnreadableError(f"{layer.prefix} ({type(layer).__name__}): all weights read as zero")
