@@ -262,7 +262,7 @@ def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypat
     engine = make()
     engine.fill([3])
     engine.rank.close()
-    monkeypatch.setattr("kvbm.runtime.disk._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("kvbm.storage.bounded.DISK_END_SECONDS", 0.1)
     engine = make(inject_faults="disk-slow-read:seconds=2")
     engine.step(loads=[load([3], [20], [7])])
     time.sleep(0.5)  # it has begun
