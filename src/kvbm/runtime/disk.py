@@ -83,7 +83,7 @@ class Disk:
 
     def close(self) -> bool:
         """False when the disk hangs: then the slab must stay where it is."""
-        return self._file.close(bounded.DISK_END_SECONDS)
+        return self._file.close()
 
     def _addresses(self, hosts: Sequence[int]) -> list[int]:
         return [self._address + slot * self._file.slot_bytes for slot in hosts]

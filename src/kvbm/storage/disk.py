@@ -31,7 +31,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvbm.storage.bounded import DISK_END_SECONDS, Call, DiskHangs, report_progress
+from kvbm.storage import bounded
+from kvbm.storage.bounded import Call, DiskHangs, report_progress
 from kvbm.storage.lock import FileLock
 
 logger = logging.getLogger("kvbm")
@@ -224,12 +225,13 @@ class DiskFile:
         os.fdatasync(self._fd)
         os.fdatasync(self._sums_fd)
 
-    def close(self, timeout: float = DISK_END_SECONDS) -> bool:
+    def close(self, timeout: float | None = None) -> bool:
         """Give up what has not begun, finish what has, let go of the file.
 
         False when a call to the disk still hangs after ``timeout``: then the memory it was given must stay.
         """
         self._closing = True
+        timeout = bounded.DISK_END_SECONDS if timeout is None else timeout
         for queue in (self._reads, self._writes):
             for _ in range(self._parallel):
                 queue.put(None)

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvbm.core.keys import Key
-from kvbm.storage.bounded import DISK_END_SECONDS
+from kvbm.storage import bounded
 from kvbm.storage.database import DATABASE as DATABASE
 from kvbm.storage.database import IndexUnavailable, Opened, connect, execute, row_sum, set_aside
 from kvbm.storage.lock import FileLock, private_directory
@@ -226,10 +226,11 @@ class Index:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
-    def close(self, timeout: float = DISK_END_SECONDS) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Write what is waiting and let the cache go. A disk that hangs is left behind: the thread that writes closes
         the files and releases the lock, as soon as the disk answers or with the end of the process."""
         _open.discard(self)
+        timeout = bounded.DISK_END_SECONDS if timeout is None else timeout
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -25,7 +25,8 @@ from kvbm.engines.sglang.observed import Lookups
 from kvbm.plans import Copy, LoadPlan, SpillPlan, Tier
 from kvbm.runtime.counts import Counts
 from kvbm.runtime.disk import bounce_slots, open_file
-from kvbm.storage.bounded import DISK_END_SECONDS, Call, keep_until_exit
+from kvbm.storage import bounded
+from kvbm.storage.bounded import Call, keep_until_exit
 from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError, Operation
 from kvbm.storage.host import HostSlab
 from kvbm.storage.index import Index, cache_directory, slab_path
@@ -386,8 +387,8 @@ class Store:
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._users)
-        deadline = time.monotonic() + DISK_END_SECONDS
-        self._thread.join(DISK_END_SECONDS)
+        deadline = time.monotonic() + bounded.DISK_END_SECONDS
+        self._thread.join(bounded.DISK_END_SECONDS)
         answered = self._file is None or self._file.close(max(1.0, deadline - time.monotonic()))
         if self._index is not None:
             self._index.close()
