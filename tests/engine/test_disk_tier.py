@@ -5,6 +5,7 @@ The first part runs vLLM's scheduler over a model made of clockwork (see clockwo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import subprocess
@@ -424,3 +425,27 @@ def test_more_disk_than_there_is_is_refused_at_start(run_scenario, tmp_path):
     kvbm = settings(tmp_path, disk_cache_override_num_blocks=0, disk_cache_gb=1e8)
     story = run_scenario([], kvbm, refused=True)
     assert "DYN_KVBM_DISK_CACHE_GB" in story.refused
+
+
+def test_a_filesystem_that_is_full_at_start_costs_this_engine_its_disk_and_the_next_one_nothing(
+    run_scenario, baseline, tmp_path
+):
+    wanted, folder = baseline(PROMPTS)[:1], tmp_path / "full"
+    mount_small("tmpfs", folder)
+    kvbm = settings(folder, disk_cache_override_num_blocks=100)
+    steps = [generate(PROMPTS[0], name="tokens"), do("drain"), do("state", "end")]
+    try:
+        before = run_scenario(steps, kvbm)
+        with open(folder / "ballast", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        full = run_scenario(steps, kvbm)
+        (folder / "ballast").unlink()
+        after = run_scenario(steps, kvbm)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    assert before.tokens("tokens") == full.tokens("tokens") == after.tokens("tokens") == wanted
+    assert before["end"]["spilled"] >= 12
+    assert full.said("This engine runs without it; blocks on disk are kept for the next start")
+    assert (full["end"]["disk_size"], full["end"]["faults"]) == (0, {})
+    assert after["end"]["from_disk"] == 12

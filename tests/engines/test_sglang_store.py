@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -509,3 +510,55 @@ def test_ctypes_copies_what_it_is_told():
 def test_tiers_are_what_was_asked_for(stores):
     assert set(stores(host=0, disk=8)._manager.pools) == {Tier.HOST, Tier.DISK}
     assert set(stores(host=8, disk=0, cache={**CACHE, "model": "b"})._manager.pools) == {Tier.HOST}
+
+
+LIMITED = """
+import logging, resource, signal, sys
+from test_sglang_store import *
+logging.basicConfig(stream=sys.stdout)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+store = Store(settings_for(sys.argv[1]), CACHE, PAGE, Sizes(8, 64), shown=lambda d, n: KeyMap(d / KEY_MAP, n))
+print(put(store, [1, 2]), get(store, [1, 2]))
+store.close()
+"""
+
+
+def test_a_disk_that_is_full_at_start_costs_nothing_later(stores, tmp_path):
+    store = stores()
+    assert all(put(store, range(10)))
+    store.close()
+    command = [sys.executable, "-c", LIMITED, tmp_path]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True, timeout=120)
+    assert "[True, True] [1, 2]" in said
+    assert "there is no disk tier" in said
+    assert "pages on disk are kept for the next start" in said
+    assert get(stores(), list(range(10))) == list(range(10))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_flipped_bit_in_the_index_costs_pages_and_no_start(stores, tmp_path, seed):
+    store = stores()
+    put(store, range(10))
+    store.close()
+    (path,) = tmp_path.glob("kvbm-*/index.sqlite")
+    raw, chance = bytearray(path.read_bytes()), random.Random(seed)
+    raw[chance.choice((chance.randrange(100), raw.index(b"CREATE TABLE") + seed * 10, chance.randrange(len(raw))))] ^= 4
+    path.write_bytes(raw)
+    store = stores()
+    for number in range(10):
+        assert get(store, [number]) in ([number], [None])
+    assert all(put(store, range(20)))
+    store.close()
+    assert get(stores(), list(range(20))) == list(range(20))
+
+
+def test_a_map_that_finds_no_room_costs_the_other_ranks_their_pages_and_not_the_engine(stores, caplog):
+    def full(directory, slots):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = stores(shown=full)
+    assert all(put(store, [1, 2]))
+    assert get(store, [1, 2]) == [1, 2]
+    assert "other ranks find no pages on disk: No space left on device" in caplog.text

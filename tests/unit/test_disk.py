@@ -268,6 +268,18 @@ def test_more_than_the_disk_has_is_refused_with_the_figure_that_would_fit(path):
     DiskFile(path, 4, SLOT).close()
 
 
+def test_a_disk_that_is_full_now_and_could_hold_it_is_no_reason_to_refuse(path, monkeypatch):
+    """Whoever can go on without it does: :class:`DiskSpaceError` is for what can never be."""
+    real = os.statvfs(path.parent)
+    found = type("Full", (), {"f_bavail": 1, "f_frsize": real.f_frsize, "f_blocks": real.f_blocks})
+    with monkeypatch.context() as full:
+        full.setattr("kvbm.storage.disk.os.fstatvfs", lambda fd: found)
+        with pytest.raises(OSError, match="GB are free") as refused:
+            DiskFile(path, 64, SLOT)
+    assert not isinstance(refused.value, DiskSpaceError)
+    DiskFile(path, 64, SLOT).close()
+
+
 def test_the_disk_space_is_taken_at_the_start(path):
     DiskFile(path, 1000, SLOT).close()
     assert path.stat().st_blocks * 512 >= 1000 * SLOT

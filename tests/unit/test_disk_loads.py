@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import threading
@@ -105,6 +106,26 @@ def load(slots, blocks, via, id=77, within=0.0, first=()):
 
 def test_a_rank_says_how_much_disk_it_has(make):
     assert make().hello.slots == {HOST: SLOTS, DISK: 64}
+
+
+@pytest.mark.parametrize("host", [SLOTS, 0], ids=["host and disk", "disk"])
+@pytest.mark.parametrize("call", ["_fallocate", "_refuse_without_room", "open_sums"])
+def test_a_filesystem_that_is_full_at_start_costs_the_disk_and_nothing_later(make, monkeypatch, caplog, call, host):
+    make(cpu_cache_override_num_blocks=host).rank.close()
+
+    def full(*arguments):
+        if call == "_fallocate":
+            return errno.ENOSPC
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"kvbm.storage.disk.{call}", full)
+        # Larger than before, so that it needs room.
+        engine = make(cpu_cache_override_num_blocks=host, disk_cache_override_num_blocks=96)
+    assert DISK not in engine.rank.hello().slots
+    assert "No space left on device. Blocks on disk are kept for the next start" in caplog.text
+    engine.rank.close()
+    assert make(cpu_cache_override_num_blocks=host).rank.hello().slots[DISK] == 64
 
 
 def test_a_rank_says_how_fast_its_disk_is(make):
@@ -262,7 +283,7 @@ def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypat
     engine = make()
     engine.fill([3])
     engine.rank.close()
-    monkeypatch.setattr("kvbm.runtime.disk._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("kvbm.storage.bounded.DISK_END_SECONDS", 0.1)
     engine = make(inject_faults="disk-slow-read:seconds=2")
     engine.step(loads=[load([3], [20], [7])])
     time.sleep(0.5)  # it has begun

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
 import logging
+import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -205,6 +209,77 @@ def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):
     (place[0] / "index.sqlite").write_bytes(b"no database at all" * 100)
     assert make().good == []
     assert "what is there from before cannot be used" in caplog.text
+
+
+def kept_block(make, place):
+    """A block in slot 3 that the next engine finds."""
+    engine = make()
+    engine.store(7, [3], [key_of(1)])
+    engine.step(keeps={7: True})
+    engine.rank.close()
+    enter(place, (1, 3))
+
+
+@pytest.fixture
+def locked(place):
+    """Another process, as far as SQLite can tell, has the index for itself while the context lasts."""
+
+    @contextlib.contextmanager
+    def lock():
+        code = (
+            "import sqlite3, sys\ndatabase = sqlite3.connect(sys.argv[1])\n"
+            "database.execute('PRAGMA locking_mode = EXCLUSIVE')\ndatabase.execute('BEGIN EXCLUSIVE')\n"
+            "print('locked', flush=True)\nsys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", code, place[0] / "index.sqlite"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert child.stdout.readline() == "locked\n"
+            yield
+        finally:
+            child.communicate()
+
+    return lock
+
+
+def test_an_index_that_is_locked_costs_the_next_engine_nothing(make, place, locked, caplog):
+    """This one stores to memory of its own: what lies in the slots of the last one stays."""
+    kept_block(make, place)
+    with locked():
+        engine = make()
+        assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+        engine.store(1, list(range(8)), [key_of(100 + i) for i in range(8)])
+        engine.rank.close()
+    assert "another process has locked" in caplog.text
+    assert "waited 5." in caplog.text
+    assert "Blocks of the last engine are kept for the next" in caplog.text
+    assert make().good == [3]
+
+
+def test_without_memory_for_a_second_host_tier_the_engine_starts_all_the_same(make, place, locked, monkeypatch, caplog):
+    kept_block(make, place)
+    monkeypatch.setattr("kvbm.runtime.rank.available_memory", lambda: 0)
+    with locked():
+        engine = make()
+        assert engine.good == []
+        assert engine.hello.slots[Tier.HOST] == SLOTS
+    assert "blocks of the last engine are lost" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flipped_bit_in_the_index_costs_blocks_and_no_start(make, place, seed):
+    kept_block(make, place)
+    path, chance = place[0] / "index.sqlite", random.Random(seed)
+    raw = bytearray(path.read_bytes())
+    raw[chance.choice((raw.index(b"CREATE TABLE") + chance.randrange(100), chance.randrange(len(raw))))] ^= 1 << 3
+    path.write_bytes(raw)
+    engine = make()
+    assert engine.good in ([], [3])
+    manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+    books = KeptHost.open(engine.config, [engine.hello], CACHE, manager)
+    assert books is not None
+    assert set(manager.pools[Tier.HOST].findable) <= {key_of(1)}
+    books.close()
 
 
 # -- the leader's books -----------------------------------------------------------------------------------------------

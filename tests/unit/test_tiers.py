@@ -1,5 +1,7 @@
 """The leader's start: which disk all ranks can use together, and what it holds from the engine before."""
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,23 @@ def test_a_cache_in_use_is_left_alone_with_a_sentence(tmp_path, caplog, monkeypa
     assert "there is no disk tier" in caplog.text
     assert "in use by another engine" in caplog.text
     first.index.close()
+
+
+def test_a_locked_index_costs_this_engine_its_disk_and_the_next_one_nothing(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("kvbm.storage.database._LOCK_SECONDS", 0.3)
+    first = DiskTier.open(config(tmp_path), [hello()], CACHE)
+    first.index.put([(b"a", 3)])
+    first.index.close()
+    with contextlib.closing(sqlite3.connect(first.index.directory / "index.sqlite")) as backup:
+        backup.execute("PRAGMA locking_mode = EXCLUSIVE")
+        backup.execute("BEGIN EXCLUSIVE")
+        assert DiskTier.open(config(tmp_path), [hello()], CACHE) is None
+    assert "there is no disk tier: another process has locked" in caplog.text
+    assert "waited 0." in caplog.text
+    assert "This engine runs without it; blocks on disk are kept for the next start" in caplog.text
+    again = DiskTier.open(config(tmp_path), [hello()], CACHE)
+    assert again.pool.find(b"a") == 3
+    again.index.close()
 
 
 def test_ranks_of_different_layouts_share_a_cache_only_as_stages_of_a_pipeline(tmp_path, caplog):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvbm.config import Config
 from kvbm.plans import Copy
+from kvbm.storage import bounded
 from kvbm.storage.disk import DiskFile, Operation
 from kvbm.storage.faults import disk_io
 from kvbm.transfer.base import Ticket
@@ -34,9 +35,6 @@ _BEHIND = 0.015
 # Read at start to see how fast the disk is: enough to tell, and over in a moment.
 _MEASURED_BYTES = 64 << 20
 _MEASURE_SECONDS = 3.0
-# How long the end of an engine waits for a disk that hangs.
-_CLOSE_SECONDS = 10.0
-
 # Host slots that blocks pass through, where no host tier is asked for.
 _FEWEST_BOUNCE_SLOTS = 8
 
@@ -85,7 +83,7 @@ class Disk:
 
     def close(self) -> bool:
         """False when the disk hangs: then the slab must stay where it is."""
-        return self._file.close(_CLOSE_SECONDS)
+        return self._file.close()
 
     def _addresses(self, hosts: Sequence[int]) -> list[int]:
         return [self._address + slot * self._file.slot_bytes for slot in hosts]
@@ -118,15 +116,11 @@ def measure(file: DiskFile) -> tuple[float, float] | None:
     return rate, max(0.0, took[0] - file.slot_bytes / rate)
 
 
-# Memory that a disk which hung at start may still write to.
-_unsafe: list[object] = []
-
-
 def _over(operation: Operation, memory: object) -> bool:
     if operation.wait(_MEASURE_SECONDS):
         return True
     operation.cancel()  # what was only to be tried shall not come on top of blocks later
-    _unsafe.append(memory)
+    bounded.keep_until_exit(memory)  # the disk may still write to it
     return False
 
 

@@ -20,6 +20,7 @@ from kvbm.config import Config
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.plans import Hello, StorePlan, Tier
+from kvbm.storage.bounded import Call
 from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.kept import DIRECTORY_SETTING, digest, rows_of
 from kvbm.storage.lock import PATIENCE_SECONDS
@@ -55,7 +56,11 @@ class KeptHost:
             "ranks": len(hellos),
             "block_bytes": sum(hello.block_bytes for hello in hellos),
         }
-        rows = rows_of(directory)
+        try:
+            rows = Call(lambda: rows_of(directory), str(directory)).result()
+        except OSError as error:
+            logger.warning("the host tier is not kept: %s", error.strerror or error)
+            return None
         if any(hello.compared != digest(directory, rows, hello.slots[Tier.HOST]) for hello in hellos):
             logger.warning(
                 "the host tier is not kept: a rank has compared its memory with another index than that in %s: the "
@@ -64,17 +69,22 @@ class KeptHost:
             )
             return None
         try:
-            index = Index.open(
-                directory,
-                name,
-                pool.size,
-                patience=PATIENCE_SECONDS,
-                about=about,
-                what="host tier",
-                setting=DIRECTORY_SETTING,
+            opening = Call(
+                lambda: Index.open(
+                    directory,
+                    name,
+                    pool.size,
+                    patience=PATIENCE_SECONDS,
+                    about=about,
+                    what="host tier",
+                    setting=DIRECTORY_SETTING,
+                ),
+                str(directory),
+                Index.close,
             )
+            index = opening.result()
         except OSError as error:
-            logger.warning("the host tier is not kept: %s", error)
+            logger.warning("the host tier is not kept: %s", error.strerror or error)
             return None
         try:
             # The stages of a pipeline may have room for more slots than are used: those that all have count.

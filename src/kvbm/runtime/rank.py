@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from kvbm.runtime.disk import Disk, bounce_slots, measure, open_file
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import gds, numa
+from kvbm.storage.bounded import Call, DiskHangs
 from kvbm.storage.disk import DiskFile, DiskSpaceError
-from kvbm.storage.host import HostSlab
+from kvbm.storage.host import HostSlab, available_memory
 from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
-from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, held
+from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, Rows, held, rows_of
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.storage.lock import PATIENCE_SECONDS, private_directory
 from kvbm.storage.shared import SharingError
@@ -63,10 +63,11 @@ class Rank:
         self._replicas = replicas
         self._wire: Wire | None = None
         self.cache = cache
-        self._disk: Future[DiskFile | None] | None = None
+        self._disk: Call[DiskFile | None] | None = None
         self._rates: dict[Tier, tuple[float, float]] = {}
         self._keeps_host = keeps_host
         self._kept = self._compared = b""
+        self._rows: Rows = []  # of the persistent host tier's index
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
@@ -103,12 +104,34 @@ class Rank:
             return None
         directory = cache_directory(config.host_persist_dir, fingerprint(self.cache, layout.description))
         try:
-            private_directory(directory, DIRECTORY_SETTING)
-            path = slab_path(directory, self.rank)
-            return KeptSlab(path, slots, layout.slot_bytes, node=node, patience=PATIENCE_SECONDS)
+            opening = Call(
+                lambda: self._open_kept(directory, slots, layout.slot_bytes, node), str(directory), KeptSlab.close
+            )
+            return opening.result()
         except OSError as error:
-            logger.warning("rank %d: the host tier ends with this engine: %s", self.rank, error.strerror or error)
+            logger.warning(
+                "rank %d: the host tier ends with this engine: %s. Blocks of the last engine are kept for the next",
+                self.rank, error.strerror or error,
+            )  # fmt: skip
             return None
+
+    def _open_kept(self, directory: Path, slots: int, slot_bytes: int, node: int | None) -> KeptSlab:
+        """Raises OSError when the slab or its index cannot be used now."""
+        private_directory(directory, DIRECTORY_SETTING)
+        slab = KeptSlab(slab_path(directory, self.rank), slots, slot_bytes, node=node, patience=PATIENCE_SECONDS)
+        try:
+            self._rows = rows_of(directory)
+        except OSError as error:
+            # Stores of this engine would overwrite blocks that a later engine can find. Without room for a second slab
+            # they have to: the memory is what this engine runs with.
+            if slots * slot_bytes < available_memory() * 0.9:
+                slab.close()
+                raise
+            logger.warning(
+                "rank %d: blocks of the last engine are lost: %s, and there is no memory for a second host tier",
+                self.rank, error.strerror or error,
+            )  # fmt: skip
+        return slab
 
     def _join(self, layout: BlockLayout) -> bool:
         """Meet the ranks that hold the same KV. False when each is to keep it for itself, or there are none."""
@@ -171,9 +194,7 @@ class Rank:
             "DYN_KVBM_DISK_CACHE_GB", config.disk_cache_gb, config.disk_cache_override_num_blocks, block_bytes
         )
         directory = cache_directory(config.disk_cache_dir, fingerprint(self.cache, layout.description))
-        opener = ThreadPoolExecutor(1, thread_name_prefix="kvbm-disk-open")
-        self._disk = opener.submit(self._make_file, directory, slots, layout.slot_bytes)
-        opener.shutdown(wait=False)
+        self._disk = Call(lambda: self._make_file(directory, slots, layout.slot_bytes), str(directory), _close)
 
     def _make_file(self, directory: Path, slots: int, slot_bytes: int) -> DiskFile | None:
         """None when the disk cannot be used now. Raises when it can never hold what was asked for."""
@@ -184,18 +205,29 @@ class Rank:
         except DiskSpaceError:
             raise
         except OSError as error:
-            if not config.has_host_tier:
-                raise
-            logger.warning("rank %d goes on without a disk tier: %s", self.rank, error)
+            self._go_without_disk(error)
             return None
+
+    def _go_without_disk(self, error: OSError) -> None:
+        logger.warning(
+            "rank %d goes on without a disk tier: %s. Blocks on disk are kept for the next start",
+            self.rank, error.strerror or error,
+        )  # fmt: skip
 
     def _speed(self) -> str:
         rate = self._rates.get(Tier.DISK)
         return "" if rate is None else f", read at {rate[0] / 1e9:.2f} GB/s"
 
     def _file(self) -> DiskFile | None:
-        """Waits until the file is there."""
-        return None if self._disk is None else self._disk.result()
+        """Waits until the file is there, or the disk has been silent for too long."""
+        if self._disk is None:
+            return None
+        try:
+            return self._disk.result()
+        except DiskHangs as error:
+            self._disk = None
+            self._go_without_disk(error)
+            return None
 
     @property
     def _shared_by(self) -> int:
@@ -289,7 +321,7 @@ class Rank:
         if file is not None and not config.inject_faults and (rate := measure(file)) is not None:
             self._rates[Tier.DISK] = rate
         if kept is not None:
-            self._kept, self._compared = held(kept, self._slots)
+            self._kept, self._compared = held(kept, self._slots, self._rows)
         return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk, kept)
 
     def _carve(self, layout: BlockLayout, slab: HostSlab) -> HostSlab:
@@ -315,11 +347,16 @@ class Rank:
             self.worker.close()
             self.worker = None
         else:
-            if self._disk is not None and self._disk.exception() is None and (file := self._disk.result()) is not None:
-                file.close()
+            if self._disk is not None:
+                self._disk.abandon()
             if self._slab is not None:
                 self._slab.close()
         self._slab = None
+
+
+def _close(file: DiskFile | None) -> None:
+    if file is not None:
+        file.close()
 
 
 def _spec(name: str, tensor: Any) -> TensorSpec:

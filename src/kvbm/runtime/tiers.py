@@ -14,6 +14,7 @@ from kvbm.core.pool import Pool
 from kvbm.plans import Hello, Tier
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.spills import Spills
+from kvbm.storage.bounded import Call
 from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.lock import PATIENCE_SECONDS
 
@@ -45,15 +46,18 @@ class DiskTier:
             )  # fmt: skip
             return None
         try:
-            index = Index.open(
-                directory,
-                name,
-                slots,
-                patience=PATIENCE_SECONDS,
-                about={"ranks": len(hellos), "block_bytes": sum(hello.block_bytes for hello in hellos)},
+            about = {"ranks": len(hellos), "block_bytes": sum(hello.block_bytes for hello in hellos)}
+            opening = Call(
+                lambda: Index.open(directory, name, slots, patience=PATIENCE_SECONDS, about=about),
+                str(directory), Index.close,
+            )  # fmt: skip
+            index = opening.result()
+        except Exception as error:
+            why = isinstance(error, OSError) and error.strerror
+            logger.warning(
+                "there is no disk tier: %s. This engine runs without it; blocks on disk are kept for the next start",
+                why or f"{type(error).__name__}: {error}",
             )
-        except OSError as error:
-            logger.warning("there is no disk tier: %s", error)
             return None
         pool = Pool(slots)
         found = pool.adopt(index.entries())

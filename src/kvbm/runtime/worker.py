@@ -30,12 +30,10 @@ from kvbm.plans import (
 )
 from kvbm.runtime.disk import Ascent, Disk, behind, joined
 from kvbm.runtime.loads import Load, Part, Rest, Submission
+from kvbm.storage.bounded import keep_until_exit
 from kvbm.storage.disk import Operation
 from kvbm.storage.kept import Hashes, KeptSlab
 from kvbm.transfer.base import Copier, Ticket, When
-
-# Copiers, and with them slabs, that a disk which hung at the end of an engine may still write to.
-_left_behind: list[Copier] = []
 
 
 class Outcome(NamedTuple):
@@ -423,7 +421,7 @@ class Worker:
         if self._disk is None or self._disk.close():
             self._copier.close()
         else:
-            _left_behind.append(self._copier)
+            keep_until_exit(self._copier)  # and with it the slab, which the disk may still read and write
 
     def _fault(self, what: str, error: Exception) -> None:
         self._faults[f"{what}: {type(error).__name__}: {error}"] += 1

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from kvbm.storage.database import DATABASE, SUFFIXES
 from kvbm.storage.disk import SUMS_SUFFIX, checksum, read_sums
-from kvbm.storage.index import DATABASE, DESCRIPTION, KEY_MAP, LOCK
+from kvbm.storage.index import DESCRIPTION, KEY_MAP, LOCK
 from kvbm.storage.lock import FileLock, is_locked
 
 _SLABS = "rank-*.slab"
@@ -144,7 +145,7 @@ def clear(path: Path) -> int:
         for file in (path / LOCK, *slabs):
             locks.append(FileLock(file))
         names = [*slabs, *(_sums(slab) for slab in slabs)]
-        names += [path / f"{DATABASE}{suffix}" for suffix in ("", "-wal", "-shm")]
+        names += [path / f"{DATABASE}{suffix}" for suffix in SUFFIXES]
         names.append(path / KEY_MAP)
         # The description goes last but for the lock: until then it is a cache, and can be cleared again.
         for file in (*names, path / DESCRIPTION, path / LOCK):

@@ -31,6 +31,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kvbm.storage import bounded
+from kvbm.storage.bounded import Call, DiskHangs, report_progress
 from kvbm.storage.lock import FileLock
 
 logger = logging.getLogger("kvbm")
@@ -54,7 +56,7 @@ _EMPTY = 0  # the checksum of a slot that holds nothing
 
 
 class DiskSpaceError(OSError):
-    """The slab does not fit this filesystem; the text says what would."""
+    """The slab can never fit this filesystem; the text says what would."""
 
 
 Buffers = list["ctypes.Array[ctypes.c_char]"]
@@ -154,8 +156,9 @@ class DiskFile:
         setting: str = "DYN_KVBM_DISK_CACHE_GB",
         io: FileIO | None = None,
     ) -> None:
-        """Open the file, keeping what fits, or make it. Raises OSError: :class:`DiskSpaceError` when it does not fit,
-        :class:`~kvbm.storage.lock.CacheInUse` when another process has it for longer than ``patience`` seconds."""
+        """Open the file, keeping what fits, or make it. Raises OSError: :class:`DiskSpaceError` when it can never fit,
+        :class:`~kvbm.storage.lock.CacheInUse` when another process has it for longer than ``patience`` seconds, others
+        for trouble that may pass, a filesystem that is full now among them."""
         if slots < 1 or slot_bytes < ALIGNMENT or slot_bytes % ALIGNMENT:
             raise ValueError(
                 f"no slab of {slots} slots of {slot_bytes} bytes: slots are multiples of {ALIGNMENT} bytes"
@@ -222,12 +225,13 @@ class DiskFile:
         os.fdatasync(self._fd)
         os.fdatasync(self._sums_fd)
 
-    def close(self, timeout: float = 30.0) -> bool:
+    def close(self, timeout: float | None = None) -> bool:
         """Give up what has not begun, finish what has, let go of the file.
 
         False when a call to the disk still hangs after ``timeout``: then the memory it was given must stay.
         """
         self._closing = True
+        timeout = bounded.DISK_END_SECONDS if timeout is None else timeout
         for queue in (self._reads, self._writes):
             for _ in range(self._parallel):
                 queue.put(None)
@@ -236,9 +240,17 @@ class DiskFile:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._give_up()
         if any(thread.is_alive() for thread in self._threads):
-            logger.warning("disk tier: %s still has not answered; leaving it", self.path)
+            logger.warning(
+                "disk tier: %s has not answered for %.0f s, so the engine ends without it; what was being written is "
+                "not found after a restart",
+                self.path, timeout,
+            )  # fmt: skip
             return False
-        self._close_files()
+        try:
+            # A network filesystem may write back, and hang, when a file is closed. No thread uses memory by then.
+            Call(self._close_files, str(self.path)).result(max(1.0, deadline - time.monotonic()))
+        except DiskHangs as error:
+            logger.warning("disk tier: %s; the engine ends without it", error.strerror)
         return True
 
     def _give_up(self) -> None:
@@ -451,7 +463,8 @@ def _allocate(fd: int, path: Path, size: int, zerofill: bool, setting: str) -> N
         if error in _NOT_SUPPORTED:
             break
         if error:
-            raise DiskSpaceError(error, f"disk tier: {path} cannot have {size / 1e9:.2f} GB: {os.strerror(error)}")
+            kind = DiskSpaceError if error == errno.EFBIG else OSError
+            raise kind(error, f"{path} cannot have {size / 1e9:.2f} GB: {os.strerror(error)}")
         at += piece
         progress.reached(at)
     else:
@@ -472,7 +485,9 @@ def _refuse_without_room(fd: int, path: Path, size: int, missing: int, setting: 
     free = filesystem.f_bavail * filesystem.f_frsize
     if missing > free:
         fits = free + size - missing
-        raise DiskSpaceError(
+        # Other files may go, but the filesystem does not grow: a start that can never succeed is refused.
+        kind = DiskSpaceError if size > filesystem.f_blocks * filesystem.f_frsize else OSError
+        raise kind(
             errno.ENOSPC,
             f"{setting} asks for {size / 1e9:.2f} GB of disk on this rank, of which {missing / 1e9:.2f} GB are not "
             f"there yet, but only {free / 1e9:.2f} GB are free at {path.parent}. "
@@ -507,6 +522,7 @@ class _Progress:
         self._began = self._last = time.monotonic()
 
     def reached(self, at: int) -> None:
+        report_progress()
         now = time.monotonic()
         if at >= self._size:
             logger.info("disk tier: %.2f GB at %s ready in %.1f s", at / 1e9, self._path, now - self._began)

@@ -20,41 +20,41 @@ gives an error where a mapped one would kill the process. benchmarks/disk.py --i
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
-import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
 from pathlib import Path
 
 from kvbm.core.keys import Key
+from kvbm.storage import bounded
+from kvbm.storage.database import DATABASE as DATABASE
+from kvbm.storage.database import IndexUnavailable, Opened, connect, execute, row_sum, set_aside
 from kvbm.storage.lock import FileLock, private_directory
 
 logger = logging.getLogger("kvbm")
 
 FORMAT = 1
-DATABASE = "index.sqlite"
 DESCRIPTION = "cache.json"
 LOCK = "lock"
 KEY_MAP = "keys.map"  # where one rank writes and others read: what the index says, for them
 
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
 _BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS blocks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, used INTEGER NOT NULL)
-"""
-_ROWS = 300  # of one statement; every SQLite takes 999 values
 _DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
 _DELETE_BLOCKS = "DELETE FROM blocks WHERE (slot, key) IN (VALUES {})"
-_INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used) VALUES {}"
+_INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used, sum) VALUES {}"
 _TOUCH = """
 WITH fresh (slot, used) AS (VALUES {})
-INSERT OR REPLACE INTO blocks (slot, key, used) SELECT slot, key, fresh.used FROM fresh JOIN blocks USING (slot)
+INSERT OR REPLACE INTO blocks (slot, key, used, sum)
+SELECT slot, key, fresh.used, sum FROM fresh JOIN blocks USING (slot)
 """
 
 Fingerprint = Mapping[str, str | int]
@@ -105,15 +105,16 @@ class Index:
     3 µs a block instead of 36.
     """
 
-    def __init__(self, directory: Path, lock: FileLock, database: sqlite3.Connection, what: str) -> None:
+    def __init__(self, directory: Path, lock: FileLock, opened: Opened, what: str) -> None:
         self.directory = directory
         self._what = what
         self.started_clean = ""  # why; empty when the index of the last engine was kept, or there was none
         self._lock = lock
-        self._database = database
-        rows = database.execute("SELECT key, slot FROM blocks ORDER BY used").fetchall()
-        self._slots: dict[Key, int] = dict(rows)
-        self._used: int = database.execute("SELECT coalesce(max(used), 0) FROM blocks").fetchone()[0]
+        self._database = opened.connection
+        self._slots: dict[Key, int] = {}  # in the order of their use
+        for key, slot in opened.rows:
+            self._move(key, slot)
+        self._used = opened.used
         self._changed = threading.Condition()
         self._waiting = _Changes()
         self._given = self._written = 0  # changes that came in, and how many of them are in the file
@@ -136,48 +137,46 @@ class Index:
     ) -> Index:
         """Take the cache in ``directory`` (see :func:`cache_directory`) into use, or make one.
 
-        Raises :class:`~kvbm.storage.lock.CacheInUse` when another engine uses it, and OSError when the directory cannot
-        be used at all. Whatever else is wrong with the index, it is started clean and :attr:`started_clean` says why.
-        ``about`` goes into cache.json beside the fingerprint; it is for people and not compared. ``what`` it is of goes
-        into the log, and errors name the ``setting`` that the directory comes from.
+        Raises :class:`~kvbm.storage.lock.CacheInUse` when another engine uses it, and OSError when the directory or the
+        index cannot be used now: nothing is lost then. An index that is damaged is started clean, and
+        :attr:`started_clean` says why. ``about`` goes into cache.json beside the fingerprint; it is for people and not
+        compared. ``what`` it is of goes into the log, and errors name the ``setting`` that the directory comes from.
         """
         private_directory(directory, setting)
         lock = FileLock(directory / LOCK, patience, setting)
-        database = None
+        opened = None
         try:
             why = _compare(directory, fingerprint)
-            if not why and (directory / DATABASE).exists():
+            if not why and os.path.lexists(directory / DATABASE):
                 try:
-                    database = _connect(directory, slots)
-                except (sqlite3.Error, ValueError) as error:
-                    why = f"its index cannot be used ({error})"
+                    opened = connect(directory, slots, what)
+                except ValueError as error:
+                    why = f"its index is damaged and cannot be used ({error})"
             if why:
                 logger.warning("%s: starting clean in %s, because %s", what, directory, why)
-                _remove_database(directory)
+                set_aside(directory)
             # Before there is an index: one without a description would look like somebody else's.
             _describe(directory, fingerprint, slots, about or {})
-            if database is None:
-                database = _connect(directory, slots)
-            index = cls(directory, lock, database, what)
+            if opened is None:
+                try:
+                    opened = connect(directory, slots, what)
+                except ValueError as error:
+                    raise IndexUnavailable(errno.EIO, f"no index can be made in {directory}: {error}") from error
+            index = cls(directory, lock, opened, what)
         except BaseException:
-            if database is not None:
-                database.close()
+            if opened is not None:
+                opened.connection.close()
             lock.release()
             raise
         index.started_clean = why
         return index
 
     def entries(self) -> Iterator[tuple[Key, int]]:
-        """All (key, slot), least recently used first. For the start of an engine: waits for what is being written."""
-        self.flush()
-        keys = {slot: key for key, slot in self._slots.items()}
-        reader = sqlite3.connect(self.directory / DATABASE)
-        try:
-            for (slot,) in reader.execute("SELECT slot FROM blocks ORDER BY used"):
-                if slot in keys:
-                    yield keys[slot], slot
-        finally:
-            reader.close()
+        """All (key, slot), least recently used first."""
+        with self._changed:
+            pairs = list(self._slots.items())
+        last = {slot: key for key, slot in pairs}  # a block that was put over another one
+        return (pair for pair in pairs if last[pair[1]] == pair[0])
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -189,7 +188,7 @@ class Index:
                 before = self._slots.get(key)
                 if before is not None and before != slot:
                     self._waiting.remove(key, before)
-                self._slots[key] = slot
+                self._move(key, slot)
                 self._waiting.put(key, slot, self._tick())
             self._wake()
 
@@ -208,6 +207,7 @@ class Index:
             for key in reversed(keys):
                 slot = self._slots.get(key)
                 if slot is not None:
+                    self._move(key, slot)
                     self._waiting.used[slot] = self._tick()
             self._wake()
 
@@ -226,18 +226,26 @@ class Index:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
-    def close(self, timeout: float = 30.0) -> None:
-        """Write what is waiting and let the cache go. A disk that hangs is left behind, and the lock with it."""
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is waiting and let the cache go. A disk that hangs is left behind: the thread that writes closes
+        the files and releases the lock, as soon as the disk answers or with the end of the process."""
         _open.discard(self)
+        timeout = bounded.DISK_END_SECONDS if timeout is None else timeout
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.warning("%s: the index at %s does not answer; leaving it", self._what, self.directory)
-            return
-        self._database.close()
-        self._lock.release()
+            logger.warning(
+                "%s: the index at %s has not answered for %.0f s, so the engine ends without it; its last changes may "
+                "not be found after a restart",
+                self._what, self.directory, timeout,
+            )  # fmt: skip
+
+    def _move(self, key: Key, slot: int) -> None:
+        """To the end: no other block has been used since."""
+        self._slots.pop(key, None)
+        self._slots[key] = slot
 
     def _tick(self) -> int:
         self._used += 1
@@ -248,7 +256,15 @@ class Index:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        """The thread that writes."""
+        """The thread that writes, and closes: the last connection to a database writes its log back."""
+        try:
+            self._write_all()
+        finally:
+            with contextlib.suppress(Exception):
+                self._database.close()
+            self._lock.release()
+
+    def _write_all(self) -> None:
         failing = False
         while True:
             with self._changed:
@@ -282,10 +298,10 @@ class Index:
             if changes.clear:
                 database.execute("DELETE FROM blocks")
             gone = changes.gone.items()
-            _execute(database, _DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
-            _execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
-            _execute(database, _INSERT, ((slot, key, changes.used[slot]) for slot, key in changes.keys.items()))
-            _execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))
+            execute(database, _DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
+            execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
+            execute(database, _INSERT, changes.rows())
+            execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))
 
 
 _open: weakref.WeakSet[Index] = weakref.WeakSet()
@@ -301,15 +317,6 @@ atexit.register(_flush_all)
 os.register_at_fork(after_in_child=_open.clear)
 
 
-def _execute(database: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
-    """Many rows with one call, and not with a call for each: every call lets go of the interpreter, and to get it back
-    from a busy engine may take milliseconds."""
-    rows = iter(rows)
-    while some := list(islice(rows, _ROWS)):
-        row = f"({', '.join('?' * len(some[0]))})"
-        database.execute(statement.format(", ".join([row] * len(some))), list(chain.from_iterable(some)))
-
-
 class _Changes:
     """What waits to be written: the latest for each slot, to be applied in the order of the fields."""
 
@@ -320,6 +327,10 @@ class _Changes:
         self.gone: dict[int, Key | None] = {}  # slot -> the key to be removed from it; None: whichever is there
         self.keys: dict[int, Key] = {}
         self.used: dict[int, int] = {}
+
+    def rows(self) -> Iterator[tuple[int, Key, int, int]]:
+        """Those to be written, as the columns of the table are."""
+        return ((slot, key, self.used[slot], row_sum(slot, key)) for slot, key in self.keys.items())
 
     def put(self, key: Key, slot: int, used: int) -> None:
         self.gone.pop(slot, None)
@@ -354,47 +365,14 @@ class _Changes:
         return self
 
 
-def _connect(directory: Path, slots: int) -> sqlite3.Connection:
-    """The database, checked from end to end. Raises sqlite3.Error or ValueError when it cannot be used."""
-    path = directory / DATABASE
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-    database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-    try:
-        # With a write-ahead log a crash at any moment leaves whole transactions, and a reader never waits.
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        version = database.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, FORMAT):
-            raise ValueError(f"its format is {version}, and this release writes {FORMAT}")
-        check = database.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if check != "ok":
-            raise ValueError(check)
-        with database:
-            database.execute(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {FORMAT}")
-            database.execute(
-                "DELETE FROM blocks WHERE slot < 0 OR slot >= ? OR typeof(key) != 'blob' OR typeof(used) != 'integer'",
-                (slots,),
-            )
-    except BaseException:
-        database.close()
-        raise
-    return database
-
-
-def _remove_database(directory: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        (directory / f"{DATABASE}{suffix}").unlink(missing_ok=True)
-
-
 def _compare(directory: Path, fingerprint: Fingerprint) -> str:
     """Why what lies in the directory cannot be used; empty when it can."""
     path = directory / DESCRIPTION
     try:
         found = json.loads(path.read_bytes())["fingerprint"]
     except FileNotFoundError:
-        return "" if not (directory / DATABASE).exists() else f"its {DESCRIPTION} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return "" if not os.path.lexists(directory / DATABASE) else f"its {DESCRIPTION} is missing"
+    except (IsADirectoryError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"its {DESCRIPTION} cannot be read ({error})"
     wanted = json.loads(_canonical(fingerprint))
     if found != wanted:
@@ -406,10 +384,15 @@ def _compare(directory: Path, fingerprint: Fingerprint) -> str:
 
 def _describe(directory: Path, fingerprint: Fingerprint, slots: int, about: Mapping[str, str | int]) -> None:
     text = json.dumps({"fingerprint": json.loads(_canonical(fingerprint)), "slots": slots, **about}, indent=2)
-    new = directory / f"{DESCRIPTION}.new"
+    path, new = directory / DESCRIPTION, directory / f"{DESCRIPTION}.new"
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == f"{text}\n".encode():
+            return  # a disk without room for a copy of it is no reason to go without the cache
+    if path.is_dir():
+        path.rename(path.with_name(f"{DESCRIPTION}.damaged-{time.time_ns()}"))
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(fd)
-    os.replace(new, directory / DESCRIPTION)
+    os.replace(new, path)

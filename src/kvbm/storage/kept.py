@@ -25,20 +25,23 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from kvbm.storage.bounded import DaemonThreads, keep_until_exit
+from kvbm.storage.database import DATABASE, explain
 from kvbm.storage.disk import SUMS_SUFFIX, DiskSpaceError, Operation, checksum, open_sums, write_sums
 from kvbm.storage.host import HostSlab, Shared, mapped_bytes, refuse_if_too_large
-from kvbm.storage.index import DATABASE, LOCK
+from kvbm.storage.index import LOCK
 from kvbm.storage.lock import PATIENCE_SECONDS, FileLock
 
 logger = logging.getLogger("kvbm")
 
 DIRECTORY_SETTING = "KVBM_HOST_PERSIST_DIR"
 _PART_BYTES = 16 << 20  # hashed by one thread at a time
+
+_ROWS = "SELECT slot, key FROM blocks WHERE typeof(slot) = 'integer' AND slot >= 0 AND typeof(key) = 'blob'"
 
 Work = Callable[[int, int, bytes], None]  # position, slot, tag; raises ValueError when the slot is bad
 
@@ -81,7 +84,7 @@ class KeptSlab(HostSlab):
         self.kept = int((self._sums != 0).sum())  # slots that held something when the slab was opened
         self._bytes = slot_bytes
         self._slot = ctypes.c_char * slot_bytes
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-keep")
+        self._pool = DaemonThreads(threads, "kvbm-keep")
 
     def carve(self, slots: int, slot_bytes: int) -> HostSlab:
         super().carve(slots, slot_bytes)
@@ -105,7 +108,7 @@ class KeptSlab(HostSlab):
 
     def give_up(self) -> None:
         """Close it and give the memory back with all that was kept: who cannot use it needs it for something else."""
-        self._pool.shutdown()
+        self._pool.close()
         super().close()
         os.ftruncate(self._fd, 0)
         self._let_go()
@@ -136,9 +139,11 @@ class KeptSlab(HostSlab):
 
     def close(self) -> None:
         """Let go of the memory; the next process finds it."""
-        self._pool.shutdown()
-        super().close()
-        self._let_go()
+        if self._pool.close():
+            super().close()
+            self._let_go()
+        else:
+            keep_until_exit(self)  # a page of it does not come, and a thread waits for it
 
     def _let_go(self) -> None:
         for fd in (self._fd, self._sums_fd):
@@ -176,14 +181,14 @@ class KeptSlab(HostSlab):
 Rows = list[tuple[int, bytes]]  # (slot, key)
 
 
-def held(slab: KeptSlab, slots: int) -> tuple[bytes, bytes]:
-    """A bit a slot: 1 where it holds the block that the index beside the slab says; and which index that was
-    (:func:`digest`). Waits until all have been hashed.
+def held(slab: KeptSlab, slots: int, rows: Rows) -> tuple[bytes, bytes]:
+    """A bit a slot: 1 where it holds the block that the ``rows`` of the index beside the slab say; and which index that
+    was (:func:`digest`). Waits until all have been hashed.
 
     The index is the last engine's: with the slab in our hands its workers are gone, and its leader is waited for.
     """
     bits = np.zeros(slots, dtype=np.uint8)
-    rows = [(slot, key) for slot, key in rows_of(slab.path.parent) if slot < slots]
+    rows = [(slot, key) for slot, key in rows if slot < slots]
     if rows:
         began = time.monotonic()
         operation = slab.check([slot for slot, _ in rows], [key for _, key in rows])
@@ -207,20 +212,22 @@ def digest(directory: Path, rows: Rows, slots: int) -> bytes:
 
 
 def rows_of(directory: Path) -> Rows:
-    """What the index in the directory says. Nothing, with a sentence, when it cannot be read."""
-    if not (directory / DATABASE).exists():
+    """What the index in the directory says. Nothing, with a sentence, when it is damaged; raises OSError when it cannot
+    be read now."""
+    path = directory / DATABASE
+    if not path.is_file():
         return []
+    # Shared: the ranks of an engine read it side by side, however many there are.
+    lock = FileLock(directory / LOCK, PATIENCE_SECONDS, DIRECTORY_SETTING, shared=True)
+    began = time.monotonic()
     try:
-        # Shared: the ranks of an engine read it side by side, however many there are.
-        lock = FileLock(directory / LOCK, PATIENCE_SECONDS, DIRECTORY_SETTING, shared=True)
-    except OSError as error:
-        logger.warning("host tier: what is there from before cannot be used: %s", error.strerror or error)
-        return []
-    try:
-        with contextlib.closing(sqlite3.connect(directory / DATABASE)) as database:
-            return database.execute("SELECT slot, key FROM blocks WHERE slot >= 0 AND typeof(key) = 'blob'").fetchall()
-    except sqlite3.Error as error:
-        logger.warning("host tier: what is there from before cannot be used: %s", error)
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            return database.execute(_ROWS).fetchall()
+    except (sqlite3.Error, MemoryError) as error:
+        found = explain(error, path, time.monotonic() - began)
+        if isinstance(found, OSError):
+            raise found from error
+        logger.warning("host tier: what is there from before cannot be used, its index is damaged: %s", error)
         return []
     finally:
         lock.release()

@@ -8,7 +8,6 @@ key, that it holds another page by now.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -16,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +28,7 @@ from kvbm.engines.sglang.store import Page, scatter
 from kvbm.plans import Tier
 from kvbm.runtime.counts import Counts
 from kvbm.runtime.disk import bounce_slots
+from kvbm.storage.bounded import Call, DaemonThreads, keep_until_exit
 from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
 from kvbm.storage.index import KEY_MAP, cache_directory, slab_path
 
@@ -36,6 +36,7 @@ logger = logging.getLogger("kvbm")
 
 _EMPTY, _GONE = 0, 1  # instead of the first bytes of a key
 _SUM_BYTES = 8
+_LOOK_SECONDS = 1.0  # that a call waits for a disk to say which files are there
 
 
 class KeyMap:
@@ -49,7 +50,8 @@ class KeyMap:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             if slots:
-                os.ftruncate(fd, 16 << (2 * slots - 1).bit_length())
+                # All of it: a page that finds no room on the disk would kill the process that writes to it.
+                os.posix_fallocate(fd, 0, 16 << (2 * slots - 1).bit_length())
             self._file = os.fstat(fd)
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if slots else mmap.ACCESS_READ)
         finally:
@@ -122,6 +124,9 @@ def _mark(key: Key) -> int:
     return max(int.from_bytes(key[:8], "little"), 2)
 
 
+_Found = tuple[int, int, KeyMap]  # slab, checksums, which page lies where
+
+
 class Reader:
     """What another rank has written, for a rank that writes nothing. As :class:`~kvbm.engines.sglang.store.Store`."""
 
@@ -137,11 +142,12 @@ class Reader:
         self._keys: KeyMap | None = None
         self._file = self._sums = -1
         self._looked = 0.0
+        self._looking: Call[_Found | None] | None = None
         slots = bounce_slots(config, self._slot_bytes)
         self._memory = mmap.mmap(-1, slots * self._slot_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = list(range(slots))  # places of the memory that no read writes to
-        self._threads = ThreadPoolExecutor(config.disk_threads, thread_name_prefix="kvbm-read")
+        self._threads = DaemonThreads(config.disk_threads, "kvbm-read")
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -160,22 +166,34 @@ class Reader:
 
     def _open(self) -> KeyMap | None:
         """The writer's files, once it has made them. With the lock: nobody closes them meanwhile."""
-        now = time.monotonic()
-        if now - self._looked > 1.0:
-            self._looked = now
-            if self._keys is not None and not self._keys.is_at(self.directory / KEY_MAP):
-                self._keys.close()  # the writer has begun anew
-                self._keys = None
-            if self._keys is None:
-                self._open_files()
+        now, patience = time.monotonic(), 0.0
+        if self._looking is None and now - self._looked > 1.0:
+            self._looked, patience = now, _LOOK_SECONDS
+            self._looking = Call(lambda keys=self._keys: self._look(keys), str(self.directory), _close_found)
+        if self._looking is not None and self._looking.wait(patience):
+            found, self._looking = self._looking.result(), None
+            if found is not None:
+                slab, sums, keys = found
+                self._file, self._sums = _take_place(self._file, slab), _take_place(self._sums, sums)
+                if self._keys is not None:
+                    self._keys.close()  # the writer has begun anew
+                self._keys = keys
         return self._keys
 
-    def _open_files(self) -> None:
+    def _look(self, keys: KeyMap | None) -> _Found | None:
+        """Files that are not open yet. None when there are none, or they are not whole."""
         slab = slab_path(self.directory, 0)
-        with contextlib.suppress(OSError, ValueError):  # not there yet, or not whole
-            self._file = _open_at(self._file, slab, self._direct)
-            self._sums = _open_at(self._sums, slab.with_name(slab.name + SUMS_SUFFIX))
-            self._keys = KeyMap(self.directory / KEY_MAP)
+        if keys is not None and keys.is_at(self.directory / KEY_MAP):
+            return None
+        opened: list[int] = []
+        try:
+            opened.append(_open_file(slab, self._direct))
+            opened.append(_open_file(slab.with_name(slab.name + SUMS_SUFFIX)))
+            return opened[0], opened[1], KeyMap(self.directory / KEY_MAP)
+        except (OSError, ValueError):
+            for fd in opened:
+                os.close(fd)
+            return None
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -241,19 +259,35 @@ class Reader:
                 self._keys.close()
                 self._keys = None
             self._looked = float("inf")
-        # Reads that are under way still have the files.
-        self._threads.shutdown(cancel_futures=True)
+            if self._looking is not None:
+                self._looking.abandon()
+                self._looking = None
+        # Reads that are under way still have the files and the memory.
+        if not self._threads.close(cancel=True):
+            logger.warning("disk tier: %s has not answered, so the engine ends without it", self.directory)
+            keep_until_exit(self._memory)
+            return
         for fd in (self._file, self._sums):
             if fd >= 0:
                 os.close(fd)
         self._file = self._sums = -1
 
 
-def _open_at(fd: int, path: Path, flags: int = 0) -> int:
-    """Open a file in the place of another, if there is one: who is reading that one reads it to the end."""
-    fresh = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+def _open_file(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+
+
+def _take_place(fd: int, fresh: int) -> int:
+    """Put an open file in the place of another, if there is one: who is reading that one reads it to the end."""
     if fd < 0:
         return fresh
     os.dup2(fresh, fd, inheritable=False)
     os.close(fresh)
     return fd
+
+
+def _close_found(found: _Found | None) -> None:
+    if found is not None:
+        os.close(found[0])
+        os.close(found[1])
+        found[2].close()

@@ -25,6 +25,8 @@ from kvbm.engines.sglang.observed import Lookups
 from kvbm.plans import Copy, LoadPlan, SpillPlan, Tier
 from kvbm.runtime.counts import Counts
 from kvbm.runtime.disk import bounce_slots, open_file
+from kvbm.storage import bounded
+from kvbm.storage.bounded import Call, keep_until_exit
 from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError, Operation
 from kvbm.storage.host import HostSlab
 from kvbm.storage.index import Index, cache_directory, slab_path
@@ -54,6 +56,18 @@ class Shown(Protocol):
     def clear(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _OnDisk(NamedTuple):
+    index: Index
+    file: DiskFile
+    shown: Shown | None
+
+    def close(self) -> None:
+        self.file.close()
+        self.index.close()
+        if self.shown is not None:
+            self.shown.close()
 
 
 class _Load(NamedTuple):
@@ -97,11 +111,8 @@ class Store:
         self._index: Index | None = None
         self._shown: Shown | None = None
         try:
-            if sizes.disk and (disk := self._open_disk(config, cache, sizes.disk, rank)) is not None:
+            if sizes.disk and (disk := self._open_disk(config, cache, sizes.disk, rank, shown)) is not None:
                 pools[Tier.DISK] = disk
-                if shown is not None and self.directory is not None:
-                    self._shown = shown(self.directory, sizes.disk)
-                    self._shown.put((key, slot) for key in disk.findable if (slot := disk.find(key)) is not None)
         except BaseException:
             self._slab.close()
             raise
@@ -112,22 +123,39 @@ class Store:
         self._thread = threading.Thread(target=self._run, name="kvbm-store", daemon=True)
         self._thread.start()
 
-    def _open_disk(self, config: Config, cache: Mapping[str, str | int], slots: int, rank: int) -> Pool | None:
+    def _open_disk(
+        self,
+        config: Config,
+        cache: Mapping[str, str | int],
+        slots: int,
+        rank: int,
+        shown: Callable[[Path, int], Shown] | None,
+    ) -> Pool | None:
         """None, with a sentence, when the disk cannot be used now. Raises when it can never hold what was asked for."""
         self.directory = directory = cache_directory(config.disk_cache_dir, cache)
-        try:
-            self._index = Index.open(
-                directory, cache, slots, patience=_PATIENCE_SECONDS, about={"block_bytes": self.page_bytes}
-            )
-            self._file = open_file(config, slab_path(directory, rank), slots, self._slot_bytes, rank, _PATIENCE_SECONDS)
-        except OSError as error:
-            if self._index is not None:
-                self._index.close()
-                self._index = None
-            if isinstance(error, DiskSpaceError):
+
+        def open_all() -> _OnDisk:
+            about = {"block_bytes": self.page_bytes}
+            index = Index.open(directory, cache, slots, patience=_PATIENCE_SECONDS, about=about)
+            try:
+                slab = slab_path(directory, rank)
+                file = open_file(config, slab, slots, self._slot_bytes, rank, _PATIENCE_SECONDS)
+            except BaseException:
+                index.close()
                 raise
-            logger.warning("there is no disk tier: %s", error)
+            return _OnDisk(index, file, None if shown is None else _show(shown, directory, slots, index))
+
+        try:
+            disk = Call(open_all, str(directory), _OnDisk.close).result()
+        except DiskSpaceError:
+            raise
+        except OSError as error:
+            logger.warning(
+                "there is no disk tier: %s. This engine runs without it; pages on disk are kept for the next start",
+                error.strerror or error,
+            )
             return None
+        self._index, self._file, self._shown = disk
         pool = Pool(slots)
         pool.on_gone = self._gone
         found = pool.adopt(self._index.entries())
@@ -359,14 +387,17 @@ class Store:
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._users)
-        self._thread.join(30)
-        answered = self._file is None or self._file.close()
+        deadline = time.monotonic() + bounded.DISK_END_SECONDS
+        self._thread.join(bounded.DISK_END_SECONDS)
+        answered = self._file is None or self._file.close(max(1.0, deadline - time.monotonic()))
         if self._index is not None:
             self._index.close()
         if self._shown is not None:
             self._shown.close()
         if answered:
             self._slab.close()
+        else:
+            keep_until_exit(self._slab)  # the disk may still read and write it
 
     @contextmanager
     def _in_use(self) -> Iterator[bool]:
@@ -408,6 +439,17 @@ class Store:
                     late.append(item)
             with self._changed:
                 self._under_way.extendleft(reversed(late))
+
+
+def _show(shown: Callable[[Path, int], Shown], directory: Path, slots: int, index: Index) -> Shown | None:
+    """What tells other processes of the pages; None, with a sentence, when it cannot be made now."""
+    try:
+        made = shown(directory, slots)
+        made.put(index.entries())
+        return made
+    except OSError as error:
+        logger.warning("other ranks find no pages on disk: %s", error.strerror or error)
+        return None
 
 
 def gather(page: Page, target: int) -> None:

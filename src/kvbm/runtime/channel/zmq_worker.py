@@ -215,4 +215,12 @@ def _merge(first: Report, second: Report) -> Report:
     faults = Counter(first.faults)
     faults.update(second.faults)
     spills = first.spills + second.spills
-    return Report(first.rank, first.loads + second.loads, first.stores + second.stores, dict(faults), spills)
+    return Report(
+        first.rank,
+        first.loads + second.loads,
+        first.stores + second.stores,
+        dict(faults),
+        spills,
+        {**first.adapters, **second.adapters},
+        max(first.weight_changes, second.weight_changes),
+    )
