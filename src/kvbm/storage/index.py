@@ -33,7 +33,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from kvbm.core.keys import Key
-from kvbm.storage.lock import FileLock, private_directory
+from kvbm.storage.directory import private_directory
+from kvbm.storage.lock import FileLock
 
 logger = logging.getLogger("kvbm")
 

@@ -29,6 +29,7 @@ from kvbm.engines.sglang.store import Page, scatter
 from kvbm.plans import Tier
 from kvbm.runtime.counts import Counts
 from kvbm.runtime.disk import bounce_slots
+from kvbm.storage.directory import CacheRefused, private_directory
 from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
 from kvbm.storage.index import KEY_MAP, cache_directory, slab_path
 
@@ -137,6 +138,7 @@ class Reader:
         self._keys: KeyMap | None = None
         self._file = self._sums = -1
         self._looked = 0.0
+        self._refused = False  # and said so
         slots = bounce_slots(config, self._slot_bytes)
         self._memory = mmap.mmap(-1, slots * self._slot_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -172,6 +174,15 @@ class Reader:
 
     def _open_files(self) -> None:
         slab = slab_path(self.directory, 0)
+        try:
+            private_directory(self.directory, make=False)
+        except CacheRefused as error:
+            if not self._refused:
+                logger.warning("this rank reads no pages from disk: %s", error.strerror)
+            self._refused = True
+            return
+        except OSError:
+            return  # not there yet
         with contextlib.suppress(OSError, ValueError):  # not there yet, or not whole
             self._file = _open_at(self._file, slab, self._direct)
             self._sums = _open_at(self._sums, slab.with_name(slab.name + SUMS_SUFFIX))
