@@ -52,7 +52,7 @@ class Disk:
             os.close(open_trusted(where))
         except CacheRefused as error:
             # Nor is a file probed there: other users could put a link in its place.
-            yield bad("disk-not-private", f"{error.strerror}.", "Without that, the engine runs without a disk tier.")
+            yield bad("disk-not-private", f"{error.strerror}.", "Until then the engine runs without a disk tier.")
             return
         yield from self._room(config, where)
         if gpus():
