@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from processes import Process
 
 # What these tests import comes with the extra of the same name; `make test-observe` installs it.
 collect_ignore = [] if importlib.util.find_spec("playwright") else ["observe"]
+
+# Tests make directories for caches, and a cache is refused below one that a group can write to.
+os.umask(0o022)
 
 __all__ = ["pytest_configure", "pytest_sessionfinish", "pytest_terminal_summary"]
 

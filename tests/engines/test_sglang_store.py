@@ -405,6 +405,31 @@ def test_other_ranks_find_a_writer_that_begins_anew(stores, tmp_path):
     reader.close()
 
 
+def test_pages_are_neither_kept_nor_read_where_other_users_can_exchange_them(stores, tmp_path, caplog):
+    shown = {"shown": lambda directory, slots: KeyMap(directory / KEY_MAP, slots)}
+    store = stores(disk=64, **shown)
+    put(store, range(10))
+    store.close()
+    tmp_path.chmod(0o777)
+    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    assert reader.count(keys(1)) == 0
+    assert get(reader, range(10)) == [None] * 10
+    assert caplog.text.count(f"this rank reads no pages from disk: {tmp_path} belongs to") == 1
+    store = stores(host=32, disk=64, **shown)
+    assert f"there is no disk tier: [Errno 1] {tmp_path} belongs to" in caplog.text
+    put(store, range(10))  # the host tier stays
+    assert get(store, range(10)) == list(range(10))
+    # The directory itself is writable to others: a file in it may be another user's.
+    tmp_path.chmod(0o700)
+    reader.directory.chmod(0o777)
+    time.sleep(1.1)  # it looks for the writer's files once a second
+    assert reader.count(keys(1)) == 0
+    reader.directory.chmod(0o700)
+    time.sleep(1.1)
+    assert get(reader, range(10)) == list(range(10))
+    reader.close()
+
+
 def test_other_ranks_read_what_one_has_written(stores, tmp_path):
     reader = Reader(settings_for(tmp_path), CACHE, PAGE)
     assert reader.count(keys(1)) == 0

@@ -75,6 +75,22 @@ def test_pods_are_careful(path):
 
 
 @pytest.mark.parametrize("name", ["agg", "disagg", "disagg-2p2d"])
+def test_no_group_can_write_to_the_volume_of_the_disk_tier(name):
+    """The disk tier refuses such a directory, and fsGroup makes every volume one."""
+    path = PROJECT / "deploy" / "kubernetes" / f"{name}.yaml"
+    pods = [
+        pod for _, pod, one in containers(path) if "kvbm" in {mount["name"] for mount in one.get("volumeMounts", ())}
+    ]
+    assert pods
+    for pod in pods:
+        assert "fsGroup" not in pod["securityContext"]
+        (prepare,) = pod["initContainers"]
+        user = pod["securityContext"]["runAsUser"]
+        assert prepare["command"][-1] == f"chown {user}:{user} /var/lib/kvbm && chmod 0700 /var/lib/kvbm"
+        assert prepare["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
+
+
+@pytest.mark.parametrize("name", ["agg", "disagg", "disagg-2p2d"])
 def test_what_manifests_say_to_kvbm_is_understood(name):
     path = PROJECT / "deploy" / "kubernetes" / f"{name}.yaml"
     (data,) = [document["data"] for document in documents(path) if document["kind"] == "ConfigMap"]

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvbm.storage import index as index_module
+from kvbm.storage.directory import CacheRefused
 from kvbm.storage.index import DATABASE, DESCRIPTION, Index, cache_directory
-from kvbm.storage.lock import CacheInUse, CacheRefused
+from kvbm.storage.lock import CacheInUse
 
 WHAT = {"model": "Org/Some Model-8B", "dtype": "bfloat16", "layout": "2*[1:16]", "block_size": 16, "ranks": 2}
 

@@ -3,6 +3,7 @@
 PATH is the directory of one cache, or one that holds several. Without it: DYN_KVBM_DISK_CACHE_DIR, and for the host
 tiers that KVBM_HOST_PERSIST has kept, KVBM_HOST_PERSIST_DIR.
 All of it is safe while engines run. `verify` leaves out what changes under it; `clear` refuses a cache in use.
+Only caches of this user are looked at, in directories that no other user can exchange; links are not followed.
 
 examples:
   kvbm cache ls                          the caches of this machine
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config import load
-from kvbm.observe.words import size
+from kvbm.observe.words import printable, size
 
 if TYPE_CHECKING:
     from kvbm.storage.caches import Cache
@@ -51,19 +52,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvbm.storage import caches
-    from kvbm.storage.lock import CacheInUse
 
     roots = [args.path] if args.path else _roots()
-    try:
-        found = [path for root in roots for path in caches.find(root)]
-        if not found:
-            print(f"no caches in {' or '.join(map(str, roots))}", file=sys.stderr)
-            return 0
-        code: int = args.action(args, found)
+    found: list[Path] = []
+    code = 0
+    for root in roots:
+        try:
+            found += caches.find(root)
+            if skipped := caches.links(root):
+                _complain(f"{root}: links are not followed: {', '.join(skipped)}")
+        except (caches.CacheError, OSError) as error:
+            _complain(error)
+            code = 2
+    if not found and not code:
+        print(f"no caches in {printable(' or '.join(map(str, roots)))}", file=sys.stderr)
+    if not found:
         return code
-    except (caches.CacheError, CacheInUse, PermissionError) as error:
-        print(f"kvbm: {error.strerror if isinstance(error, CacheInUse) else error}", file=sys.stderr)
+    try:
+        done: int = args.action(args, found)
+        return max(code, done)
+    except (caches.CacheError, OSError) as error:
+        _complain(error)
         return 2
+
+
+def _complain(problem: object) -> None:
+    text = problem.strerror if isinstance(problem, OSError) and not problem.filename else problem
+    print(f"kvbm: {printable(text, 1000)}", file=sys.stderr)
+
+
+def _described(paths: list[Path]) -> tuple[list[Cache], int]:
+    """What can be read of them, and the exit code: one that cannot be read does not hide the others."""
+    from kvbm.storage import caches
+
+    found, code = [], 0
+    for path in paths:
+        try:
+            found.append(caches.describe(path))
+        except (caches.CacheError, OSError) as error:
+            _complain(error)
+            code = 2
+    return found, code
 
 
 def _roots() -> list[Path]:
@@ -73,25 +102,23 @@ def _roots() -> list[Path]:
 
 
 def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
-    from kvbm.storage import caches
-
-    found = [caches.describe(path) for path in paths]
+    found, code = _described(paths)
     if args.json:
         print(json.dumps([_plain(cache) for cache in found], indent=2))
-        return 0
+        return code
     rows = [("CACHE", "MODEL", "BLOCKS", "OF", "SIZE", "LAST USED", "IN", "")]
     for cache in found:
         blocks = "?" if cache.blocks is None else f"{cache.blocks:,}"
         state = "in use" if cache.in_use else ""
         rows.append(
             (
-                cache.path.name,
-                cache.model,
+                printable(cache.path.name),
+                printable(cache.model),
                 blocks,
                 f"{cache.slots:,}",
                 size(cache.disk_bytes),
                 _when(cache.used_at),
-                str(cache.path.parent),
+                printable(cache.path.parent),
                 state,
             )
         )
@@ -101,23 +128,21 @@ def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
             text.ljust(widths[at]) if at in (0, 1, 5, 6) else text.rjust(widths[at]) for at, text in enumerate(row)
         ]
         print("  ".join(cells).rstrip())
-    return 0
+    return code
 
 
 def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
-    from kvbm.storage import caches
-
-    found = [caches.describe(path) for path in paths]
+    found, code = _described(paths)
     if args.json:
         print(json.dumps([_plain(cache) for cache in found], indent=2))
-        return 0
+        return code
     for at, cache in enumerate(found):
         if at:
             print()
-        print(cache.path)
+        print(printable(cache.path))
         share = f" ({cache.blocks / cache.slots:.0%})" if cache.blocks is not None and cache.slots else ""
         facts = {
-            **cache.fingerprint,
+            **{printable(name, 40): printable(value) for name, value in cache.fingerprint.items()},
             "blocks": f"{'cannot be read' if cache.blocks is None else f'{cache.blocks:,}'} of {cache.slots:,}{share}",
             "files": f"{cache.ranks} ranks, {size(cache.slot_bytes)} a block on each",
             "size": size(cache.disk_bytes),
@@ -127,7 +152,7 @@ def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
         width = max(map(len, facts))
         for name, value in facts.items():
             print(f"  {name:{width}}  {value}")
-    return 0
+    return code
 
 
 def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
@@ -135,17 +160,21 @@ def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
 
     code = 0
     for path in paths:
-        bar = _Bar(path.name)
+        bar = _Bar(printable(path.name))
         try:
             verdicts = caches.verify(path, bar.show)
+        except (caches.CacheError, OSError) as error:
+            _complain(error)
+            code = 2
+            continue
         finally:
             bar.end()
-        print(path.name)
+        print(printable(path.name))
         for verdict in verdicts:
             changed = f", {verdict.changed:,} changed meanwhile" if verdict.changed else ""
-            print(f"  {verdict.rank}: {verdict.good:,} blocks good, {len(verdict.bad):,} bad{changed}")
+            print(f"  {printable(verdict.rank)}: {verdict.good:,} blocks good, {len(verdict.bad):,} bad{changed}")
             if verdict.bad:
-                code = 1
+                code = max(code, 1)
                 shown = ", ".join(map(str, verdict.bad[:20])) + (", ..." if len(verdict.bad) > 20 else "")
                 print(f"    slots {shown}: an engine that finds them will recompute and drop them")
         if not verdicts:
@@ -163,10 +192,13 @@ def _clear(args: argparse.Namespace, paths: list[Path]) -> int:
     code = 0
     for path in paths:
         try:
-            print(f"{path.name} removed, {size(caches.clear(path))} free")
+            print(f"{printable(path.name)} removed, {size(caches.clear(path))} free")
         except CacheInUse:
-            print(f"kvbm: {path.name} is in use by an engine and stays; stop the engine first", file=sys.stderr)
-            code = 1
+            _complain(f"{path.name} is in use by an engine and stays; stop the engine first")
+            code = max(code, 1)
+        except (caches.CacheError, OSError) as error:
+            _complain(error)
+            code = 2
     return code
 
 

@@ -15,6 +15,8 @@ from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import seconds, size
+from kvbm.storage.caches import slabs_in
+from kvbm.storage.directory import open_trusted
 from kvbm.storage.host import available_memory
 from kvbm.storage.lock import is_locked
 
@@ -65,6 +67,7 @@ class HostMemory:
     def _room_to_keep(self, config: Config, wanted: float, kept: int) -> Iterator[Finding]:
         folder = config.host_persist_dir
         try:
+            os.close(open_trusted(folder, "KVBM_HOST_PERSIST_DIR"))
             room = shutil.disk_usage(folder).free + kept
         except OSError as error:
             yield bad(
@@ -97,9 +100,9 @@ class HostMemory:
 
 
 def kept_bytes(folder: Path) -> int:
-    """What host tiers that have outlived their engines take, as far as this user may look."""
+    """What host tiers of this user that have outlived their engines take."""
     found = 0
-    for slab in folder.glob("kvbm-*/rank-*.slab"):
+    for slab in slabs_in(folder):
         with contextlib.suppress(OSError):
             found += 0 if is_locked(slab) else slab.stat().st_blocks * 512
     return found

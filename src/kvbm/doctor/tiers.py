@@ -21,6 +21,8 @@ from kvbm.doctor.gpu import gpus
 from kvbm.observe.snapshot import Finding
 from kvbm.observe.words import size
 from kvbm.storage import gds
+from kvbm.storage.caches import slabs_in
+from kvbm.storage.directory import CacheRefused, open_trusted
 
 THREADS = 4
 PIECE = 4 << 20
@@ -45,6 +47,12 @@ class Disk:
                 f"{_DIRECTORY}={folder} cannot be written to by this user.",
                 f"Change its owner, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
+            return
+        try:
+            os.close(open_trusted(where))
+        except CacheRefused as error:
+            # Nor is a file probed there: other users could put a link in its place.
+            yield bad("disk-not-private", f"{error.strerror}.", "Until then the engine runs without a disk tier.")
             return
         yield from self._room(config, where)
         if gpus():
@@ -159,9 +167,9 @@ def _existing(folder: Path) -> Path:
 
 
 def _held(folder: Path) -> int:
-    """What caches take there already, in use or not, as far as this user may look."""
+    """What caches of this user take there already, in use or not."""
     found = 0
-    for slab in folder.glob("kvbm-*/rank-*.slab"):
+    for slab in slabs_in(folder):
         with contextlib.suppress(OSError):
             found += slab.stat().st_blocks * 512
     return found

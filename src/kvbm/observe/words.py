@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures and names as people read them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def seconds(number: float) -> str:
     if long >= 120:
         return f"{number / 60:.0f} min"
     return f"{number:.1f} s" if long >= 1 else f"{number * 1e3:.0f} ms"
+
+
+def printable(text: object, longest: int = 200) -> str:
+    """A name or text from a file, for a terminal: one line, no control character and none that changes the direction of
+    the text, of bounded length."""
+    shown = str(text)
+    if len(shown) > longest:
+        shown = f"{shown[: longest - 3]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbm.config import Config
-from kvbm.storage.lock import private_directory
+from kvbm.storage.directory import private_directory
 
 logger = logging.getLogger("kvbm")
 

@@ -21,12 +21,13 @@ from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import gds, numa
 from kvbm.storage.bounded import Call, DiskHangs
+from kvbm.storage.directory import private_directory
 from kvbm.storage.disk import DiskFile, DiskSpaceError
 from kvbm.storage.host import HostSlab, available_memory
 from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
 from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, Rows, held, rows_of
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
-from kvbm.storage.lock import PATIENCE_SECONDS, private_directory
+from kvbm.storage.lock import PATIENCE_SECONDS
 from kvbm.storage.shared import SharingError
 from kvbm.transfer import open_copier
 from kvbm.transfer.base import slots_tried

@@ -37,7 +37,8 @@ from kvbm.core.keys import Key
 from kvbm.storage import bounded
 from kvbm.storage.database import DATABASE as DATABASE
 from kvbm.storage.database import IndexUnavailable, Opened, connect, execute, row_sum, set_aside
-from kvbm.storage.lock import FileLock, private_directory
+from kvbm.storage.directory import private_directory
+from kvbm.storage.lock import FileLock
 
 logger = logging.getLogger("kvbm")
 

@@ -1,12 +1,10 @@
-"""Files and directories of a cache that outlives its process: private to one user, in use by one engine at a time."""
+"""Locks on the files of a cache that outlives its process: one engine at a time uses it."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-import stat
 import time
 import weakref
 from pathlib import Path
@@ -18,10 +16,6 @@ _PAUSE_SECONDS = 0.05
 
 class CacheInUse(OSError):  # noqa: N818 - a state, not a mistake
     """Another process uses this part of the cache."""
-
-
-class CacheRefused(OSError):  # noqa: N818
-    """The directory cannot be trusted with a cache; the text says why and what to do."""
 
 
 class FileLock:
@@ -82,7 +76,7 @@ def _is_at(fd: int, path: Path) -> bool:
 def is_locked(path: Path) -> bool:
     """True while some process holds the lock. Takes nothing and changes nothing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO would wait
     except OSError:
         return False
     try:
@@ -92,25 +86,6 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def private_directory(path: Path, setting: str = "DYN_KVBM_DISK_CACHE_DIR") -> None:
-    """Make a directory that only this user can enter, or make sure that an existing one is such.
-
-    The usual parent is /tmp, where anybody can put a directory of the expected name, and with it KV of their choice.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise CacheRefused(
-            errno.EPERM,
-            f"{path} is not a directory of this user (uid {os.geteuid()}), so what is in it cannot be trusted. "
-            f"Remove it, or set {setting} to a directory of your own",
-        )
-    if found.st_mode & 0o077:
-        os.chmod(path, 0o700)
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()

@@ -29,6 +29,7 @@ from kvbm.plans import Tier
 from kvbm.runtime.counts import Counts
 from kvbm.runtime.disk import bounce_slots
 from kvbm.storage.bounded import Call, DaemonThreads, keep_until_exit
+from kvbm.storage.directory import CacheRefused, private_directory
 from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
 from kvbm.storage.index import KEY_MAP, cache_directory, slab_path
 
@@ -143,6 +144,7 @@ class Reader:
         self._file = self._sums = -1
         self._looked = 0.0
         self._looking: Call[_Found | None] | None = None
+        self._refused = False  # and said so
         slots = bounce_slots(config, self._slot_bytes)
         self._memory = mmap.mmap(-1, slots * self._slot_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -187,13 +189,19 @@ class Reader:
             return None
         opened: list[int] = []
         try:
+            private_directory(self.directory, make=False)
             opened.append(_open_file(slab, self._direct))
             opened.append(_open_file(slab.with_name(slab.name + SUMS_SUFFIX)))
             return opened[0], opened[1], KeyMap(self.directory / KEY_MAP)
+        except CacheRefused as error:
+            if not self._refused:
+                logger.warning("this rank reads no pages from disk: %s", error.strerror)
+            self._refused = True
         except (OSError, ValueError):
-            for fd in opened:
-                os.close(fd)
-            return None
+            pass
+        for fd in opened:
+            os.close(fd)
+        return None
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
