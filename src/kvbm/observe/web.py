@@ -6,8 +6,8 @@ answers a second. When all connections are taken, a new client replaces the conn
 the longest; a connection that waits for its answer is not replaced. So slow clients cannot keep a scraper out.
 
 A request for a snapshot waits for one that is made after the request arrived. One snapshot answers all requests that
-wait, and the engine bounds how often it makes one. If the engine does not answer in time, clients get the last snapshot,
-and /healthz says so. The process ends when the engine's process does.
+wait, and the engine bounds how often it makes one. If the engine does not answer in time, clients get the last one, and
+/healthz says so. The process ends when the engine's process does.
 """
 
 from __future__ import annotations
