@@ -7,7 +7,8 @@
 The engine decodes with a tiny model in this process, on one core with one thread; attackers, a scraper and the process
 that answers on the metrics port share another core, so what is measured is what crosses over. Each round takes every
 attack once, in another order, and a stretch of steps for each. Compared is the 99th percentile of a stretch, in the
-median over rounds, with that of the stretches without an attack. A scraper asks for /metrics twice a second throughout.
+median over rounds, with that of the stretches without an attack. Time during which another program had the engine's core
+does not count (schedstat); time spent waiting for the interpreter does. A scraper asks for /metrics twice a second.
 
 Ends with status 1 when an attack raises it by more than 5 %, or when a scrape fails. Needs vLLM for the CPU; as root
 the attackers are another user than the engine, but for the clients of the control socket.
@@ -26,6 +27,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -140,6 +142,7 @@ class Engine:
         self._params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
         self._random = random.Random(0)
         self._number = 0
+        self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
 
     def steps(self, count: int) -> list[float]:
         """Milliseconds of so many steps that decode and do nothing else."""
@@ -147,10 +150,15 @@ class Engine:
         while len(times) < count:
             if not self._engine.has_unfinished_requests():
                 self._add()
-            began = time.perf_counter()
+            waited, began = self._queued(), time.perf_counter()
             self._engine.step()
-            times.append(1e3 * (time.perf_counter() - began))
+            times.append(1e3 * (time.perf_counter() - began) - (self._queued() - waited) / 1e6)
         return times
+
+    def _queued(self) -> int:
+        """Nanoseconds that this thread could have run, while another program had the core."""
+        self._schedule.seek(0)
+        return int(self._schedule.read().split()[1])
 
     def _add(self) -> None:
         for _ in range(REQUESTS):

@@ -161,7 +161,8 @@ class Web:
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTS):
-            if len(self._connections) >= self._limits.connections and not self._drop_slowest():
+            slowest = self._slowest() if len(self._connections) >= self._limits.connections else None
+            if slowest is None and len(self._connections) >= self._limits.connections:
                 # All wait for answers, which takes no longer than engine_seconds.
                 self._selector.unregister(self._listening)
                 self._is_accepting = False
@@ -170,6 +171,8 @@ class Web:
                 client, _ = self._listening.accept()
             except OSError:  # none is left, or it is gone already, or there are no more descriptors
                 return
+            if slowest is not None:
+                self._close(slowest)
             client.setblocking(False)
             with contextlib.suppress(OSError):
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -178,11 +181,8 @@ class Web:
             self._selector.register(client, selectors.EVENT_READ, connection)
             self._go_on(connection)
 
-    def _drop_slowest(self) -> bool:
-        slowest = min((c for c in self._connections.values() if not c.waits), key=lambda c: c.since, default=None)
-        if slowest is not None:
-            self._close(slowest)
-        return slowest is not None
+    def _slowest(self) -> Connection | None:
+        return min((c for c in self._connections.values() if not c.waits), key=lambda c: c.since, default=None)
 
     def _drop_late(self, now: float) -> None:
         limits = self._limits
@@ -282,6 +282,8 @@ class Web:
             self._pace.take()
             request = connection.request
             assert request is not None
+            if not self._is_accepting:  # a client that always has one more request must let the others in
+                connection.request = request = request._replace(keep=False)
             answer = request.answer
             if isinstance(answer, Wanted):
                 answer = self._render(answer)
