@@ -7,8 +7,8 @@
 The engine decodes with a tiny model in this process, on one core with one thread; attackers, a scraper and the process
 that answers on the metrics port share another core, so what is measured is what crosses over. Each round takes every
 attack once, in another order, and a stretch of steps for each. Compared is the 99th percentile of a stretch, in the
-median over rounds, with that of the stretches without an attack. Time during which another program had the engine's core
-does not count (schedstat); time spent waiting for the interpreter does. A scraper asks for /metrics twice a second.
+median over rounds, with that of the stretches without an attack. Time during which another program has the engine's
+core does not count (schedstat); time spent waiting for the interpreter does. A scraper asks for /metrics all along.
 
 Ends with status 1 when an attack raises it by more than 5 %, or when a scrape fails. Needs vLLM for the CPU; as root
 the attackers are another user than the engine, but for the clients of the control socket.

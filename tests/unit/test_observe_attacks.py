@@ -1,4 +1,4 @@
-"""Clients of the metrics port cannot slow the engine down or keep a scraper out, and its process ends with the engine."""
+"""Clients of the metrics port cannot slow the engine down or keep a scraper out; its process ends with the engine."""
 
 from __future__ import annotations
 

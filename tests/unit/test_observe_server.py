@@ -7,7 +7,6 @@ import json
 import logging
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 
