@@ -136,8 +136,10 @@ def test_nonsense_is_answered_and_the_next_order_is_heard(server):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(f"\0{server.address}")
         with client.makefile("rb") as lines:
-            for line in (b"what?\n", b"[1]\n", b'{"do": "status"}\n'):
+            for line in (b"what?\n", b"[1]\n", b"\n", b'{"do": "status"}'):
                 client.sendall(line)
+                if not line.endswith(b"\n"):
+                    client.shutdown(socket.SHUT_WR)
                 answer = json.loads(lines.readline())
             assert answer["ok"] is True
 
@@ -331,9 +333,7 @@ def test_another_users_socket_is_shown_as_foreign_and_given_no_orders(server, ca
 # -- hostile names and answers ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["\x1b[31mred", "two\nlines", "a b", "x" * 90, "\u202eevil", "a/../b", "", "\r", "%s", "a\0b"]
-)
+@pytest.mark.parametrize("name", ["\x1b[31mred", "two\nlines", "a b", "\u202eevil", "a/../b", "", "\r", "%s", "a\0b"])
 def test_odd_names_are_left_out(name, capsys):
     with listening(f"kvbm-control/{os.getuid()}/1/{name}"[:100]):
         assert main(["control", "list"]) == 0

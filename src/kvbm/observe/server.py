@@ -98,10 +98,12 @@ class Server:
                 channel = self._start_child()
                 if channel is None:
                     return
-                with channel, contextlib.suppress(OSError):
-                    self._answer(channel)
-                status: object = self._end_child()
-            except OSError as error:
+                try:
+                    with channel, contextlib.suppress(OSError):
+                        self._answer(channel)
+                finally:
+                    status: object = self._end_child()
+            except Exception as error:
                 status = error
             if self._over.is_set():
                 return

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -322,6 +323,8 @@ def main() -> None:
         os.nice(19)  # the engine comes first
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     listening, parent = int(sys.argv[1]), int(sys.argv[2])
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limits = Limits(connections=min(Limits().connections, max(1, files - 16)))
     with socket.socket(fileno=listening) as port, socket.socket(fileno=0) as channel:
-        Web(port, channel, parent).run()
+        Web(port, channel, parent, limits).run()
     os._exit(0)

@@ -230,12 +230,13 @@ class _Lines:
             self._peer.settimeout(self._left())
             part = self._peer.recv(65536)
             if not part:
-                return b""
+                at = seen
+                break
             self._rest += part
-        line = bytes(self._rest[:at])
+        line, is_last = bytes(self._rest[:at]), at == len(self._rest)
         del self._rest[: at + 1]
         self.read_at = time.monotonic()
-        return line or b" "
+        return line if line or is_last else b" "  # an empty line is an order too, and refused
 
     def send(self, data: bytes) -> None:
         self._peer.settimeout(self._left())
@@ -272,7 +273,7 @@ def open_control(controller: Controller, name: str) -> ControlServer | None:
 
 # Any user of the machine can listen on any name, and answer anything.
 _UNSAFE = r"[^A-Za-z0-9_.:+-]"
-_ADDRESS = re.compile(rf"@({PREFIX}/(?:0|[1-9][0-9]{{0,9}})/[1-9][0-9]{{0,9}}/[A-Za-z0-9_.:+-]{{1,80}})")
+_ADDRESS = re.compile(rf"@({PREFIX}/(?:0|[1-9][0-9]{{0,9}})/[1-9][0-9]{{0,9}}/[A-Za-z0-9_.:+-]{{1,100}})")
 _LOOK_SECONDS = 2.0
 
 
