@@ -342,7 +342,7 @@ def test_odd_names_are_left_out(name, capsys):
 
 
 @pytest.mark.timeout(60)
-def test_a_socket_that_takes_no_connection_holds_up_nothing(server, capsys):
+def test_a_socket_that_takes_no_connection_does_not_block_the_list(server, capsys):
     name = f"kvbm-control/{os.getuid()}/{os.getpid()}/full"
     with listening(name, backlog=0), contextlib.ExitStack() as stack:
         with contextlib.suppress(BlockingIOError):

@@ -249,7 +249,7 @@ def test_addresses_of_etcd_are_taken_as_dynamo_takes_them(given, url):
 
 
 @pytest.mark.timeout(60)
-def test_what_is_no_card_holds_up_nobody(tmp_path):
+def test_files_that_are_no_cards_do_not_block(tmp_path):
     """A pipe without a writer, a link, a directory, a file that is too large: neither finding nor entering waits."""
     place = FileRegistry(tmp_path)
     cards = {card().name("dynamo"): msgspec.json.encode(card())}
