@@ -310,6 +310,7 @@ def test_nothing_of_the_working_directory_is_run(source, tmp_path, monkeypatch):
     for name in ("msgspec", "selectors", "kvbm", "sitecustomize"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
     server = Server(source, "127.0.0.1", 0)
     server.start()
     try:
