@@ -25,7 +25,7 @@ setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 
 .DEFAULT_GOAL := help
 .PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-disk bench-hashing bench-observe dashboard docs clean distclean
+  bench-core bench-events bench-disk bench-hashing bench-observe bench-attacks dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,9 @@ bench-hashing: env ## measure how long a prompt's blocks take to be hashed, take
 
 bench-observe: env ## measure what being looked at costs: scraping and recording
 	$(python) benchmarks/observe.py --json benchmarks/results/observe.json
+
+bench-attacks: models ## measure decode steps while others use the metrics port and the control socket to excess
+	$(python) benchmarks/attacks.py --json benchmarks/results/attacks.json
 
 dashboard: env ## write the Grafana dashboard from its list of panels
 	@$(python) scripts/dashboard.py

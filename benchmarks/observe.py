@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What being looked at costs an engine: scraping ten times a second, the web page, and recording.
+"""What being looked at costs an engine: scraping four times a second, the web page, and recording.
 
     python benchmarks/observe.py --json benchmarks/results/observe.json
 
-Both share the interpreter with the engine's scheduler, so the worst case is an engine that never lets go of it. Here
+The thread that makes snapshots and the record share the interpreter with the engine's scheduler (the process that
+renders and answers does not, and is not measured here), so the worst case is an engine that never lets go of it. Here
 that is a loop of real bookkeeping (lookups, stores, loads, requests) with nothing else in it; an engine that spends its
 time in kernels loses less. A client in a process of its own scrapes, on and off in turn. What counts is CPU time, which
-other programs on the machine change little: that of the server's threads, all of which the loop may have to wait for,
+other programs on the machine change little: that of the server's thread, all of which the loop may have to wait for,
 and what a request costs the loop's own thread more than without, in the median over pairs of stretches.
 
 Ends with status 1 when scraping costs more than 0.5 % or recording more than 1 %.
@@ -45,7 +46,7 @@ from kvbm.runtime.leader import Leader
 
 BLOCKS = 512  # of a request: 8k tokens
 RANKS = 2
-SCRAPES_A_SECOND = 10
+SCRAPES_A_SECOND = 4  # the engine makes no more snapshots than that
 # An H200 computes 8k tokens of Qwen3-8B in a quarter of a second, and loads them in 25 ms (benchmarks/gpu).
 BUSIEST_REQUESTS_A_SECOND = 40
 SCRAPE_LIMIT, RECORD_LIMIT = 0.5, 1.0  # percent

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from kvbm.observe.server import Server
 from kvbm.observe.snapshot import Flow, HitRates, Identity, Request, Saved, Snapshot, TierState
 
 IDENTITY = Identity(
@@ -52,3 +58,44 @@ class FixedSource:
     def snapshot(self, requests: int = 0) -> Snapshot:
         self.asked += 1
         return msgspec.structs.replace(self.now, requests=self.now.requests[:requests])
+
+
+class Here(Server):
+    """Runs what is otherwise a process of its own in a thread, so that a test can set its limits."""
+
+    def __init__(self, source: FixedSource, limits: Any) -> None:
+        super().__init__(source, "127.0.0.1", 0)
+        self._limits = limits
+
+    def _start_child(self) -> socket.socket | None:
+        from kvbm.observe.web import Web
+
+        channel, theirs = socket.socketpair()
+        with self._lock:
+            self._channel = channel
+        web = Web(self._socket.dup(), theirs, os.getppid(), self._limits)
+        self._web = threading.Thread(target=self._run, args=(web,))
+        self._web.start()
+        return channel
+
+    def _run(self, web: Any) -> None:
+        web.run()
+        for connection in list(web._connections.values()):
+            web._close(connection)
+        web._selector.close()
+        web._listening.close()
+        web._channel.close()
+
+    def _end_child(self) -> int:
+        self._web.join()
+        return 0
+
+
+@contextlib.contextmanager
+def serving(source: FixedSource, limits: Any) -> Iterator[Server]:
+    server = Here(source, limits)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -103,6 +106,36 @@ def test_somebody_else_there_is_said_too(server, source, capsys):
     source.now = None
     with pytest.raises(NotReachableError, match="answered with 500"):
         fetch(f"http://127.0.0.1:{server.port}")
+
+
+def test_another_user_at_the_port_sends_no_escapes_to_the_terminal(server, source, capsys):
+    identity = msgspec.structs.replace(observed.IDENTITY, model="\x1b]0;title\x07\x9b31m")
+    source.now = observed.snapshot(identity=identity)
+    assert main(["top", "--once", str(server.port)]) == 0
+    shown = capsys.readouterr().out
+    assert "title" in shown
+    assert not [sign for sign in shown if sign != "\n" and not sign.isprintable()]
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_without_an_end_is_given_up():
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        client, _ = listening.accept()
+        with client, contextlib.suppress(OSError):
+            client.recv(1000)
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                client.sendall(b" ")
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(NotReachableError, match=r"more than 0\.5 s"):
+        fetch(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.5)
+    thread.join()
+    listening.close()
 
 
 def test_what_is_no_address_is_said_too(capsys):

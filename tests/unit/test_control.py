@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,7 +17,8 @@ from kvbm.cli.main import main
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.plans import Tier
-from kvbm.runtime.control import Controller, ControlServer, OrderError, addresses, ask
+from kvbm.runtime import control
+from kvbm.runtime.control import Controller, ControlServer, OrderError, addresses, ask, look
 from kvbm.runtime.leader import Leader
 
 HOST_KEYS = [bytes([i]) * 32 for i in range(6)]
@@ -134,8 +136,10 @@ def test_nonsense_is_answered_and_the_next_order_is_heard(server):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(f"\0{server.address}")
         with client.makefile("rb") as lines:
-            for line in (b"what?\n", b"[1]\n", b'{"do": "status"}\n'):
+            for line in (b"what?\n", b"[1]\n", b"\n", b'{"do": "status"}'):
                 client.sendall(line)
+                if not line.endswith(b"\n"):
+                    client.shutdown(socket.SHUT_WR)
                 answer = json.loads(lines.readline())
             assert answer["ok"] is True
 
@@ -159,30 +163,251 @@ def test_an_order_waits_for_the_engine_and_status_does_not(leader):
         server.close()
 
 
-def test_who_connects_and_says_nothing_holds_up_nobody_for_long(server, monkeypatch):
-    monkeypatch.setattr("kvbm.runtime.control.PATIENCE_SECONDS", 0.2)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.connect(f"\0{server.address}")
-        assert ask(server.address, {"do": "status"}, timeout=20)
+@pytest.mark.parametrize("kind", ["says nothing", "drips", "never reads"])
+def test_a_slow_client_keeps_another_out_no_longer_than_its_deadline(server, monkeypatch, kind):
+    monkeypatch.setattr("kvbm.runtime.control.CONNECTION_SECONDS", 0.5, raising=False)
+    over = threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow:
+        slow.connect(f"\0{server.address}")
+
+        def drip():
+            with contextlib.suppress(OSError):
+                while not over.wait(0.05):
+                    slow.sendall(b"x" if kind == "drips" else b'{"do": "status"}\n' * 2)
+
+        thread = threading.Thread(target=drip)
+        if kind != "says nothing":
+            thread.start()
+        try:
+            assert ask(server.address, {"do": "status"}, timeout=8)
+        finally:
+            over.set()
+            if kind != "says nothing":
+                thread.join()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="takes the place of another user")
-def test_other_users_are_not_heard(controller, tmp_path):
-    """The kernel says who is at the other end."""
-    script = (
-        "import os, sys\nfrom kvbm.runtime.control import ask\nos.setuid(12345)\n"
-        "try: ask(sys.argv[1], {'do': 'reset'})\n"
-        "except OSError as error: print('refused:', error)\nelse: print('heard')"
-    )
-    server = ControlServer(controller, "guarded")
+# -- how often --------------------------------------------------------------------------------------------------------
+
+
+def ask_until(server, end):
+    while time.monotonic() < end:
+        ask(server.address, {"do": "status"}, timeout=60)
+
+
+def hammered(controller, name, clients, seconds, carry_out):
+    """(orders that were carried out, seconds) while so many clients give them without a pause."""
+    done = []
+    whole = controller.carry_out
+    controller.carry_out = lambda order: (done.append(1), carry_out(), whole(order))[2]
+    server = ControlServer(controller, name)
+    began = time.monotonic()
+    threads = [threading.Thread(target=ask_until, args=(server, began + seconds)) for _ in range(clients)]
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", script, server.address], capture_output=True, text=True, timeout=60,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
-        )  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(done), time.monotonic() - began
     finally:
         server.close()
-    assert "refused" in asked.stdout, asked.stderr
+
+
+def test_clients_that_give_orders_without_a_pause_are_held_back(controller):
+    orders, took = hammered(controller, "hammered", 8, 1.5, lambda: None)
+    assert 10 < orders <= control.ORDER_BURST + control.ORDERS_A_SECOND * took + 1
+
+
+def test_orders_that_cost_much_are_carried_out_less_often(controller):
+    def burn():
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    orders, took = hammered(controller, "costly", 4, 2.0, burn)
+    # Each takes a token and, for the rest after it, 9 * 0.05 s of ten a second.
+    assert 2 <= orders <= (control.ORDER_BURST + control.ORDERS_A_SECOND * took) / 5.5 + 2
+
+
+def test_strangers_that_connect_without_a_pause_are_held_back(server, monkeypatch):
+    seen = []
+    monkeypatch.setattr(control, "user_of", lambda peer: (seen.append(1), 12345)[1])
+    began = time.monotonic()
+    while (took := time.monotonic() - began) < 1.5:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(f"\0{server.address}")
+            stranger.recv(1)
+    assert len(seen) <= control.ORDER_BURST + control.ORDERS_A_SECOND * took + 2
+
+
+# -- users ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_is_refused_before_a_byte_is_read(server, leader, monkeypatch):
+    before = held(leader)
+    monkeypatch.setattr(control, "user_of", lambda peer: 12345)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(20)
+        stranger.connect(f"\0{server.address}")
+        with contextlib.suppress(ConnectionError):  # closed with the order unread
+            stranger.sendall(b'{"do": "reset"}\n')
+            assert stranger.recv(1) == b""
+    assert held(leader) == before
+
+
+@contextlib.contextmanager
+def listening(name, backlog=8):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
+        impostor.settimeout(20)
+        impostor.bind(f"\0{name}")
+        impostor.listen(backlog)
+        yield impostor
+
+
+def test_a_client_sends_nothing_to_another_users_socket(monkeypatch):
+    name = f"kvbm-control/{os.getuid()}/{os.getpid()}/impostor"
+    with listening(name) as impostor:
+        monkeypatch.setattr(control, "user_of", lambda peer: 12345)
+        with pytest.raises(PermissionError, match="belongs to user 12345"):
+            ask(name, {"do": "reset"})
+        client, _ = impostor.accept()
+        with client:
+            assert client.recv(1) == b""
+        assert (name, 12345) in look()
+        assert name not in addresses()
+
+
+def as_nobody(script, *arguments):
+    """Runs in a process of another user; imports come before, as the interpreter may not be readable afterwards."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import os, socket, sys\nos.setuid(65534)\n{script}", *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+
+
+@ROOT
+def test_other_users_are_not_heard(server, leader):
+    """The kernel says which user is at the other end."""
+    before = held(leader)
+    script = (
+        "s = socket.socket(socket.AF_UNIX)\ns.settimeout(20)\ns.connect('\\0' + sys.argv[1])\n"
+        "try:\n    s.sendall(b'{\"do\": \"reset\"}\\n')\n    print('heard' if s.recv(1) else 'refused')\n"
+        "except ConnectionError: print('refused')\n"
+    )
+    asked = as_nobody(script, server.address)
+    assert asked.communicate(timeout=60)[0] == "refused\n"
+    assert held(leader) == before
+
+
+@ROOT
+def test_another_users_socket_is_shown_as_foreign_and_given_no_orders(server, capsys):
+    name = f"kvbm-control/0/{os.getpid()}/impostor"
+    script = (
+        "s = socket.socket(socket.AF_UNIX)\ns.bind('\\0' + sys.argv[1])\ns.listen(8)\nprint('ready', flush=True)\n"
+        "s.settimeout(60)\nc, _ = s.accept()\nwhile not (heard := c.recv(100)):\n    c, _ = s.accept()\n"
+    )
+    impostor = as_nobody(script, name)
+    try:
+        assert impostor.stdout.readline() == "ready\n"
+        assert main(["control", "list"]) == 0
+        mine, _, foreign = capsys.readouterr().out.partition("not yours")
+        assert server.address in mine
+        assert "impostor" not in mine
+        assert f"{name} (user 65534)" in foreign
+        assert main(["control", "list", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert {"address": name, "user": 65534} in shown["foreign"]
+        assert name not in shown["here"]
+        assert main(["control", "status", "--engine", "impostor"]) == 1
+        assert "no engine fits" in capsys.readouterr().err
+        with pytest.raises(PermissionError, match="belongs to user 65534"):
+            ask(name, {"do": "status"})
+        assert impostor.poll() is None  # it has been connected to and has heard nothing
+    finally:
+        impostor.kill()
+        impostor.communicate(timeout=60)
+
+
+# -- hostile names and answers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "two\nlines", "a b", "\u202eevil", "a/../b", "", "\r", "%s", "a\0b"])
+def test_odd_names_are_left_out(name, capsys):
+    with listening(f"kvbm-control/{os.getuid()}/1/{name}"[:100]):
+        assert main(["control", "list"]) == 0
+        assert main(["control", "list", "--json"]) == 0
+        assert f"kvbm-control/{os.getuid()}/1/" not in capsys.readouterr().out
+
+
+@pytest.mark.timeout(60)
+def test_a_socket_that_takes_no_connection_does_not_block_the_list(server, capsys):
+    name = f"kvbm-control/{os.getuid()}/{os.getpid()}/full"
+    with listening(name, backlog=0), contextlib.ExitStack() as stack:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                one.setblocking(False)
+                one.connect(f"\0{name}")
+        assert (name, None) in look()
+        assert server.address in addresses()
+        assert main(["control", "list"]) == 0
+        assert f"{name} (owner not known" in capsys.readouterr().out
+        with pytest.raises(TimeoutError):
+            ask(name, {"do": "status"}, timeout=0.5)
+
+
+def answering(name, answer, order="status"):
+    """What `kvbm control` makes of an engine that answers so: (status, output, errors)."""
+    with listening(name) as engine:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = engine.accept()
+                    with client, contextlib.suppress(OSError):
+                        if client.recv(1000):
+                            client.sendall(answer)
+
+        engine.settimeout(None)  # so that a shutdown wakes it
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            return main(["control", order, "--engine", name])
+        finally:
+            engine.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+GOOD = {"ok": True, "engine": "e", "rank": 0, "model": "m", "kvbm": "2", "pools": {}}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (json.dumps({**GOOD, "model": "\x1b]0;title\x07\x9b31m"}).encode() + b"\n", 0),
+        (json.dumps({"ok": False, "error": "\x1b[2J"}).encode() + b"\n", 1),
+        (b'{"ok": true}\n', 1),
+        (b'{"ok": true, "pools": 7, "model": 1, "engine": 1, "rank": 1, "kvbm": 1}\n', 1),
+        (b"\x1b[2J\n", 1),
+        (b"[]\n", 1),
+        (b"x" * 200_000, 1),
+    ],
+)
+def test_odd_answers_are_read_with_care(answer, status, capsys, monkeypatch):
+    monkeypatch.setattr(control, "MAX_ANSWER_BYTES", 100_000)
+    assert answering(f"kvbm-control/{os.getuid()}/{os.getpid()}/odd", answer) == status
+    shown = capsys.readouterr()
+    assert not [sign for sign in shown.out + shown.err if sign != "\n" and not sign.isprintable()]
+    assert (shown.err != "") is bool(status)
+
+
+def test_an_answer_that_never_comes_is_not_waited_for_longer_than_asked():
+    name = f"kvbm-control/{os.getuid()}/{os.getpid()}/silent"
+    with listening(name), pytest.raises(TimeoutError):
+        ask(name, {"do": "status"}, timeout=0.5)
 
 
 def test_a_leader_that_is_gone_is_not_listed(controller):

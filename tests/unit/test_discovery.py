@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvbm import config as settings
+from kvbm.cli.main import main
 from kvbm.runtime import discovery
 from kvbm.runtime.control import Controller
 from kvbm.runtime.discovery import Card, FileRegistry, Registration
@@ -242,3 +243,52 @@ def test_a_backend_that_is_not_ours_costs_a_sentence(tmp_path, caplog):
 )
 def test_addresses_of_etcd_are_taken_as_dynamo_takes_them(given, url):
     assert discovery.EtcdRegistry(f" {given} ")._endpoints == [url]
+
+
+# -- hostile directories ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_files_that_are_no_cards_do_not_block(tmp_path):
+    """A pipe without a writer, a link, a directory, a file that is too large: neither finding nor entering waits."""
+    place = FileRegistry(tmp_path)
+    cards = {card().name("dynamo"): msgspec.json.encode(card())}
+    place.enter(cards)
+    (file,) = tmp_path.rglob("*.json")
+    os.mkfifo(file.with_name("pipe.json"))
+    os.symlink(file, file.with_name("link.json"))
+    file.with_name("folder.json").mkdir()
+    padding = card(engine="x" * (discovery.MAX_CARD_BYTES + 1))
+    file.with_name("large.json").write_bytes(msgspec.json.encode(padding))
+    assert [each.engine for each in discovery.find(config(tmp_path))] == ["e"]
+    file.unlink()
+    os.mkfifo(file)
+    place.enter(cards)
+    assert [each.engine for each in discovery.find(config(tmp_path))] == ["e"]
+    file.unlink()
+    os.mkfifo(file)
+    place.withdraw()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+def test_cards_of_another_user_are_left_out(tmp_path):
+    FileRegistry(tmp_path).enter({card().name("dynamo"): msgspec.json.encode(card())})
+    (file,) = tmp_path.rglob("*.json")
+    os.chown(file, 65534, 65534)
+    assert discovery.find(config(tmp_path)) == []
+    os.chown(file, 0, 0)
+    assert len(discovery.find(config(tmp_path))) == 1
+    os.chown(tmp_path / "kvbm", 65534, 65534)
+    assert discovery.find(config(tmp_path)) == []
+
+
+def test_the_command_shows_no_escapes_of_a_card(tmp_path, capsys, monkeypatch):
+    odd = card(engine="\x1b]0;title\x07\x9b31m")
+    FileRegistry(tmp_path).enter({card().name("dynamo"): msgspec.json.encode(odd)})
+    monkeypatch.setenv("DYN_RUNTIME_ENABLED_KVBM", "1")
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
+    assert main(["control", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "leader" in shown
+    assert not [sign for sign in shown if sign != "\n" and not sign.isprintable()]

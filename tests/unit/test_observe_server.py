@@ -13,9 +13,9 @@ import urllib.request
 import observed
 import pytest
 
-from kvbm.observe import server as module
 from kvbm.observe.server import Server, open_server
-from kvbm.observe.snapshot import from_json
+from kvbm.observe.snapshot import from_json, to_json
+from kvbm.observe.web import Limits
 
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -134,29 +134,43 @@ def test_nonsense_is_answered_and_the_connection_closed(server, data, status):
     assert get(server, "/healthz")[0] == b"ok\n"
 
 
-def test_a_silent_client_holds_nobody_up(server, monkeypatch):
-    assert 60 < module._Connection.timeout < 300  # longer than between two scrapes, and not for ever
-    monkeypatch.setattr(module._Connection, "timeout", 0.2)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
+def test_a_silent_client_is_dropped_in_time(source):
+    assert 60 < Limits().idle_seconds < 300  # longer than between two scrapes, and not for ever
+    with observed.serving(source, Limits(idle_seconds=0.3)) as server:
+        silent = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         assert get(server, "/healthz")[0] == b"ok\n"
         assert silent.recv(1) == b""
+        silent.close()
 
 
-def test_too_many_clients_are_turned_away(source, monkeypatch):
-    monkeypatch.setattr(module, "MOST_CONNECTIONS", 2)
-    server = Server(source, "127.0.0.1", 0)
-    server.start()
-    try:
+def test_half_a_request_is_dropped_in_time(source):
+    with observed.serving(source, Limits(header_seconds=0.3)) as server:
+        assert talk(server, b"GET /metrics HTTP/1.1\r\nHost:") == b""
+
+
+def test_an_answer_that_is_not_taken_is_dropped_in_time(source):
+    with observed.serving(source, Limits(send_seconds=0.3, answers_a_second=100_000)) as server:
+        full = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        one = b"GET /page.js HTTP/1.1\r\n\r\n" * 100
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            any(full.sendall(one) for _ in range(100_000))
+        full.close()
+
+
+def test_a_new_client_replaces_the_one_that_has_been_idle_for_longest(source):
+    with observed.serving(source, Limits(connections=2)) as server:
         held = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
         for connection in held:
             connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
             assert b"200" in connection.recv(65536)
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as third:
-            assert third.recv(1) == b""
+            third.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert b"200" in third.recv(65536)
+            assert held[0].recv(1) == b""
+            held[1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert b"200" in held[1].recv(65536)
         for connection in held:
             connection.close()
-    finally:
-        server.close()
 
 
 def test_a_source_that_fails_costs_an_answer_and_no_more(server, source, caplog):
@@ -164,7 +178,7 @@ def test_a_source_that_fails_costs_an_answer_and_no_more(server, source, caplog)
     with caplog.at_level(logging.WARNING, logger="kvbm"), pytest.raises(urllib.error.HTTPError) as caught:
         get(server, "/metrics")
     assert caught.value.code == 500
-    assert "/metrics could not be answered" in caplog.text
+    assert "the metrics cannot be read" in caplog.text
     source.now = observed.SNAPSHOT
     assert get(server, "/metrics")
 
@@ -211,6 +225,7 @@ def test_closing_ends_its_threads(source):
     get(server, "/healthz")
     server.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvbm-metrics"]
+    assert server.child is None
     with pytest.raises(urllib.error.URLError):
         get(server, "/healthz")
 
@@ -218,6 +233,6 @@ def test_closing_ends_its_threads(source):
 def test_json_of_another_format_is_refused():
     import msgspec
 
-    newer = {**json.loads(module.to_json(observed.SNAPSHOT)), "format": 2}
+    newer = {**json.loads(to_json(observed.SNAPSHOT)), "format": 2}
     with pytest.raises(msgspec.DecodeError, match="format 2"):
         from_json(json.dumps(newer).encode())

@@ -7,15 +7,16 @@
   kvbm control reset all                     forget every block of every tier; with --block these, wherever they are
   kvbm control announce                      tell subscribers of block events about every block again
 
-An engine takes orders from its own user and from root. With several engines on the machine, --engine says which: any
-part of what `list` shows that fits only one. A reset here leaves what is being written alone; after new weights use the
-engine's own reset.
+Orders go to engines of your own user only, for root too: `runuser -u USER -- kvbm control ...` gives them as another.
+With several engines on the machine, --engine says which: any part of what `list` shows that fits only one. A reset here
+leaves what is being written alone; after new weights use the engine's own reset.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -51,10 +52,19 @@ def run(args: argparse.Namespace) -> int:
     try:
         answer = ask(fitting[0], order)
     except (OSError, OrderError) as error:
-        print(f"kvbm control: {error}", file=sys.stderr)
+        print(f"kvbm control: {printable(str(error))}", file=sys.stderr)
         return 1
-    print(json.dumps(answer) if args.json else _said(args.what, answer))
+    try:
+        print(json.dumps(answer) if args.json else "\n".join(map(printable, _said(args.what, answer))))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        print("kvbm control: the answer cannot be read; is this engine's KVBM of another release?", file=sys.stderr)
+        return 1
     return 0
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would act on, and no longer than anybody reads."""
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text[:2000])
 
 
 def _which(wanted: str, fitting: list[str]) -> str:
@@ -64,49 +74,56 @@ def _which(wanted: str, fitting: list[str]) -> str:
         return f"{len(fitting)} engines {fit}; say which with --engine:{listed}"
     if wanted:
         return f"no engine fits --engine {wanted!r}; `kvbm control list` shows them"
-    return "no engine with KVBM runs on this machine, or KVBM_CONTROL is off"
+    return "no engine of yours with KVBM runs on this machine, or KVBM_CONTROL is off"
 
 
-def _said(what: str, answer: dict[str, Any]) -> str:
+def _said(what: str, answer: dict[str, Any]) -> list[str]:
     if what == "announce":
-        return "told again with the engine's next steps" if answer["announced"] else "the engine publishes no events"
+        return ["told again with the engine's next steps" if answer["announced"] else "the engine publishes no events"]
     if what == "reset":
         gone = answer["reset_blocks"]
         if isinstance(gone, int):
-            return f"{gone} blocks forgotten"
+            return [f"{gone} blocks forgotten"]
         missing = answer["not_found_blocks"]
-        return f"{len(gone)} blocks forgotten" + (f", {len(missing)} were not there" if missing else "")
+        return [f"{len(gone)} blocks forgotten" + (f", {len(missing)} were not there" if missing else "")]
     lines = [f"{answer['model']}, engine {answer['engine']}, rank {answer['rank']}, KVBM {answer['kvbm']}"]
     lines.append(f"{'tier':<8}{'in use':>10}{'evictable':>12}{'empty':>10}")
     for tier, pool in answer["pools"].items():
         lines.append(f"{tier:<8}{pool['active_blocks']:>10}{pool['inactive_blocks']:>12}{pool['empty_blocks']:>10}")
-    return "\n".join(lines)
+    return lines
 
 
 def _list(as_json: bool) -> int:
     from kvbm import config as settings
     from kvbm.runtime import discovery
-    from kvbm.runtime.control import addresses
+    from kvbm.runtime.control import look
 
-    local = addresses()
+    found = look()
+    local = [address for address, user in found if user == os.geteuid()]
+    foreign = [(address, user) for address, user in found if user != os.geteuid()]
     config = settings.load()
     cards = []
     if config.runtime_enabled:
         try:
             cards = discovery.find(config)
         except OSError as error:
-            print(f"kvbm control: Dynamo's registry cannot be read: {error}", file=sys.stderr)
+            print(f"kvbm control: Dynamo's registry cannot be read: {printable(str(error))}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"here": local, "registered": [_fields(card) for card in cards]}))
+        others = [{"address": address, "user": user} for address, user in foreign]
+        print(json.dumps({"here": local, "foreign": others, "registered": [_fields(card) for card in cards]}))
         return 0
-    print("on this machine:" if local else "no engine with KVBM on this machine")
+    print("on this machine:" if local else "no engine of yours with KVBM on this machine")
     for address in local:
         print(f"  {address}")
+    if foreign:
+        print("not yours, and given no orders; the names are those that their owners chose:")
+        for address, user in foreign:
+            print(f"  {address} ({'owner not known, takes no connection' if user is None else f'user {user}'})")
     if config.runtime_enabled:
         print(f"registered in namespace {config.dynamo_namespace}:" if cards else "none registered")
         for card in cards:
             rank = f" rank {card.rank}" if card.role == "worker" else f" {card.model} {card.metrics}".rstrip()
-            print(f"  {card.role} {card.engine} on {card.host}, process {card.pid}{rank}")
+            print(printable(f"  {card.role} {card.engine} on {card.host}, process {card.pid}{rank}"))
     return 0
 
 

@@ -8,8 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm.observe.requests import EVICTED, LOADED, NEW, NOT_FOUND, ON_DEVICE, REFUSED, TOO_SHORT
-from kvbm.observe.snapshot import DISK, HOST, Finding, Snapshot, TierState
+from kvbm.observe.snapshot import (
+    DISK,
+    EVICTED,
+    HOST,
+    LOADED,
+    NEW,
+    NOT_FOUND,
+    ON_DEVICE,
+    REFUSED,
+    TOO_SHORT,
+    Finding,
+    Snapshot,
+    TierState,
+)  # fmt: skip
 from kvbm.observe.words import seconds
 
 FEW_REQUESTS = 10  # before these, nothing can be said

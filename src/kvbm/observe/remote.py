@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 import msgspec
 
 from kvbm.observe.snapshot import Snapshot, from_json
+
+MAX_BYTES = 8 << 20
 
 # A proxy of the user's environment must not see what goes to this machine.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -26,11 +30,33 @@ def normal_url(text: str) -> str:
     return text if "://" in text else f"http://{text}"
 
 
+def _read(response: http.client.HTTPResponse, timeout: float) -> bytes:
+    """Any user of the machine may have taken the port: no more bytes than a snapshot has, and not for ever."""
+    body = bytearray()
+    end = time.monotonic() + timeout
+    while part := response.read1(65536):
+        body += part
+        if len(body) > MAX_BYTES or time.monotonic() > end:
+            raise OSError(f"an answer of more than {MAX_BYTES} bytes, or of more than {timeout:g} s")
+    return bytes(body)
+
+
+def _printable(value: Any) -> Any:
+    """Texts without what a terminal would act on."""
+    if isinstance(value, str):
+        return "".join(sign if sign.isprintable() else "\ufffd" for sign in value)
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return value
+
+
 def fetch(url: str, requests: int = 0, timeout: float = 5.0) -> Snapshot:
     """The state of the engine whose metrics port is at ``url``; raises `NotReachableError`."""
     try:
         with _OPENER.open(f"{url}/api/state?requests={requests}", timeout=timeout) as response:
-            return from_json(response.read())
+            return from_json(msgspec.json.encode(_printable(msgspec.json.decode(_read(response, timeout)))))
     except urllib.error.HTTPError as error:
         raise NotReachableError(
             f"{url} answered with {error.code}: this is not a metrics port of KVBM. Name the one that the engine's log "

@@ -15,19 +15,23 @@ import numpy as np
 
 from kvbm.core.manager import Match
 from kvbm.observe.record import NoRecord, Sink
-from kvbm.observe.snapshot import HitRates, Request, Saved
+from kvbm.observe.snapshot import (
+    EVICTED,
+    LOADED,
+    NEW,
+    NOT_FOUND,
+    ON_DEVICE,
+    REFUSED,
+    SKIPPED,
+    TOO_SHORT,
+    HitRates,
+    Request,
+    Saved,
+)  # fmt: skip
 from kvbm.plans import LoadPlan, StorePlan, Tier
 
 # Shown on the page and in `kvbm top`; a request takes about half a kilobyte here.
 LATEST = 256
-
-# What becomes of a lookup, as a label.
-LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED = (
-    "loaded", "found, not loaded", "not found", "on the device", "too short", "not looked up",
-)  # fmt: skip
-
-# Why a lookup ended where it did.
-NEW, EVICTED = "new", "evicted"
 
 WHY = {
     NOT_FOUND: "no tier has the next block",

@@ -1,213 +1,167 @@
-"""A small HTTP server for metrics and the web page, in threads of the engine's process.
+"""The engine's end of the metrics port: it owns the port and makes snapshots; a process of its own answers clients.
 
-Whoever looks must not slow the engine down, and both share one interpreter: so a request is answered with as little
-Python as that takes. The server of the standard library spends 0.3 ms on one, mostly on headers that nobody here reads;
-this one spends 0.07 ms, the figures included, or 0.4 ms ten times a second, when no cache of the processor holds
-anything of it any more (benchmarks/observe.py). It knows GET and HEAD, keeps connections open, and gives up on clients
-that are slow or too many.
+Every user of the machine can reach the port, and a thread that answers there takes the interpreter from the engine's
+scheduler. So the engine binds the port, hands it to a child process (:mod:`kvbm.observe.web`) and keeps one thread that
+waits on a socket to that child. The child asks for a snapshot when a client wants one; the thread makes at most
+``SNAPSHOTS_A_SECOND``, after a burst of ``SNAPSHOT_BURST``, whatever the child or its clients do. Without clients the
+thread sleeps. The child renders, so a snapshot costs the engine the reading of its counters and no text.
 
-    /            the page                 /metrics      Prometheus text
-    /api/state   a snapshot as JSON (?requests=N for so many of the latest requests)
-    /healthz     "ok" while the engine's process is alive
+Messages: the child sends the number of latest requests it wants, in two bytes. The engine answers with a byte (``S``: a
+snapshot in MessagePack, ``E``: the text of an error), the length in four bytes, and the content.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
-import socketserver
+import subprocess
+import sys
 import threading
-from importlib import resources
-from urllib.parse import parse_qs, urlsplit
+from pathlib import Path
 
 import msgspec
 
-from kvbm.observe import metrics
-from kvbm.observe.findings import explain
-from kvbm.observe.snapshot import Source, to_json
+from kvbm.observe.snapshot import Source
+from kvbm.pacing import Bucket
 
 logger = logging.getLogger("kvbm")
 
-MOST_CONNECTIONS = 64
-IDLE_SECONDS = 75  # longer than a minute, the slowest scrape interval that is usual
-MOST_HEADER_BYTES = 16_384
-MOST_REQUESTS = 256  # in a snapshot
+SNAPSHOTS_A_SECOND = 4
+SNAPSHOT_BURST = 4  # a page that loads, or `kvbm top --once`, need not wait
+MAX_STARTS = 5
+RESTART_SECONDS = 1.0
+BACKLOG = 1024  # the child accepts in bursts; a full backlog drops a scraper's SYN for a second
 
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 500: "Internal Server Error"}
-_PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-_SAFE = (
-    "X-Content-Type-Options: nosniff\r\n"
-    "Referrer-Policy: no-referrer\r\n"
-    "Content-Security-Policy: default-src 'self'; frame-ancestors 'none'; base-uri 'none'\r\n"
-)
+_encode = msgspec.msgpack.Encoder().encode
 
-
-class Answer(Exception):  # noqa: N818  # an answer that is not the usual one
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-        self.text = text
+# -I and -S: nothing of the working directory, which another user may write to, is imported. The import path is the
+# engine's own, handed over as it is.
+_PROGRAM = "import sys; sys.path[:] = sys.argv.pop().split(':'); from kvbm.observe.web import main; main()"
 
 
 class Server:
     """Binds at once; raises OSError when it cannot. ``port`` 0 takes any that is free."""
 
     def __init__(self, source: Source, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._tcp = _Tcp(source, (host, port), family)
+        self._source = source
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+            self._socket.listen(BACKLOG)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._host, self.port = self._socket.getsockname()[:2]
+        self._pace = Bucket(SNAPSHOTS_A_SECOND, SNAPSHOT_BURST)
+        self._lock = threading.Lock()  # closing does not miss a child that is being started
+        self._over = threading.Event()
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def port(self) -> int:
-        return int(self._tcp.server_address[1])
+        self._has_failed = False
 
     @property
     def url(self) -> str:
-        host = str(self._tcp.server_address[0])
-        if host in ("0.0.0.0", "::"):
-            host = "localhost"
+        host = "localhost" if self._host in ("0.0.0.0", "::") else self._host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
+    @property
+    def child(self) -> int | None:
+        """The process that answers; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._tcp.serve_forever, args=(0.5,), name="kvbm-metrics", daemon=True)
+        """Returns at once; a client that connects now is answered as soon as the child runs."""
+        self._thread = threading.Thread(target=self._keep, name="kvbm-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        with self._lock:
+            self._over.set()
+            if self._channel is not None:
+                with contextlib.suppress(OSError):
+                    self._channel.shutdown(socket.SHUT_RDWR)  # wakes the thread, and ends the child
         if self._thread is not None:
-            self._tcp.shutdown()
             self._thread.join(timeout=5)
-        self._tcp.server_close()
+        self._socket.close()
 
-
-class _Tcp(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64
-
-    def __init__(self, source: Source, address: tuple[str, int], family: int) -> None:
-        self.source = source
-        self.address_family = family
-        self._room = threading.Semaphore(MOST_CONNECTIONS)
-        super().__init__(address, _Connection)
-
-    def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        if self._room.acquire(blocking=False):
+    def _keep(self) -> None:
+        """Keep a child running, and answer it."""
+        for start in range(MAX_STARTS):
+            if start and self._over.wait(RESTART_SECONDS):
+                return
             try:
-                super().process_request(request, client_address)
-            except Exception:  # no more threads to be had
-                self._room.release()
-                raise
-        else:
-            self.shutdown_request(request)
+                channel = self._start_child()
+                if channel is None:
+                    return
+                try:
+                    with channel, contextlib.suppress(OSError):
+                        self._answer(channel)
+                finally:
+                    status: object = self._end_child()
+            except Exception as error:
+                status = error
+            if self._over.is_set():
+                return
+            if not start:
+                logger.warning("the process that answers on the metrics port has ended (%s); starting another", status)
+        self._socket.close()  # clients are refused, and do not wait in the backlog
+        logger.error(
+            "No metrics on %s: the process that answers there ended %d times. The engine goes on; restart it to have "
+            "metrics again.", self.url, MAX_STARTS,
+        )  # fmt: skip
 
-    def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+    def _start_child(self) -> socket.socket | None:
+        """Our end of the channel; None when the server is closed."""
+        root = str(Path(__file__).parents[2])
+        path = ":".join([*(entry for entry in sys.path if os.path.isabs(entry)), root])
+        with self._lock:
+            if self._over.is_set():
+                return None
+            channel, theirs = socket.socketpair()
+            with theirs:
+                listening = self._socket.fileno()
+                command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(listening), str(os.getpid())]
+                try:
+                    self._process = subprocess.Popen(
+                        [*command, path], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, pass_fds=(listening,)
+                    )
+                except BaseException:
+                    channel.close()
+                    raise
+            self._channel = channel
+        return channel
+
+    def _end_child(self) -> int:
+        process = self._process
+        assert process is not None
+        process.kill()  # it holds nothing that has to be put away
+        status = process.wait()
+        self._process = None
+        return status
+
+    def _answer(self, channel: socket.socket) -> None:
+        while len(wanted := channel.recv(2, socket.MSG_WAITALL)) == 2:
+            while (delay := self._pace.delay()) > 0:
+                if self._over.wait(delay):
+                    return
+            self._pace.take()
+            channel.sendall(self._reply(int.from_bytes(wanted, "big")))
+
+    def _reply(self, requests: int) -> bytes:
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        logger.debug("a connection to the metrics port ended badly", exc_info=True)
-
-
-class _Connection(socketserver.StreamRequestHandler):
-    """One client, one request after the other."""
-
-    server: _Tcp
-    timeout = IDLE_SECONDS
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):  # gone, or silent for too long
-            while self._serve_one():
-                pass
-
-    def _serve_one(self) -> bool:
-        """Answer one request. False when the connection is over."""
-        line = self.rfile.readline(MOST_HEADER_BYTES)
-        if not line:
-            return False
-        method, _, rest = line.decode("latin-1").partition(" ")
-        target, _, version = rest.rstrip("\r\n").rpartition(" ")
-        keep = version == "HTTP/1.1"
-        size = len(line)
-        while (header := self.rfile.readline(MOST_HEADER_BYTES)) not in (b"\r\n", b"\n"):
-            size += len(header)
-            if not header.endswith(b"\n") or size > MOST_HEADER_BYTES:
-                self._send(400, "the request is too long or broken off\n", head=False, keep=False)
-                return False
-            name, _, value = header.partition(b":")
-            name = name.lower()
-            if name == b"connection":
-                keep = b"close" not in value.lower() and (keep or b"keep-alive" in value.lower())
-            elif (name == b"content-length" and value.strip() != b"0") or name == b"transfer-encoding":
-                keep = False  # what follows is a body that nobody is going to read
-        if not version.startswith("HTTP/1.") or not target.startswith("/"):
-            self._send(400, "this is no HTTP request\n", head=False, keep=False)
-            return False
-        head = method == "HEAD"
-        try:
-            if method not in ("GET", "HEAD"):
-                raise Answer(405, "only GET and HEAD are understood here\n")
-            body, kind = _answer(self.server.source, target)
-            self._send(200, body, kind, head=head, keep=keep)
-        except Answer as answer:
-            self._send(answer.status, answer.text, head=head, keep=keep)
-        except OSError:
-            raise
+            kind, content = b"S", _encode(self._source.snapshot(requests))
+            self._has_failed = False
         except Exception as error:
-            logger.warning("%s could not be answered: %s", target, error, exc_info=True)
-            self._send(500, f"{type(error).__name__}: {error}\n", head=head, keep=keep)
-        return keep
-
-    def _send(
-        self, status: int, body: bytes | str, kind: str = "text/plain; charset=utf-8", *, head: bool, keep: bool
-    ) -> None:
-        data = body.encode() if isinstance(body, str) else body
-        start = (
-            f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
-            f"Cache-Control: no-store\r\n{_SAFE}Connection: {'keep-alive' if keep else 'close'}\r\n\r\n"
-        ).encode()
-        self.request.sendall(start if head else start + data)
-
-
-def _answer(source: Source, target: str) -> tuple[bytes, str]:
-    """(body, content type) of a path."""
-    path = urlsplit(target)
-    if path.path == "/metrics":
-        return metrics.render(source.snapshot()), metrics.CONTENT_TYPE
-    if path.path == "/api/state":
-        snapshot = source.snapshot(_count(path.query))
-        return to_json(msgspec.structs.replace(snapshot, findings=explain(snapshot))), "application/json"
-    if path.path == "/healthz":
-        return b"ok\n", "text/plain; charset=utf-8"
-    if path.path in _PAGE:
-        name, kind = _PAGE[path.path]
-        return _file(name), kind
-    raise Answer(404, f"there is nothing at {path.path[:80]}; try / or /metrics\n")
-
-
-def _count(query: str) -> int:
-    text = parse_qs(query).get("requests", ["0"])[-1]
-    if not text.isascii() or not text.isdigit() or int(text) > MOST_REQUESTS:
-        raise Answer(400, f"requests={text[:20]}: expected a whole number from 0 to {MOST_REQUESTS}\n")
-    return int(text)
-
-
-_files: dict[str, bytes] = {}
-
-
-def _file(name: str) -> bytes:
-    if name not in _files:
-        _files[name] = (resources.files("kvbm.observe") / "page" / name).read_bytes()
-    return _files[name]
+            if not self._has_failed:
+                logger.warning("the metrics cannot be read: %s", error, exc_info=True)
+            self._has_failed = True
+            kind, content = b"E", f"{type(error).__name__}: {error}".encode()[:1000]
+        return kind + len(content).to_bytes(4, "big") + content
 
 
 def open_server(source: Source, host: str, port: int) -> Server | None:

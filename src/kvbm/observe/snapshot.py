@@ -17,6 +17,14 @@ FORMAT = 1
 
 DEVICE, HOST, DISK, OBJECT = "device", "host", "disk", "object"
 
+# What becomes of a lookup, as a label.
+LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED = (
+    "loaded", "found, not loaded", "not found", "on the device", "too short", "not looked up",
+)  # fmt: skip
+
+# Why a lookup ended where it did.
+NEW, EVICTED = "new", "evicted"
+
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change while the engine runs."""

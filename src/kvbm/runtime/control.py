@@ -1,8 +1,9 @@
 """Orders from outside: look at the tiers, empty them, have subscribers told again.
 
-Whoever gives orders runs on the same machine and as the same user, or as root: the leader listens on a socket without a
-file, which disappears with the process, and asks the kernel who is at the other end. One order is one line of JSON, and
-so is its answer::
+The leader listens on a socket without a file, which disappears with the process. Any user of the machine can connect to
+it, so the kernel is asked for the user at the other end (SO_PEERCRED), by both ends and before either reads or sends a
+byte: the leader hears its own user and root, a client speaks to leaders of its own user only. One order is one line of
+JSON, and so is its answer::
 
     {"do": "status"}                                      {"do": "reset", "tier": "host"}
     {"do": "reset", "tier": "host", "blocks": [17, ...]}  {"do": "reset"}        {"do": "announce"}
@@ -10,6 +11,8 @@ so is its answer::
 Without a tier it is for every tier.
 
 An order waits for its turn between two calls of the engine, and the engine for its, as it would for a reset of its own.
+The thread that takes orders shares the engine's interpreter: it accepts one connection at a time, carries out at most
+ORDERS_A_SECOND after a short burst, and rests after an order for REST times as long as the order kept it busy.
 """
 
 from __future__ import annotations
@@ -17,24 +20,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvbm.pacing import Bucket
 from kvbm.plans import Tier
 from kvbm.runtime.leader import Leader
 
 logger = logging.getLogger("kvbm")
 
 PREFIX = "kvbm-control"
-MOST_BYTES = 1 << 20  # of an order
-PATIENCE_SECONDS = 10.0  # with somebody who connects and says nothing
+MAX_ORDER_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 8 << 20
+MAX_ADDRESSES = 1000
+CONNECTION_SECONDS = 5.0  # from the first byte of a connection to its last; the next client waits no longer than that
+ORDERS_A_SECOND, ORDER_BURST = 10, 10
+REST = 9  # orders take at most a tenth of the time
 
 # Both our words and upstream's numbers.
 TIERS = {
@@ -139,8 +148,10 @@ class ControlServer:
     """Listens at once, in a thread. ``name`` tells the engines of a machine apart."""
 
     def __init__(self, controller: Controller, name: str) -> None:
-        self.address = f"{PREFIX}/{os.getuid()}/{os.getpid()}/{name}"[:100]
+        self.address = f"{PREFIX}/{os.geteuid()}/{os.getpid()}/{re.sub(_UNSAFE, '_', name)}"[:100]
         self._controller = controller
+        self._pace = Bucket(ORDERS_A_SECOND, ORDER_BURST)
+        self._over = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(8)
@@ -148,41 +159,104 @@ class ControlServer:
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
+        while self._wait_for_turn():
             try:
                 client, _ = self._socket.accept()
             except OSError:
                 return  # closed
             with client, contextlib.suppress(OSError):
-                client.settimeout(PATIENCE_SECONDS)
-                if _user_of(client) in (0, os.getuid()):
+                if user_of(client) in (0, os.geteuid()):
                     self._answer(client)
+                else:
+                    self._pace.take()  # a connection of a stranger wakes this thread, and so it counts
+
+    def _wait_for_turn(self) -> bool:
+        """False when the server is closed."""
+        while (delay := self._pace.delay()) > 0:
+            if self._over.wait(delay):
+                return False
+        return not self._over.is_set()
 
     def _answer(self, client: socket.socket) -> None:
-        with client.makefile("rb") as lines:
-            while line := lines.readline(MOST_BYTES):
-                try:
-                    order = msgspec.json.decode(line, type=dict[str, Any])
-                    answer = {"ok": True, **self._controller.carry_out(order)}
-                    if order.get("do") != "status":
-                        logger.info("ordered to %s: %s", order, answer)
-                except (OrderError, msgspec.MsgspecError) as error:
-                    answer = {"ok": False, "error": str(error)}
-                except Exception as error:
-                    logger.warning("an order could not be carried out: %s", error, exc_info=True)
-                    answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-                client.sendall(msgspec.json.encode(answer) + b"\n")
+        lines = _Lines(client, time.monotonic() + CONNECTION_SECONDS, MAX_ORDER_BYTES)
+        self._pace.take()
+        while line := lines.read():
+            began = time.thread_time()
+            answer = self._carry_out(line)
+            lines.end += time.monotonic() - lines.read_at  # an order may have waited for the engine
+            self._pace.take(REST * (time.thread_time() - began) * ORDERS_A_SECOND)
+            lines.send(msgspec.json.encode(answer) + b"\n")
+            if not self._wait_for_turn():
+                return
+            self._pace.take()
+
+    def _carry_out(self, line: bytes) -> dict[str, Any]:
+        try:
+            order = msgspec.json.decode(line, type=dict[str, Any])
+            answer = {"ok": True, **self._controller.carry_out(order)}
+            if order.get("do") != "status":
+                logger.info("ordered to %s: %s", _shown(order), _shown(answer))
+        except (OrderError, msgspec.MsgspecError) as error:
+            answer = {"ok": False, "error": str(error)}
+        except Exception as error:
+            logger.warning("an order could not be carried out: %s", error, exc_info=True)
+            answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+        return answer
 
     def close(self) -> None:
-        # Closing alone does not wake who waits in accept.
+        self._over.set()
+        # Closing alone does not wake a thread that waits in accept.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join(timeout=PATIENCE_SECONDS)
+        self._thread.join(timeout=CONNECTION_SECONDS)
 
 
-def _user_of(client: socket.socket) -> int:
-    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+class _Lines:
+    """Lines of a peer that may be slow, endless or silent: bounded in bytes and, until ``end``, in seconds."""
+
+    def __init__(self, peer: socket.socket, end: float, max_bytes: int) -> None:
+        self.end = self.read_at = end
+        self._peer, self._max_bytes = peer, max_bytes
+        self._rest = bytearray()
+
+    def read(self) -> bytes:
+        """The next line; nothing when the peer is done. Raises OSError when it takes too long or sends too much."""
+        seen = 0
+        while (at := self._rest.find(b"\n", seen)) < 0:
+            seen = len(self._rest)
+            if seen > self._max_bytes:
+                raise ConnectionError(f"a line of more than {self._max_bytes} bytes")
+            self._peer.settimeout(self._left())
+            part = self._peer.recv(65536)
+            if not part:
+                at = seen
+                break
+            self._rest += part
+        line, is_last = bytes(self._rest[:at]), at == len(self._rest)
+        del self._rest[: at + 1]
+        self.read_at = time.monotonic()
+        return line if line or is_last else b" "  # an empty line is an order too, and refused
+
+    def send(self, data: bytes) -> None:
+        self._peer.settimeout(self._left())
+        self._peer.sendall(data)
+
+    def _left(self) -> float:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return left
+
+
+def _shown(what: dict[str, Any]) -> str:
+    text = repr(what)
+    return text if len(text) <= 500 else f"{text[:500]}… ({len(text)} characters)"
+
+
+def user_of(peer: socket.socket) -> int:
+    """Of a client: its user as it connected. Of a leader: its user as it began to listen."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
 
@@ -191,34 +265,93 @@ def open_control(controller: Controller, name: str) -> ControlServer | None:
     try:
         return ControlServer(controller, name)
     except OSError as error:
-        logger.warning("no orders can be given from outside: %s", error)
+        logger.warning("Control socket unavailable, `kvbm control` cannot reach this engine: %s", error)
         return None
 
 
 # -- the other end ----------------------------------------------------------------------------------------------------
 
+# Any user of the machine can listen on any name, and answer anything.
+_UNSAFE = r"[^A-Za-z0-9_.:+-]"
+_ADDRESS = re.compile(rf"@({PREFIX}/(?:0|[1-9][0-9]{{0,9}})/[1-9][0-9]{{0,9}}/[A-Za-z0-9_.:+-]{{1,100}})")
+_LOOK_SECONDS = 2.0
+
 
 def addresses() -> list[str]:
-    """Leaders on this machine that listen, of whatever user."""
+    """Leaders of this user on this machine that listen."""
+    return [address for address, user in look() if user == os.geteuid()]
+
+
+def look() -> list[tuple[str, int | None]]:
+    """Sockets on this machine that are named as leaders name theirs, each with the user that listens there, which the
+    kernel says; None when that cannot be found out in time. Nothing is sent to any of them."""
     found = set()
-    for line in Path("/proc/net/unix").read_text().splitlines():
-        name = line.rpartition(" ")[2]
-        if name.startswith(f"@{PREFIX}/"):
-            found.add(name[1:])
-    return sorted(found)
+    with open("/proc/net/unix", encoding="ascii", errors="replace") as sockets:
+        for line in sockets:
+            name = _ADDRESS.fullmatch(line.rstrip("\n").rpartition(" ")[2])
+            if name is not None:
+                found.add(name[1])
+            if len(found) == MAX_ADDRESSES:
+                break
+    users: dict[str, int | None] = dict.fromkeys(found)
+    end = time.monotonic() + _LOOK_SECONDS
+    while found:
+        for address in list(found):
+            with contextlib.suppress(BlockingIOError):  # it has no room for one more client right now
+                users[address] = _listener(address)
+                found.discard(address)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01 if found else 0)
+    # One that has ended meanwhile is not there.
+    return sorted((address, user) for address, user in users.items() if user != _GONE)
+
+
+_GONE = -1
+
+
+def _listener(address: str) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leader:
+        leader.setblocking(False)
+        try:
+            leader.connect(f"\0{address}")
+            return user_of(leader)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return _GONE
 
 
 def ask(address: str, order: dict[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-    """Give an order and wait for the answer. Raises OSError when nobody is there, OrderError when it is refused."""
+    """Give an order and wait for the answer. Raises OSError when there is none, or when another user listens there;
+    OrderError when the order is refused."""
+    end = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leader:
-        leader.settimeout(timeout)
-        leader.connect(f"\0{address}")
-        leader.sendall(msgspec.json.encode(order) + b"\n")
-        with leader.makefile("rb") as lines:
-            line = lines.readline()
+        _connect(leader, address, timeout)
+        if (user := user_of(leader)) != os.geteuid():
+            raise PermissionError(
+                f"{address} belongs to user {user}, and this is user {os.geteuid()}: give orders as the engine's user"
+            )
+        lines = _Lines(leader, end, MAX_ANSWER_BYTES)
+        lines.send(msgspec.json.encode(order) + b"\n")
+        line = lines.read()
     if not line:
-        raise ConnectionError(f"{address} does not answer; it takes orders from its own user and root only")
-    answer = msgspec.json.decode(line, type=dict[str, Any])
-    if not answer.pop("ok"):
-        raise OrderError(answer["error"])
+        raise ConnectionError(f"{address} does not answer")
+    try:
+        answer = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"{address} gave no answer that can be read: {error}") from error
+    if not answer.pop("ok", False):
+        raise OrderError(str(answer.get("error", "refused without a reason")))
     return answer
+
+
+def _connect(leader: socket.socket, address: str, timeout: float) -> None:
+    """Wait in line: a connect that does not block fails at once while the leader has eight clients waiting."""
+    seconds = int(timeout)
+    limit = struct.pack("ll", seconds, int(1e6 * (timeout - seconds)))
+    leader.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    try:
+        leader.connect(f"\0{address}")
+    except BlockingIOError as error:
+        raise TimeoutError(f"{address} has not taken the connection for {timeout:g} s") from error

@@ -12,8 +12,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import itertools
 import logging
 import os
+import stat
 import tempfile
 import threading
 import urllib.error
@@ -29,6 +31,9 @@ from kvbm.storage.directory import private_directory
 logger = logging.getLogger("kvbm")
 
 LEASE_SECONDS = 10
+MAX_CARDS = 10_000
+MAX_CARD_BYTES = 65_536
+MAX_ANSWER_BYTES = 64 << 20  # of etcd
 _ROOT = "kvbm"
 
 
@@ -100,7 +105,7 @@ class EtcdRegistry:
             )
             try:
                 with _opener.open(request, timeout=3) as response:
-                    return msgspec.json.decode(response.read(), type=dict[str, Any])
+                    return msgspec.json.decode(response.read(MAX_ANSWER_BYTES), type=dict[str, Any])
             except urllib.error.HTTPError as refused:
                 if method == "lease/keepalive":
                     return {}
@@ -150,21 +155,41 @@ class FileRegistry:
         self._made = {}
 
     def entries(self, prefix: str) -> dict[str, bytes]:
-        found = {}
-        for path in sorted((self._directory / _ROOT).rglob("*.json")):
+        found: dict[str, bytes] = {}
+        root = self._directory / _ROOT
+        if not _is_own(root):
+            return found
+        for path in sorted(itertools.islice(root.rglob("*.json"), MAX_CARDS)):
             name = str(path.relative_to(self._directory).with_suffix(""))
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                card = path.read_bytes()
-                if name.startswith(prefix) and Path(f"/proc/{msgspec.json.decode(card, type=Card).pid}").exists():
+                card = _content(path)
+                if card is None or not name.startswith(prefix):
+                    continue
+                if Path(f"/proc/{msgspec.json.decode(card, type=Card).pid}").exists():
                     found[name] = card
         return found
 
 
-def _content(path: Path) -> bytes | None:
+def _is_own(directory: Path) -> bool:
+    """In /tmp anybody can make a directory of this name, and fill it."""
     try:
-        return path.read_bytes()
+        found = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a file that is this user's, and a plain one of the usual size: opening a pipe would wait for its writer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size > MAX_CARD_BYTES:
+            return None
+        return file.read(MAX_CARD_BYTES)
 
 
 def registry(config: Config) -> Registry | None:

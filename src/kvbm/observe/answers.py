@@ -1,0 +1,106 @@
+"""What the metrics port answers: the page, and renderings of the last snapshot, each made once for all clients.
+
+/            the page                 /metrics      Prometheus text
+/api/state   a snapshot as JSON (?requests=N for so many of the latest requests)
+/healthz     "ok"; 503 while the engine does not answer
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from kvbm.observe import metrics
+from kvbm.observe.findings import explain
+from kvbm.observe.snapshot import Snapshot, to_json
+
+MAX_REQUESTS = 256  # in a snapshot
+TEXT = "text/plain; charset=utf-8"
+
+_REASONS = {
+    200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 500: "Internal Server Error",
+    503: "Service Unavailable",
+}  # fmt: skip
+_PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_SAFE = (
+    "X-Content-Type-Options: nosniff\r\n"
+    "Referrer-Policy: no-referrer\r\n"
+    "Content-Security-Policy: default-src 'self'; frame-ancestors 'none'; base-uri 'none'\r\n"
+)
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+    kind: str = TEXT
+
+    def head(self, keep: bool) -> bytes:
+        return (
+            f"HTTP/1.1 {self.status} {_REASONS[self.status]}\r\nContent-Type: {self.kind}\r\n"
+            f"Content-Length: {len(self.body)}\r\nCache-Control: no-store\r\n{_SAFE}"
+            f"Connection: {'keep-alive' if keep else 'close'}\r\n\r\n"
+        ).encode()
+
+
+def refusal(status: int, text: str) -> Answer:
+    return Answer(status, text.encode())
+
+
+class Wanted(NamedTuple):
+    """A snapshot that a client wants rendered, with so many of the latest requests."""
+
+    path: str
+    requests: int = 0
+
+
+def find(target: str) -> Answer | Wanted:
+    """What a GET of this target is answered with. /healthz is answered by the caller, which knows the engine."""
+    path = urlsplit(target)
+    if path.path == "/metrics":
+        return Wanted(path.path)
+    if path.path == "/api/state":
+        text = parse_qs(path.query, max_num_fields=16).get("requests", ["0"])[-1]
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > MAX_REQUESTS:
+            return refusal(400, f"requests={text[:20]}: expected a whole number from 0 to {MAX_REQUESTS}\n")
+        return Wanted(path.path, int(text))
+    if path.path in _PAGE:
+        name, kind = _PAGE[path.path]
+        return Answer(200, _file(name), kind)
+    return refusal(404, f"there is nothing at {path.path[:80]}; try / or /metrics\n")
+
+
+_files: dict[str, bytes] = {}
+
+
+def _file(name: str) -> bytes:
+    if name not in _files:
+        with open(os.path.join(os.path.dirname(__file__), "page", name), "rb") as file:
+            _files[name] = file.read()
+    return _files[name]
+
+
+class Renderings:
+    """Of one snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = msgspec.structs.replace(snapshot, findings=explain(snapshot))
+        self._made: dict[Wanted, Answer] = {}
+
+    def render(self, wanted: Wanted) -> Answer:
+        if wanted not in self._made:
+            self._made[wanted] = self._render(wanted)
+        return self._made[wanted]
+
+    def _render(self, wanted: Wanted) -> Answer:
+        if wanted.path == "/metrics":
+            return Answer(200, metrics.render(self._snapshot), metrics.CONTENT_TYPE)
+        latest = self._snapshot.requests[: wanted.requests]
+        return Answer(200, to_json(msgspec.structs.replace(self._snapshot, requests=latest)), "application/json")
