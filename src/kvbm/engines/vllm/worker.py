@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbm.config import Config
 from kvbm.engines.vllm import compat, fingerprint
-from kvbm.plans import Hello, LoadPlan, StepPlan
+from kvbm.plans import Hello, LoadPlan, Report, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
@@ -39,6 +39,8 @@ class WorkerHalf:
         self._engine_blocks = kv_cache_config.num_blocks
         self._groups = len(groups)
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
+        # Called before anything is closed: vLLM closes workers before the scheduler, and the leader flushes by then.
+        self.before_close: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -106,6 +108,23 @@ class WorkerHalf:
         finally:
             decoding.end()
 
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def keeping(self) -> bool:
+        return self._worker is not None and self._worker.keeping
+
+    def take_step(self, plan: StepPlan) -> Report | None:
+        return None if self._worker is None else self._worker.take_step(plan)
+
+    def hurry_disk(self) -> None:
+        if self._worker is not None:
+            self._worker.hurry_disk()
+
     def close(self) -> None:
         _local.pop(self._name, None)
-        self._rank.close()
+        try:
+            if self.before_close is not None:
+                self.before_close()
+        finally:
+            self._rank.close()
