@@ -161,6 +161,16 @@ def test_workers_that_have_ended_before_the_leader_have_confirmed_nothing(make):
     )
 
 
+def test_what_was_reset_is_not_missed(make):
+    engine = make()
+    engine.store(KEYS[:4])
+    assert unwritten(engine.leader, in_time=True, confirmable=False)
+    engine.leader.reset()
+    assert unwritten(engine.leader, in_time=True, confirmable=False) == ""
+    assert engine.flush()
+    assert not engine.on_disk
+
+
 def test_with_the_filter_blocks_that_are_not_bound_for_the_disk_are_not_missed(make):
     engine = make(disable_disk_offload_filter=False)
     engine.store(KEYS[:4])

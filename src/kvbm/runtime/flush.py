@@ -64,7 +64,7 @@ def unwritten(leader: Leader, in_time: bool, confirmable: bool) -> str:
     ``in_time``: the flush did not run into its deadline. ``confirmable``: workers could answer during the flush.
     """
     spills, counts = leader.spills, leader.counts
-    if spills is None:
+    if spills is None or not spills.is_persistent:
         return ""
     # With the filter on, a block that comes to host memory is not bound for the disk yet.
     copied = 0 if spills.is_filtered else leader.unconfirmed_store_blocks

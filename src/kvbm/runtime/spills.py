@@ -167,5 +167,10 @@ class Spills:
         return len(self._waiting)
 
     @property
+    def is_persistent(self) -> bool:
+        """What is written is found by the next engine; not after a reset."""
+        return self._index is not None
+
+    @property
     def is_filtered(self) -> bool:
         return self._filter is not None

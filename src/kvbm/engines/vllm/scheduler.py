@@ -215,8 +215,8 @@ class SchedulerHalf:
         with self._faults.turn:
             self._flush_deadline = time.monotonic() + flush.FLUSH_SECONDS
             self._see_off()
-            if not self._local:
-                return
+            if not self._local or (self._disk is None and self._kept is None):
+                return  # nothing to be done, or nothing that would outlive this engine
             try:
                 self._flushed = flush.flush(lambda: self.leader, self._local, self.apply, self._flush_deadline)
             except Exception as error:
