@@ -213,7 +213,7 @@ def test_prompts_of_an_engine_that_ends_at_once_come_back_from_disk(run_scenario
     late = {**kvbm, "inject_faults": "slow-store,disk-slow-write:seconds=0.2"}
     story = run_scenario([generate(*PROMPTS, max_tokens=1), do("state", "end")], late)
     assert story["end"]["spilled"] == 0
-    assert not story.said("lost at exit")
+    assert "lost at exit" not in story.output
     story = run_scenario([generate(*PROMPTS, name="again", max_tokens=1), do("state", "end")], kvbm)
     assert story["again"]["cached"] == [384, 384, 384]
     assert story["end"]["from_disk"] == 36
