@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,21 @@ def benchmark_script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleT
         return module
 
     return load
+
+
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Calls that the rules ``disk-slow-read`` and ``disk-slow-write`` strike wait for the event ``over``, however many
+    seconds a rule says, and set ``begun``. Name this fixture after those that open a disk: it ends before them."""
+    begun, over = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        begun.set()
+        over.wait()
+
+    monkeypatch.setattr("kvbm.storage.faults.time", SimpleNamespace(sleep=sleep))
+    yield SimpleNamespace(begun=begun, over=over)
+    over.set()
 
 
 @pytest.fixture

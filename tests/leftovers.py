@@ -84,8 +84,9 @@ class Watch:
         return found
 
     def _new_segments(self) -> list[str]:
-        """Segments that have appeared since the start, without those that another program has open right now."""
-        new = _segments() - self.segments
+        """Segments of KVBM and vLLM that have appeared since the start, without those that a process outside of this
+        run maps right now. A name that neither of them gives is another program's."""
+        new = {name for name in _segments() - self.segments if "kvbm" in name or _is_foreign(SHARED_MEMORY / name)}
         if not new:
             return []
         for process in Path("/proc").glob("[0-9]*"):

@@ -402,9 +402,10 @@ class Clockwork:
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.scheduler.kv_cache_config.num_blocks - 1
 
-    def close(self) -> None:
+    def close(self, workers_first: bool = False) -> None:
+        """``workers_first``: in the order of vLLM's EngineCore."""
         if self.scheduler is not None:
-            self.scheduler.connector.shutdown()
-            for rank in self.ranks:
-                rank.connector.shutdown()
+            connectors = [self.scheduler.connector, *(rank.connector for rank in self.ranks)]
+            for connector in (*connectors[1:], connectors[0]) if workers_first else connectors:
+                connector.shutdown()
             self.scheduler = None

@@ -195,4 +195,4 @@ def test_neither_a_slow_nor_a_dead_subscriber_holds_up_the_engine(kind, tmp_path
         publisher.shutdown()
         subscriber.close(linger=0)
         context.term()
-    assert slowest < 5.0
+    assert slowest < 30  # an engine that is held up waits for ever

@@ -14,11 +14,14 @@ LEAVES = {
     "shared memory": "open('/dev/shm/kvbm-left-behind', 'w').close()",
     "": "open('/dev/shm/vllm_dist_kvbm-left-behind', 'w').close()",
 }
+# What another program makes meanwhile: the run is not to blame for it, and does not touch it.
+OTHERS = Path("/dev/shm/another-program")
 
 
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind or "nothing")
 def test_a_run_that_leaves_something_behind_fails(kind, tmp_path):
-    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {LEAVES[kind]}\n")
+    others = f"open({str(OTHERS)!r}, 'w').close()"
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {LEAVES[kind]}\n    {others}\n")
     (tmp_path / "conftest.py").write_text("import leftovers\nfrom leftovers import *\nleftovers.PATIENCE_SECONDS = 1\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
     try:
@@ -27,7 +30,10 @@ def test_a_run_that_leaves_something_behind_fails(kind, tmp_path):
         )
     finally:
         Path("/dev/shm/kvbm-left-behind").unlink(missing_ok=True)
+        untouched = OTHERS.exists()
+        OTHERS.unlink(missing_ok=True)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert untouched
     assert (done.returncode == 1) is bool(kind), done.stdout
     assert not Path("/dev/shm/vllm_dist_kvbm-left-behind").exists()
     assert ("left behind" in done.stdout) is bool(kind)

@@ -244,18 +244,17 @@ def test_a_page_that_was_spoiled_on_disk_is_not_served(stores):
     assert get(again, range(8)) == list(range(8))
 
 
-def test_a_disk_that_does_not_answer_is_given_up_and_never_writes_to_the_page_afterwards(stores):
-    store = stores(inject_faults="disk-slow-read:every=2:seconds=3")
+def test_a_disk_that_does_not_answer_is_given_up_and_never_writes_to_the_page_afterwards(stores, stall):
+    store = stores()
     put(store, range(4))
     store.close()
-    again = stores(inject_faults="disk-slow-read:every=1:seconds=3")
+    again = stores(inject_faults="disk-slow-read")
     pages = Pages(4)
-    began = time.monotonic()
     assert again.get(keys(*range(4)), pages.all(), 0.1) == [False] * 4
-    assert time.monotonic() - began < 3
-    time.sleep(3.5)
+    assert not stall.over.is_set()
+    stall.over.set()
+    assert get(again, range(4), patience=60.0) == [0, 1, 2, 3]  # after the reads that were given up
     assert not pages.memory.any()
-    assert get(again, range(4), patience=10.0) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("faults", ["disk-write:every=3", "disk-torn:every=3"])
@@ -307,7 +306,7 @@ def test_nothing_is_left_pinned(stores):
     for at in range(0, 200, 16):
         put(store, range(at, at + 16))
         get(store, range(max(0, at - 40), at))
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while store._manager.busy and time.monotonic() < end:
         time.sleep(0.01)
     assert not store._manager.busy
@@ -328,7 +327,7 @@ def figures(store):
 def test_what_happens_to_pages_can_be_seen(stores):
     store = stores(host=8, disk=64)
     put(store, range(20))
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while store.counts.spilled_blocks < 20 and time.monotonic() < end:
         time.sleep(0.01)
     store.count(keys(*range(25)))

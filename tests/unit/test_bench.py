@@ -105,7 +105,7 @@ def ask(server, prompt=HELLO, **options):
 def test_the_first_token_is_the_first_text_that_is_not_empty(server):
     answer = ask(server)
     assert answer.error == ""
-    assert 0.19 < answer.ttft < 0.6  # the empty piece before the delay does not count
+    assert answer.ttft > 0.19  # the empty piece before the delay does not count
     assert answer.generation_seconds > 0.04
     assert (answer.text, answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == ("one two", 10, 6, 2)
     assert (answer.user, answer.round) == (3, 2)

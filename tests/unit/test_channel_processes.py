@@ -23,7 +23,7 @@ ANY = "tcp://127.0.0.1:0"
 HOST = Tier.HOST
 RANKS = 3
 TIMING = Timing(round=0.1, beat=0.1, silence=20.0)
-IMPATIENT = Timing(round=0.1, beat=0.1, silence=1.5)
+IMPATIENT = Timing(round=0.1, beat=0.1, silence=4.0)
 
 
 def serve(rank, pub_url, ack_url, count, timing, seen):

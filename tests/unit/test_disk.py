@@ -10,7 +10,6 @@ import random
 import stat
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -397,13 +396,14 @@ def test_a_torn_write_that_claims_success_is_seen_when_it_is_read(path):
     file.close()
 
 
-def test_a_stalled_write_does_not_hold_up_a_read(path):
-    file = DiskFile(path, 64, SLOT, io=disk_io("disk-slow-write:seconds=3", rank=0))
+def test_a_stalled_write_does_not_hold_up_a_read(path, stall):
+    file = DiskFile(path, 64, SLOT, io=disk_io("disk-slow-write", rank=0))
     memory = Memory(64)
     writes = [file.write([i], [memory.address(i)], [tag(i)]) for i in range(20)]
-    time.sleep(0.05)
+    assert stall.begun.wait(60)
     assert check(file, [63], [63]) == [0]
     assert not any(write.done() for write in writes)
+    stall.over.set()
     file.close()
 
 
@@ -414,7 +414,7 @@ def test_what_nobody_waits_for_any_more_is_not_read(path):
     reads = [file.read([i], [memory.address(i)], [tag(i)]) for i in range(64)]
     for read in reads:
         read.cancel()
-    assert reads[-1].wait(10)  # those that had begun take their time, not all 64
+    assert reads[-1].wait(15)  # those that had begun take their time, not all 64, which would be 19 s
     assert reads[-1].bad == [0]
     assert "nobody waits" in reads[-1].reason
     assert check(file, [63], [63]) == []
@@ -433,12 +433,13 @@ def test_after_it_was_closed_everything_fails_and_nothing_hangs(path):
     assert "closed" in late.reason
 
 
-def test_a_disk_that_hangs_is_left_behind(path):
-    file = DiskFile(path, 4, SLOT, io=disk_io("disk-slow-write:seconds=0.5", rank=0))
+def test_a_disk_that_hangs_is_left_behind(path, stall):
+    file = DiskFile(path, 4, SLOT, io=disk_io("disk-slow-write", rank=0))
     memory = Memory(1)
     operation = file.write([0], memory.addresses(1), [tag(0)])
-    time.sleep(0.1)
+    assert stall.begun.wait(60)
     assert not file.close(timeout=0.05)
+    stall.over.set()
     assert operation.wait(60)
     for thread in file._threads:
         thread.join(60)

@@ -237,24 +237,25 @@ def test_without_room_in_host_memory_blocks_on_disk_are_missed(make):
 
 
 @pytest.mark.parametrize("within", [0.0, 0.1])
-def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, make):
+def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, make, stall):
     engine = make()
     engine.fill([3, 4])
     engine.rank.close()
     patience = 100 if within else 0.1
-    engine = make(inject_faults="disk-slow-read:seconds=3", disk_load_timeout_secs=patience)
+    engine = make(inject_faults="disk-slow-read", disk_load_timeout_secs=patience)
     began = time.monotonic()
     engine.step(loads=[load([3, 4], [20, 21], [7, 5], within=within)])
     result, outcome = engine.loaded()
-    assert 0.1 <= time.monotonic() - began < 3
+    assert time.monotonic() - began >= 0.1
     assert (result.bad, result.missed, result.late) == ([], [0, 1], True)
     assert outcome.arrived == {"r"}
     assert outcome.bad_blocks == {20, 21}
     (fault,) = outcome.report.faults
     assert fault.startswith("disk load: the disk was given up: ")
-    assert 0.1 <= result.tier_seconds[DISK] < 3
+    assert result.tier_seconds[DISK] >= 0.1
+    assert not engine.rank.worker.poll().report.loads
+    stall.over.set()
     last, outcome = engine.loaded()
-    assert time.monotonic() - began >= 3
     assert (last.id, last.bad, last.missed, last.late) == (77, [], [], False)
     assert not outcome.arrived
     assert not outcome.bad_blocks
@@ -264,32 +265,30 @@ def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, ma
     assert engine.holds(2, 4)
 
 
-def test_a_step_never_waits_for_a_disk_that_hangs(make):
-    engine = make(inject_faults="disk-slow-read:seconds=3,disk-slow-write:seconds=3", disk_load_timeout_secs=0.2)
-    took = []
-    for number in range(60):
-        began = time.monotonic()
+def test_a_step_never_waits_for_a_disk_that_hangs(make, stall):
+    engine = make(inject_faults="disk-slow-read,disk-slow-write", disk_load_timeout_secs=0.2)
+    for number in range(60):  # the disk answers to none of them, so a step that waited for it would not end
         plans = {"spills": [SpillPlan(1, [0], [1], tags(1))]} if number == 0 else {}
         if number == 1:
             plans = {"loads": [load([3], [20], [4])]}
         plans["stores"] = [StorePlan(1000 + number, Copy(HOST, [8], [9]))]
         engine.step(**plans)
-        took.append(time.monotonic() - began)
         time.sleep(0.02)
-    assert max(took) < 2
+    assert stall.begun.is_set()
 
 
-def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypatch):
+def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypatch, stall):
     engine = make()
     engine.fill([3])
     engine.rank.close()
     monkeypatch.setattr("kvbm.storage.bounded.DISK_END_SECONDS", 0.1)
-    engine = make(inject_faults="disk-slow-read:seconds=2")
+    engine = make(inject_faults="disk-slow-read")
     engine.step(loads=[load([3], [20], [7])])
-    time.sleep(0.5)  # it has begun
+    assert stall.begun.wait(60)
     address = engine.rank._slab.address + 7 * 12288
     engine.rank.close()
     gc.collect()
+    stall.over.set()
     deadline = time.monotonic() + 60
     while ctypes.string_at(address, 4) != (3 * 100_000).to_bytes(4, "little"):  # it ends, well after the engine
         assert time.monotonic() < deadline

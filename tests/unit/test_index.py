@@ -196,16 +196,20 @@ def test_an_index_that_cannot_be_used_starts_clean_with_a_sentence(place, caplog
 def test_what_was_put_just_before_a_process_ends_is_there(place):
     """An engine may end without a word to its connector. A child that it has forked has nothing to write."""
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom kvbm.storage.index import Index\n"
+        "import atexit, os, sys, time\n"
+        "def told():\n if os.getpid() == parent: print(time.monotonic() - ended)\n"
+        "atexit.register(told)\nparent = os.getpid()\n"  # called last
+        "from pathlib import Path\nfrom kvbm.storage.index import Index\n"
         f"index = Index.open(Path({str(place)!r}), {WHAT!r}, 100)\n"
         "index.put([(bytes([i]) * 32, i) for i in range(50)])\n"
         "if os.fork() == 0: sys.exit()\n"
         "os.wait()\n"
         "index.put([(bytes([i]) * 32, i) for i in range(50, 60)])\n"
+        "ended = time.monotonic()\n"
     )
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
-    assert time.monotonic() - began < 2 * index_module._LAST_SECONDS
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, check=True, timeout=120, stdout=subprocess.PIPE, text=True).stdout
+    assert float(ended) < index_module._LAST_SECONDS
     index = Index.open(place, WHAT, 100)
     assert len(index) == 60
     index.close()
@@ -283,9 +287,8 @@ def test_an_index_that_can_never_be_written_again_does_not_hold_up_the_end(place
     index = Index.open(place, WHAT, 10)
     monkeypatch.setattr(index, "_write", broken)
     index.put([(key(1), 1)])
-    began = time.monotonic()
     index.close()
-    assert time.monotonic() - began < 5
+    assert not index._thread.is_alive()  # close() has not run into its timeout
 
 
 def test_any_history_leaves_what_the_caller_knows(place, monkeypatch):

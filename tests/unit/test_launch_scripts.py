@@ -208,4 +208,5 @@ def test_nothing_is_left_behind(how, stand_in, tmp_path):
     assert not left
     assert list((tmp_path / "tmp").iterdir()) == []
     if how == "dynamo.vllm":
-        assert first == "a worker has ended with status 3; 1 left\n"
+        # Other processes write to the same stderr, and may not end their lines.
+        assert "a worker has ended with status 3; 1 left" in first

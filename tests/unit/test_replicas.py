@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -227,7 +228,7 @@ def test_ranks_that_pass_blocks_on_take_every_load_as_a_whole():
 
 
 def test_a_rank_that_does_not_come_costs_hits_and_holds_nobody_up_twice(ranks):
-    ranks.all("start", settings=BROADCAST, patch={"patience": 2})
+    ranks.all("start", settings=BROADCAST, patch={"patience": 5})
     ranks.all("step", plan=store(1, [0, 1], [0, 1]))
     ranks.tell(0, "step", plan=load(2, [0, 1], [2, 3]))
     ranks.one(1, "step", plan=load(2, [0, 1], [2, 3]), skip_loads=True)
@@ -237,7 +238,7 @@ def test_a_rank_that_does_not_come_costs_hits_and_holds_nobody_up_twice(ranks):
     assert first["seconds"] < 60
     again = ranks.one(0, "step", plan=load(3, [0, 1], [2, 3]))
     assert again["loads"] == {3: [0, 1]}
-    assert again["seconds"] < 2
+    assert again["seconds"] < 5 <= first["seconds"]
     late = ranks.one(1, "step", plan=load(3, [0, 1], [2, 3]))
     assert late["loads"] == {3: [0, 1]}
     assert late["seconds"] < 60
@@ -254,15 +255,16 @@ def test_without_a_group_each_rank_loads_for_itself_and_says_so(ranks):
 
 
 def test_ranks_that_are_killed_leave_nothing_behind(tmp_path):
-    before = set(os.listdir("/dev/shm"))
     ranks = Ranks(tmp_path)
     try:
         started = ranks.all("start", settings=SHARED)
-        assert set(os.listdir("/dev/shm")) == before
+        # None that has a name: it would outlive a process that is killed. Names that others give do not count.
+        mapped = [Path(f"/proc/{process.pid}/maps").read_text() for process in ranks.processes]
+        assert not any("/dev/shm/" in maps and "kvbm" in maps.partition("/dev/shm/")[2] for maps in mapped)
+        assert all("kvbm-host-tier" in maps for maps in mapped)
     finally:
         ranks.kill()
     assert not [process for process in ranks.processes if process.is_alive()]
-    assert set(os.listdir("/dev/shm")) == before
     (inode,) = started[0]["mapped"]
     assert not _who_maps(inode)
 

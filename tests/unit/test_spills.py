@@ -144,6 +144,20 @@ def test_only_so_much_is_under_way_and_as_much_again_waits():
     assert leader.spills._waiting == dict.fromkeys(keys("de"))
 
 
+def test_prompts_that_come_at_once_wait_for_their_turn():
+    """Six of 28 blocks, confirmed in one step, and a host tier of which half holds fewer than all of them."""
+    leader = make(host=300, disk=300, most=1024)
+    prompts = [[bytes([number, i]) for i in range(28)] for number in range(6)]
+    for prompt in prompts:
+        plan = leader.offload(prompt, range(28))
+        leader.apply([Report(rank, stores=[StoreResult(plan.id)]) for rank in (0, 1)])
+    while (plan := leader.spill()) is not None:
+        assert len(plan.slots) <= 150
+        leader.apply(spilled(plan, 0, 1))
+    assert leader.counts.refused_spill_blocks == 0
+    assert [sum(key in leader.manager.pools[DISK] for key in prompt) for prompt in prompts] == [28] * 6
+
+
 def test_never_more_than_half_of_host_memory_waits_for_the_disk():
     leader = make(host=8)
     store(leader, "abcdef")
@@ -161,6 +175,7 @@ def test_a_block_that_left_host_memory_before_its_turn_is_skipped():
         store(leader, text)
     leader.spills._waiting = dict.fromkeys(keys("ab"))
     assert leader.spill() is None
+    assert leader.counts.refused_spill_blocks == 2
     assert not leader.busy
     leader.used(keys("abwx"))
     assert leader.spill().tags == keys("wx")

@@ -115,7 +115,7 @@ def test_submissions_that_follow_one_another_hold_up_nobody_for_long(monkeypatch
     step.begin()
     thread = threading.Thread(target=step.wait, daemon=True)
     thread.start()
-    until = time.monotonic() + 3
+    until = time.monotonic() + 60
     while thread.is_alive() and time.monotonic() < until:
         step.begin()
         time.sleep(0.001)

@@ -27,7 +27,7 @@ class Counts(msgspec.Struct):
     tainted_store_blocks: int = 0
     refused_store_blocks: int = 0
     failed_spill_blocks: int = 0
-    refused_spill_blocks: int = 0  # passed over because too many were waiting
+    refused_spill_blocks: int = 0  # passed over: too many were waiting, or they left host memory before their turn
     filtered_spill_blocks: int = 0  # held back by the filter when they came to host memory; they may pass later
     refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
     loaded_bytes: dict[Tier, int] = msgspec.field(default_factory=dict)

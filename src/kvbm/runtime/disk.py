@@ -72,6 +72,7 @@ class Disk:
         self.patience = patience
         self.clock = clock
         self.heard_at = clock()  # when something came from the disk last
+        self.close_seconds: float | None = None  # that the end waits for the disk, if not as long as usual
         self._file = file
         self._address = slab_address
 
@@ -83,7 +84,7 @@ class Disk:
 
     def close(self) -> bool:
         """False when the disk hangs: then the slab must stay where it is."""
-        return self._file.close()
+        return self._file.close(self.close_seconds)
 
     def _addresses(self, hosts: Sequence[int]) -> list[int]:
         return [self._address + slot * self._file.slot_bytes for slot in hosts]

@@ -375,5 +375,15 @@ class Leader:
         return bool(self._stores)
 
     @property
+    def unconfirmed_store_blocks(self) -> int:
+        return sum(len(store.plan.copy.blocks) for store in self._stores.values())
+
+    @property
+    def keeping(self) -> bool:
+        """Blocks are on their way to a tier, or workers have not heard yet which of them to keep."""
+        owes = self.kept is not None and self.kept.owes
+        return owes or bool(self._stores) or (self.spills is not None and self.spills.under_way)
+
+    @property
     def busy(self) -> bool:
         return bool(self._stores or self._loads or self._late or (self.spills is not None and self.spills.under_way))

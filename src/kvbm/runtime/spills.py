@@ -2,8 +2,9 @@
 
 A block is written through: it becomes a candidate when it has come to host memory, or when it was found again, as soon
 as the filter lets it pass. Every step takes candidates as far as the limit on what may be under way allows. The rest
-waits, as many again and no more; beyond that blocks are passed over, and get their chance when they are found again. So
-a slow disk costs disk hits: it never holds an engine block, and never more than half of host memory.
+waits, up to ``max_pending_blocks``; beyond that blocks are passed over, and get their chance when they are found again.
+A block that waits is not pinned: host memory may evict it before its turn. So a slow disk costs disk hits: it never
+holds an engine block, and never more than half of host memory.
 
 A block is published on disk, and entered into the index that outlives the engine, when every rank has written it.
 """
@@ -58,6 +59,9 @@ class Spills:
         self._block_bytes = block_bytes  # of all ranks together
         host = next(iter(manager.pools.values()))
         self._max_pending = max(1, min(max_pending_blocks, host.size // 2))
+        # Not limited by host memory: keys are all that waits. With half of it as the limit, prompts whose stores were
+        # confirmed in one step did not fit, and the end of the last one was passed over.
+        self._max_waiting = max_pending_blocks
         self._waiting: dict[Key, None] = {}
         self._flights: dict[int, _Flight] = {}
         self.pending_blocks = 0
@@ -88,7 +92,7 @@ class Spills:
                 self._index.touch(known)
 
     def _offer(self, keys: Sequence[Key]) -> None:
-        room = self._max_pending - len(self._waiting)
+        room = self._max_waiting - len(self._waiting)
         self._waiting.update(dict.fromkeys(keys[:room]))
         self._counts.refused_spill_blocks += len(keys[room:])
 
@@ -102,6 +106,8 @@ class Spills:
         batch = list(self._waiting)[:room]
         for key in batch:
             del self._waiting[key]
+        host = next(iter(self._manager.pools.values()))
+        self._counts.refused_spill_blocks += sum(key not in host for key in batch)
         plan = self._manager.spill(batch)
         if plan is None:
             return None
@@ -155,3 +161,16 @@ class Spills:
     @property
     def under_way(self) -> bool:
         return bool(self._flights or self._waiting)
+
+    @property
+    def queued_blocks(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_persistent(self) -> bool:
+        """What is written is found by the next engine; not after a reset."""
+        return self._index is not None
+
+    @property
+    def is_filtered(self) -> bool:
+        return self._filter is not None

@@ -417,6 +417,22 @@ class Worker:
                     self._faults[f"spill: {operation.reason}"] += 1
         return results
 
+    @property
+    def keeping(self) -> bool:
+        """Blocks are on their way to host memory or to disk, or the disk still owes a read that was given up."""
+        return bool(self._stores or self._hashing or self._spills or self._due_spills or self._late)
+
+    def take_step(self, plan: StepPlan) -> Report:
+        """A step without a forward pass, which the leader takes in place of an engine that ends."""
+        self.begin(plan)
+        self.start_stores(plan)
+        return self.poll().report
+
+    def hurry_disk(self) -> None:
+        """A flush has waited for the disk in vain: :meth:`close` does not wait for it a second time."""
+        if self._disk is not None:
+            self._disk.close_seconds = 1.0
+
     def close(self) -> None:
         if self._disk is None or self._disk.close():
             self._copier.close()

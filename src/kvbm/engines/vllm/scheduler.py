@@ -28,6 +28,7 @@ from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
+from kvbm.runtime import flush
 from kvbm.runtime.control import Controller
 from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.leader import Counts, Leader
@@ -44,6 +45,9 @@ SHORTEST_LOAD = 1.0
 
 # Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
 SPILL_PATIENCE_SECONDS = 2.0
+
+# vLLM stops stepping when it is told that there is no work. When it asks again so much later, something woke it up.
+ASLEEP_SECONDS = 0.5
 
 # Loads of a request that may fail before all that it lacks is computed.
 MOST_FAILURES = 3
@@ -72,6 +76,11 @@ class SchedulerHalf:
         self._disk: DiskTier | None = None
         self._kept: KeptHost | None = None
         self._spill_progress = 0.0  # when there was something new for the disk, or from it
+        self._asked = 0.0  # when vLLM asked last whether to step for the disk's sake
+        self._steps_for_disk = False  # the answer to that
+        self._local: list[WorkerHalf] = []  # all workers, where they are in this process
+        self._flush_deadline: float | None = None  # once the end has begun
+        self._flushed = True  # in time
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadPlan] = []
         self._uses: list[AdapterUse] = []  # adapters that the next step's plan depends on
@@ -141,7 +150,12 @@ class SchedulerHalf:
         if self._cache is not None and self._config.host_persist:
             self._kept = KeptHost.open(self._config, hellos, self._cache, manager)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
-        worker = find_local(engine_id, 0) if self._ranks == 1 else None
+        local = [worker for rank in range(self._ranks) if (worker := find_local(engine_id, rank)) is not None]
+        if len(local) == self._ranks:
+            self._local = local
+            for each in local:
+                each.before_close = self._flush
+        worker = local[0] if self._ranks == 1 and local else None
         self._adapters = Adapters(self._ranks, compat.loads_adapters_in_any_step(self._vllm_config), worker)
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         pending = self._config.max_pending_offloads
@@ -207,15 +221,36 @@ class SchedulerHalf:
             self._feed.tell_again()
         return self._feed is not None
 
+    def _flush(self) -> None:
+        """Finish what is on its way to disk. Runs once, when the scheduler's or the first worker's half is closed."""
+        if self._flush_deadline is not None:
+            return
+        with self._faults.turn:
+            self._flush_deadline = time.monotonic() + flush.FLUSH_SECONDS
+            self._see_off()
+            if not self._local or (self._disk is None and self._kept is None):
+                return  # nothing to be done, or nothing that would outlive this engine
+            try:
+                self._flushed = flush.flush(lambda: self.leader, self._local, self.apply, self._flush_deadline)
+            except Exception as error:
+                self._flushed = False
+                self._faults.record("flushing to disk", error)
+            if not self._flushed:
+                for worker in self._local:
+                    worker.hurry_disk()
+
     def close(self) -> None:
-        self._see_off()
+        self._flush()
+        if self.leader is not None and (lost := flush.unwritten(self.leader, self._flushed, bool(self._local))):
+            logger.warning("disk tier: %s. The next engine computes these blocks again", lost)
         self.observer.close()
         if self._presence is not None:
             self._presence.close()
         if self._consolidator is not None:
             self._consolidator.close()
         if self._disk is not None:
-            self._disk.index.close()
+            assert self._flush_deadline is not None
+            self._disk.index.close(max(1.0, self._flush_deadline - time.monotonic()))
         if self._kept is not None:
             self._kept.close()
 
@@ -691,7 +726,13 @@ class SchedulerHalf:
         return owes or self.leader.stores_under_way or self._spills_progress(self.leader)
 
     def _spills_progress(self, leader: Leader) -> bool:
-        """A disk that hangs is not waited for: what it has done is heard with the next request."""
-        if leader.spills is None or not leader.spills.under_way or Tier.DISK in leader.manager.resting:
-            return False
-        return time.monotonic() < self._spill_progress + SPILL_PATIENCE_SECONDS
+        """Whether vLLM has to step on for the disk. One that hangs is not waited for, but it gets another chance when
+        vLLM has stopped stepping and wakes up: for a request, for a call from outside, or to end. By then the disk may
+        have done what nobody has heard of."""
+        now = time.monotonic()
+        woken, self._asked = not self._steps_for_disk and now - self._asked > ASLEEP_SECONDS, now
+        if woken:
+            self._spill_progress = now
+        has_work = leader.spills is not None and leader.spills.under_way and Tier.DISK not in leader.manager.resting
+        self._steps_for_disk = has_work and now < self._spill_progress + SPILL_PATIENCE_SECONDS
+        return self._steps_for_disk

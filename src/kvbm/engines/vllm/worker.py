@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvbm.config import Config
@@ -12,7 +12,7 @@ from kvbm.engines import weights
 from kvbm.engines.vllm import compat, fingerprint
 from kvbm.engines.vllm.adapter_loads import AdapterLoads
 from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
-from kvbm.plans import Hello, LoadPlan, StepPlan
+from kvbm.plans import Hello, LoadPlan, Report, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
@@ -50,6 +50,8 @@ class WorkerHalf:
         lora = getattr(vllm_config, "lora_config", None)
         self._adapters = None if lora is None else AdapterLoads(lora, rank)
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
+        # Called before anything is closed: vLLM closes workers before the scheduler, and the leader flushes by then.
+        self.before_close: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -178,8 +180,25 @@ class WorkerHalf:
         finally:
             decoding.end()
 
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def keeping(self) -> bool:
+        return self._worker is not None and self._worker.keeping
+
+    def take_step(self, plan: StepPlan) -> Report | None:
+        return None if self._worker is None else self._worker.take_step(plan)
+
+    def hurry_disk(self) -> None:
+        if self._worker is not None:
+            self._worker.hurry_disk()
+
     def close(self) -> None:
         _local.pop(self._name, None)
-        if self._adapters is not None:
-            self._adapters.close()
-        self._rank.close()
+        try:
+            if self.before_close is not None:
+                self.before_close()
+        finally:
+            if self._adapters is not None:
+                self._adapters.close()
+            self._rank.close()
