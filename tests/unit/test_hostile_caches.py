@@ -269,6 +269,14 @@ def test_nothing_is_removed_where_others_can_exchange_it(root, kvbm):
     assert f"`chmod 700 {cache}`" in err
 
 
+def test_a_description_in_a_shared_directory_hides_no_cache(root, kvbm):
+    make_cache(root, "org/good")
+    (root / DESCRIPTION).write_text("{}")
+    code, out, _ = kvbm("cache", "ls", root)
+    assert code == 0
+    assert "org/good" in out
+
+
 def test_one_directory_that_is_refused_does_not_hide_the_other(root, tmp_path, kvbm, monkeypatch):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)

@@ -67,7 +67,9 @@ class Cache(NamedTuple):
 def find(root: Path) -> list[Path]:
     """Directories of this user's caches: ``root`` itself if it is one, else those in it."""
     with _opened(root, open_trusted) as fd:
-        if _exists(DESCRIPTION, fd):
+        here = os.fstat(fd)
+        # Not in /tmp, where any user could hide all caches with a file of that name.
+        if _is_mine(here) and not here.st_mode & stat.S_ISVTX and _exists(DESCRIPTION, fd):
             return [root]
         mine = [name for name, found in _entries(root, fd) if _is_mine(found)]
         return [root / name for name in mine if _exists(f"{name}/{DESCRIPTION}", fd)]
