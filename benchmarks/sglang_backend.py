@@ -64,6 +64,10 @@ def storage_config(**extra: object) -> HiCacheStorageConfig:
     )  # fmt: skip
 
 
+# Stands for the model of a server, which is part of a cache's name.
+MODEL = torch.nn.Linear(2, 2)
+
+
 class Ours:
     def __init__(self, pool: Any, directory: Path, pages: int, host: int = 0) -> None:
         extra = {

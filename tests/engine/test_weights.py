@@ -84,9 +84,6 @@ def test_a_folder_that_is_replaced_while_the_engine_starts_names_no_cache(
     options = {"engine": {"model": str(folder)}}
     run_scenario(STEPS, kvbm, **options, swap=[str(folder), str(other)])
     assert found(run_scenario(STEPS, kvbm, **options)) == (0, 0)
-    shutil.rmtree(folder)
-    shutil.copytree(f"{folder} before", folder)
-    assert run_scenario(STEPS, kvbm, **options)["answer"]["cached"] == [BLOCKS * 32]
 
 
 def test_every_value_that_vllm_has_loaded_counts(run_scenario, model):
@@ -162,7 +159,7 @@ def test_without_a_model_to_be_found_nothing_outlives_the_engine(run_scenario, t
     assert story.said("KVBM does nothing")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_new_weights_in_a_running_engine_leave_no_block_of_the_old_ones(ranks, run_scenario, folder, model, tmp_path):
     """vLLM's own reset tells its connector nothing. What comes after is for no engine with the weights on disk."""
     from safetensors.torch import load_file, save_file

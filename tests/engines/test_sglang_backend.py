@@ -48,6 +48,10 @@ PAGE = 16  # tokens
 LAYERS, HEADS, DIM = 3, 2, 16
 PAGE_BYTES = 2 * LAYERS * PAGE * HEADS * DIM * 2
 
+# Stands for the model that a server has loaded in this process.
+MODEL = torch.nn.Linear(2, 2, bias=False)
+MODEL.weight.data.fill_(1.0)
+
 
 def host_pool(layout="page_first", pages=64, layers=LAYERS):
     """A real host pool. Of the GPU's side it has two tensors to take its shape from."""
@@ -75,17 +79,10 @@ def storage_config(tmp_path, rank=0, ranks=1, mla=False, **extra):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def loaded():
-    """Stands for the model that the server has loaded in this process."""
-    return torch.nn.Linear(2, 2)
-
-
 @pytest.fixture
-def model(loaded):
-    before = loaded.weight.data.clone()
-    yield loaded
-    loaded.weight.data.copy_(before)
+def model():
+    yield MODEL
+    MODEL.weight.data.fill_(1.0)
 
 
 @pytest.fixture

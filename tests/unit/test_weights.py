@@ -313,5 +313,5 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(world):
     assert isinstance(found[0], Exception)
 
 
-def test_a_single_rank_needs_nobody():
+def test_a_single_rank_exchanges_nothing():
     assert gather_in_world("a") == ["a"]
