@@ -215,4 +215,5 @@ def _merge(first: Report, second: Report) -> Report:
     faults = Counter(first.faults)
     faults.update(second.faults)
     spills = first.spills + second.spills
-    return Report(first.rank, first.loads + second.loads, first.stores + second.stores, dict(faults), spills)
+    adapters = {**first.adapters, **second.adapters}
+    return Report(first.rank, first.loads + second.loads, first.stores + second.stores, dict(faults), spills, adapters)
