@@ -69,7 +69,8 @@ def plan(number):
 
 
 def report(rank, number):
-    results = [LoadResult(number, [0])], [StoreResult(number, ok=False)], {"why": number}, [SpillResult(number)]
+    loads, stores, spills = [LoadResult(number, [0])], [StoreResult(number, ok=False)], [SpillResult(number)]
+    results = loads, stores, {"why": number}, spills, {number: (number, "digest")}
     assert len(results) + 1 == len(Report.__struct_fields__)  # or what is merged is not looked at as a whole
     return Report(rank, *results)
 

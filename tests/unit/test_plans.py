@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvbm import plans
 from kvbm.plans import (
+    AdapterUse,
     Copy,
     Hello,
     LoadPlan,
@@ -170,6 +171,8 @@ ONE_OF_EACH = {
     "spills": [SpillPlan(8, [9], [10], [b"k"])],
     "settle": [11],
     "keeps": {12: True},
+    "adapters": [AdapterUse(13, [14], [15], [16], [17])],
+    "wanted": [b"adapter"],
 }
 
 

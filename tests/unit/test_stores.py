@@ -26,6 +26,9 @@ class Keys:
     def of(self, request):
         return [letter.encode() for letter in request.request_id[: request.num_tokens // BLOCK]]
 
+    def bound_weights(self, request):
+        return None
+
 
 class Scheduler:
     """Makes steps whose stores are carried out at once."""
@@ -58,7 +61,7 @@ class Scheduler:
             ),
         )
         plans = []
-        self.stores.plan(output, self.requests, plans)
+        self.stores.plan(output, self.requests, plans, [])
         self.leader.apply([Report(0, stores=[StoreResult(plan.id, True) for plan in plans])])
         return ["".join(self.pool.key_of(slot).decode() for slot in plan.copy.slots) for plan in plans]
 

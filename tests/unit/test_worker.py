@@ -186,6 +186,19 @@ def test_a_load_that_cannot_be_started_has_failed(worker, copier):
     assert outcome.arrived == {"request-1"}
 
 
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_load_and_a_store_that_are_refused_move_nothing(in_step, worker, copier):
+    """Nothing is known against the blocks that were to be loaded: they may be found again."""
+    worker.refuse([1, 9], blocks=[30])
+    outcome = step(worker, load(1, in_step=in_step), stores=[store(9)])
+    assert not [call for call in copier.calls if call[0] in ("load", "store")]
+    assert outcome.bad_blocks == {7, 8, 30}
+    assert [(result.bad, result.missed) for result in outcome.report.loads] == [([], [0, 1])]
+    assert [(result.id, result.ok) for result in outcome.report.stores] == [(9, False)]
+    assert outcome.failed == (set() if in_step else {"request-1"})
+    assert step(worker, load(2, in_step=True), stores=[store(10)]).bad_blocks == set()
+
+
 def test_a_fence_that_fails_spoils_what_it_protected(worker, copier):
     copier.ticket = FakeTicket(over=False)
     step(worker, stores=[store()])
