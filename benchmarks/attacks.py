@@ -10,6 +10,8 @@ attack once, in another order, and a stretch of steps for each. Compared is the 
 median over rounds, with that of the stretches without an attack. Time during which another program has the engine's
 core does not count (schedstat); time spent waiting for the interpreter does. A scraper asks for /metrics all along.
 
+--cpu needs no vLLM and no quiet machine: it gives the CPU time that each attack takes of the engine's process.
+
 Ends with status 1 when an attack raises it by more than 5 %, or when a scrape fails. Needs vLLM for the CPU; as root
 the attackers are another user than the engine, but for the clients of the control socket.
 """
@@ -52,10 +54,17 @@ REQUESTS, PROMPT_TOKENS = 4, 64
 
 def attack(kind: str, port: int, control: str) -> None:
     print("ready", flush=True)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             attempt(kind, port, control)
         time.sleep(0.0005)  # a refused attacker that only spins is no load on the engine
+
+
+def end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def attempt(kind: str, port: int, control: str) -> None:
@@ -84,6 +93,7 @@ def scrape(port: int) -> None:
     times, failed = [], []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(print(json.dumps({"seconds": times, "failed": failed}))))
     print("ready", flush=True)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     while True:
         began = time.monotonic()
         try:
@@ -235,6 +245,46 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def keep(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.json:
+        about = {
+            "taken": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "processor": f"{os.cpu_count()} cores", "python": ".".join(map(str, sys.version_info[:3])),
+        }  # fmt: skip
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+
+
+def measure_cpu(seconds: float = 2.0) -> list[dict[str, Any]]:
+    """Milliseconds a second that the threads of the engine's process take, beside one that does nothing."""
+    from kvbm.observe.server import Server
+    from kvbm.runtime.control import Controller, ControlServer
+    from observe import Bookkeeping
+
+    books = Bookkeeping()
+    for _ in range(60):
+        books.request()
+    server = Server(books.source, "127.0.0.1", 0)
+    server.start()
+    control = ControlServer(Controller(threading.RLock(), lambda: books.leader, {}, lambda: True), "attacked")
+    time.sleep(1)
+    rows = []
+    for name, (kind, count) in ATTACKS.items():
+        user = STRANGER if os.getuid() == 0 and kind != "control" else None
+        arguments = ["--attack", kind, "--port", str(server.port), "--control", control.address]
+        attackers = Helpers(arguments, count, os.sched_getaffinity(0), user)
+        time.sleep(0.3)
+        used, began = time.process_time() - time.thread_time(), time.monotonic()
+        time.sleep(seconds)
+        used = time.process_time() - time.thread_time() - used
+        rows.append({"attack": name, "cpu_ms_a_second": round(1e3 * used / (time.monotonic() - began), 1)})
+        attackers.end()
+        print(f"{name:36} {rows[-1]['cpu_ms_a_second']:7.1f} ms of CPU time a second")
+    server.close()
+    control.close()
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a tiny model (scripts/models.py tiny)")
@@ -242,6 +292,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=250, metavar="N", help="of a stretch (250)")
     parser.add_argument("--port", type=int, default=16880)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--cpu", action="store_true", help="CPU time of the engine's process, without vLLM")
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--scrape", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--control", default="", help=argparse.SUPPRESS)
@@ -256,6 +307,9 @@ def main() -> int:
         attack(options.attack, options.port, options.control)
     if options.scrape:
         scrape(options.port)
+    if options.cpu:
+        keep(measure_cpu(), options)
+        return 0
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1",
@@ -274,13 +328,7 @@ def main() -> int:
             f"{row['scrapes_failed']} failed, "
             f"slowest {row['slowest_scrape_s']:.2f} s"
         )
-    if options.json:
-        about = {
-            "taken": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "processor": f"{os.cpu_count()} cores", "python": ".".join(map(str, sys.version_info[:3])),
-        }  # fmt: skip
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=2) + "\n")
+    keep(rows, options)
     bad = any(row["p99_percent"] > LIMIT_PERCENT or row["scrapes_failed"] for row in rows)
     sys.stdout.flush()
     return 1 if bad else 0
