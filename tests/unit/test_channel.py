@@ -70,7 +70,7 @@ def plan(number):
 
 def report(rank, number):
     loads, stores, spills = [LoadResult(number, [0])], [StoreResult(number, ok=False)], [SpillResult(number)]
-    results = loads, stores, {"why": number}, spills, {number: (number, "digest")}
+    results = loads, stores, {"why": number}, spills, {number: (number, "digest")}, number
     assert len(results) + 1 == len(Report.__struct_fields__)  # or what is merged is not looked at as a whole
     return Report(rank, *results)
 
