@@ -4,16 +4,17 @@
     python benchmarks/attacks.py --json benchmarks/results/attacks.json
     PYTHONPATH=/path/to/other/src python benchmarks/attacks.py --json before.json     # the same of another version
 
-The engine decodes with a tiny model in this process, on one core with one thread; attackers, a scraper and the process
-that answers on the metrics port share another core, so what is measured is what crosses over. Each round takes every
-attack once, in another order, and a stretch of steps for each. Compared is the 99th percentile of a stretch, in the
-median over rounds, with that of the stretches without an attack. Time during which another program has the engine's
-core does not count (schedstat); time spent waiting for the interpreter does. A scraper asks for /metrics all along.
+The engine decodes with a tiny model in this process, on a CPU or a GPU, with one core and one thread of the host;
+attackers, a scraper and the process that answers on the metrics port share another core, so what is measured is what
+crosses over. Each round takes every attack once, in another order, and a stretch of steps for each. Compared is the
+99th percentile of a stretch, in the median over rounds, with that of the stretches without an attack. Time during which
+another program has the engine's core does not count (schedstat); time spent waiting for the interpreter does. A scraper
+asks for /metrics all along.
 
 --cpu needs no vLLM and no quiet machine: it gives the CPU time that each attack takes of the engine's process.
 
-Ends with status 1 when an attack raises it by more than 5 %, or when a scrape fails. Needs vLLM for the CPU; as root
-the attackers are another user than the engine, but for the clients of the control socket.
+Ends with status 1 when an attack raises it by more than 5 %, or when a scrape fails. Needs vLLM; as root the attackers
+are another user than the engine, but for the clients of the control socket.
 """
 
 from __future__ import annotations
@@ -135,13 +136,13 @@ class Helpers:
 class Engine:
     """Decodes for ever, a step at a time."""
 
-    def __init__(self, model: str, port: int) -> None:
+    def __init__(self, model: str, dtype: str, port: int) -> None:
         from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
 
         extra = {"cpu_cache_override_num_blocks": 256, "metrics": True, "metrics_port": port}
         llm = LLM(
-            model=model, dtype="float32", enforce_eager=True, max_model_len=1024, block_size=32,
+            model=model, dtype=dtype, enforce_eager=True, max_model_len=1024, block_size=32,
             num_gpu_blocks_override=512, disable_log_stats=True, seed=0,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="DynamoConnector", kv_connector_module_path="kvbm.vllm_integration.connector",
@@ -203,7 +204,7 @@ def percentile(times: list[float], percent: int) -> float:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     cores = sorted(os.sched_getaffinity(0))
     here, there = {cores[0]}, {cores[-1]}
-    engine = Engine(options.model, options.port)
+    engine = Engine(options.model, options.dtype, options.port)
     os.sched_setaffinity(0, here)
     for task in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(task), here)
@@ -288,6 +289,7 @@ def measure_cpu(seconds: float = 2.0) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a tiny model (scripts/models.py tiny)")
+    parser.add_argument("--dtype", default="float32", help="of the model (float32; a GPU wants bfloat16)")
     parser.add_argument("--rounds", type=int, default=12, metavar="N")
     parser.add_argument("--steps", type=int, default=250, metavar="N", help="of a stretch (250)")
     parser.add_argument("--port", type=int, default=16880)
