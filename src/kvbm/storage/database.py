@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sqlite3
 import stat
 import time
@@ -134,7 +135,7 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
         raise ValueError(f"its format is {version}, and this release writes {VERSION}")
     check = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if check != "ok":
-        raise ValueError(check)
+        raise _explain_check(check)
     schema = connection.execute("SELECT CAST(sql AS BLOB) FROM sqlite_master").fetchall()
     if schema and schema != [(_SCHEMA.encode(),)]:
         raise ValueError("its table is not that of this release")
@@ -158,6 +159,18 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
     if damaged:
         logger.warning("%s: %d rows of the index are damaged; it has forgotten their blocks", what, damaged)
     return Opened(connection, [(key, slot) for key, slot, _ in good], max((used for *_, used in good), default=0))
+
+
+def _explain_check(text: str) -> OSError | ValueError:
+    """SQLite's check reports a page that the disk did not return as text, in the place of an error."""
+    code = re.search(r"unable to get the page\. error code=(\d+)", text)
+    if "failed to get page" in text or (code is not None and int(code[1]) & 0xFF in _PASSING):
+        return IndexUnavailable(
+            errno.EIO,
+            f"the disk returned an error while the index was checked ({text}). Nothing was deleted. If the error "
+            "stays, as with a bad sector, discard the cache with `kvbm cache clear`",
+        )
+    return ValueError(text)
 
 
 def set_aside(directory: Path) -> None:
