@@ -449,3 +449,24 @@ def test_the_command_says_what_is_missing(server, capsys):
     assert "no engine fits --engine 'no such engine'; `kvbm control list`" in capsys.readouterr().err
     assert main(["control", "reset", "tape", "--engine", server.address]) == 1
     assert "expected one of host, disk" in capsys.readouterr().err
+
+
+def test_a_child_that_was_forked_does_not_listen_after_the_engine_has_died():
+    script = (
+        "import os, sys, threading\n"
+        "from kvbm.runtime.control import Controller, ControlServer\n"
+        "nothing = Controller(threading.RLock(), lambda: None, {}, lambda: True, None)\n"
+        "server = ControlServer(nothing, 'forks')\n"
+        "if os.fork() == 0:\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "print(server.address, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        address = engine.stdout.readline().strip()
+        assert engine.wait(60) == 0
+        assert address not in addresses()
+        engine.stdin.close()

@@ -229,7 +229,7 @@ server.start()
 while server.child is None: time.sleep(0.01)
 helper = os.fork() if sys.argv[1] == "forks" else 0
 if sys.argv[1] == "forks" and not helper:
-    time.sleep(120)  # holds all descriptors of the engine
+    time.sleep(120)  # outlives the engine
     os._exit(0)
 print(server.child, server.port, helper, flush=True)
 sys.stdin.read()
@@ -257,6 +257,10 @@ def test_the_process_ends_with_the_engine(end):
         else:
             engine.kill()
         wait_until(lambda: not is_running(child))
+        engine.wait(PATIENCE)
+        with socket.socket() as again:  # the port is free for the next engine
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", port))
     finally:
         engine.kill()
         if helper:

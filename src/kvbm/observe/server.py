@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvbm.forks import close_in_children
 from kvbm.observe.snapshot import Source
 from kvbm.pacing import Bucket
 
@@ -47,6 +48,7 @@ class Server:
     def __init__(self, source: Source, host: str, port: int) -> None:
         self._source = source
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        close_in_children(self._socket)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
@@ -122,7 +124,7 @@ class Server:
         with self._lock:
             if self._over.is_set():
                 return None
-            channel, theirs = socket.socketpair()
+            channel, theirs = map(close_in_children, socket.socketpair())
             with theirs:
                 listening = self._socket.fileno()
                 command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(listening), str(os.getpid())]

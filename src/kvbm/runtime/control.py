@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from kvbm.forks import close_in_children
 from kvbm.pacing import Bucket
 from kvbm.plans import Tier
 from kvbm.runtime.leader import Leader
@@ -152,7 +153,7 @@ class ControlServer:
         self._controller = controller
         self._pace = Bucket(ORDERS_A_SECOND, ORDER_BURST)
         self._over = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(8)
         self._thread = threading.Thread(target=self._serve, name="kvbm-control", daemon=True)
@@ -164,7 +165,7 @@ class ControlServer:
                 client, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            with client, contextlib.suppress(OSError):
+            with close_in_children(client), contextlib.suppress(OSError):
                 if user_of(client) in (0, os.geteuid()):
                     self._answer(client)
                 else:
