@@ -203,7 +203,7 @@ class Rank:
         try:
             private_directory(directory)
             return open_file(config, slab_path(directory, self.rank), slots, slot_bytes, self.rank, PATIENCE_SECONDS)
-        except DiskSpaceError:
+        except (DiskSpaceError, DiskHangs):  # the second has been logged: this call was given up
             raise
         except OSError as error:
             self._go_without_disk(error)

@@ -96,6 +96,8 @@ class Call(Generic[T]):
                 logger.warning("%s could not be closed: %s", self._what, error)
 
     def heard(self) -> None:
+        if self._abandoned:
+            raise DiskHangs(errno.ETIMEDOUT, f"{self._what} answered too late: its caller goes on without it")
         self._heard_at = time.monotonic()
 
 
@@ -103,7 +105,9 @@ _current = threading.local()
 
 
 def report_progress() -> None:
-    """The disk has answered: the :class:`Call` that this thread runs, if any, counts its silence from now on."""
+    """The disk has answered: the :class:`Call` that this thread runs, if any, counts its silence from now on.
+
+    Raises :class:`DiskHangs` in an abandoned call: the work stops and closes its files, beside an engine that runs."""
     call: Call[Any] | None = getattr(_current, "call", None)
     if call is not None:
         call.heard()
