@@ -183,6 +183,36 @@ def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, mon
     assert "mount -o remount" in caplog.text
 
 
+def fail(*_, **__):
+    raise RuntimeError("of a kind that no caller expects")
+
+
+@pytest.mark.parametrize("where", ["private_directory", "KeptSlab.__init__", "rows_of"])
+def test_a_rank_starts_whatever_goes_wrong_with_memory_from_before(where, make, place, monkeypatch, caplog):
+    with monkeypatch.context() as broken:
+        broken.setattr(f"kvbm.runtime.rank.{where}", fail)
+        engine = make()
+    assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+    assert "RuntimeError: of a kind that no caller expects" in caplog.text
+    assert make().hello.kept  # no lock is left behind
+
+
+def test_a_rank_starts_whatever_goes_wrong_with_its_disk(make, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("kvbm.runtime.rank.open_file", fail)
+    engine = make(host_persist=False, disk_cache_override_num_blocks=8, disk_cache_dir=str(tmp_path))
+    assert engine.hello.slots == {Tier.HOST: SLOTS}
+    assert "goes on without a disk tier: RuntimeError" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["rows_of", "Index.open"])
+def test_a_leader_starts_whatever_goes_wrong_with_memory_from_before(where, make, monkeypatch, caplog):
+    engine = make()
+    manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+    monkeypatch.setattr(f"kvbm.runtime.kept.{where}", fail)
+    assert KeptHost.open(engine.config, [engine.hello], CACHE, manager) is None
+    assert "RuntimeError: of a kind that no caller expects" in caplog.text
+
+
 def test_ranks_that_find_no_room_together_go_on_with_memory_that_ends_with_them(make, monkeypatch, caplog, tmp_path):
     """Each has seen room for its own share, and the pages run out while they come."""
 

@@ -20,7 +20,7 @@ from kvbm.config import Config
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.plans import Hello, StorePlan, Tier
-from kvbm.storage.bounded import Call
+from kvbm.storage.bounded import Call, reason_of
 from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.kept import DIRECTORY_SETTING, digest, rows_of
 from kvbm.storage.lock import PATIENCE_SECONDS
@@ -58,8 +58,8 @@ class KeptHost:
         }
         try:
             rows = Call(lambda: rows_of(directory), str(directory)).result()
-        except OSError as error:
-            logger.warning("the host tier is not kept: %s", error.strerror or error)
+        except Exception as error:
+            logger.warning("the host tier is not kept: %s", reason_of(error))
             return None
         if any(hello.compared != digest(directory, rows, hello.slots[Tier.HOST]) for hello in hellos):
             logger.warning(
@@ -83,8 +83,8 @@ class KeptHost:
                 Index.close,
             )
             index = opening.result()
-        except OSError as error:
-            logger.warning("the host tier is not kept: %s", error.strerror or error)
+        except Exception as error:
+            logger.warning("the host tier is not kept: %s", reason_of(error))
             return None
         try:
             # The stages of a pipeline may have room for more slots than are used: those that all have count.

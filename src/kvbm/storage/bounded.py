@@ -31,6 +31,11 @@ class DiskHangs(OSError):  # noqa: N818 - a state, not a mistake
     """A call to the file system has not returned in time. It may still return later."""
 
 
+def reason_of(error: Exception) -> str:
+    """For a log line. The text of an OSError of ours is whole sentences; other errors need their type."""
+    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
+
+
 class Call(Generic[T]):
     """One call on a daemon thread of its own.
 
