@@ -337,6 +337,16 @@ def test_a_result_that_nobody_wants_is_undone_once():
     assert undone == [7]
 
 
+def test_a_call_runs_in_place_when_the_interpreter_starts_no_more_threads(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran_on = Call(threading.current_thread, "it").result(30)
+    assert ran_on is threading.current_thread()
+    report_progress()  # of no call any more
+
+
 def test_an_error_of_a_call_is_raised_where_it_is_waited_for():
     def fail():
         raise TimeoutError("of the file system itself")

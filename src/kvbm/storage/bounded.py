@@ -53,7 +53,10 @@ class Call(Generic[T]):
         self._abandoned = False
         self._value: list[T] = []
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="kvbm-disk-call", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="kvbm-disk-call", daemon=True).start()
+        except RuntimeError:  # Python 3.12 and later start no thread once the interpreter ends: close in place
+            self._run()
 
     def result(self, seconds: float | None = None) -> T:
         """What the call returned or raised. Raises :class:`DiskHangs` when it shows no progress for ``seconds``,
@@ -82,11 +85,13 @@ class Call(Generic[T]):
             return not self._abandoned
 
     def _run(self) -> None:
-        _current.call = self
+        outer, _current.call = getattr(_current, "call", None), self
         try:
             self._value.append(self._call())
         except BaseException as error:
             self._error = error
+        finally:
+            _current.call = outer
         with self._lock:
             self._over.set()
             late = self._abandoned
