@@ -365,6 +365,8 @@ def test_threads_that_hang_are_left_behind_and_the_others_finish(monkeypatch):
     gate.set()
     assert stuck.result(30)
     assert threads.close(30)
+    with pytest.raises(RuntimeError, match="closed"):
+        threads.submit(lambda: 4)
 
 
 def test_a_process_ends_though_threads_of_a_pool_hang():

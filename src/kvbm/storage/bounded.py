@@ -128,6 +128,8 @@ class DaemonThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(max(1, count))
         ]
@@ -135,8 +137,12 @@ class DaemonThreads:
             thread.start()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Raises RuntimeError after :meth:`close`: no thread is left to run it."""
         future: Future[T] = Future()
-        self._tasks.put((future, call, arguments))
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("closed")
+            self._tasks.put((future, call, arguments))
         return future
 
     def close(self, seconds: float | None = None, *, cancel: bool = False) -> bool:
@@ -150,8 +156,10 @@ class DaemonThreads:
                 break
             if task is not None:
                 task[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._closing:
+            self._closed = True
+            for _ in self._threads:
+                self._tasks.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

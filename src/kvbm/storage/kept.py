@@ -108,10 +108,12 @@ class KeptSlab(HostSlab):
 
     def give_up(self) -> None:
         """Close it and give the memory back with all that was kept: who cannot use it needs it for something else."""
-        self._pool.close()
-        super().close()
-        os.ftruncate(self._fd, 0)
-        self._let_go()
+        if self._pool.close():
+            super().close()
+            os.ftruncate(self._fd, 0)
+            self._let_go()
+        else:
+            keep_until_exit(self)  # as in close: without its pages, the thread that waits would kill the process
 
     def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Hashes:
         """The slots hold the blocks that the tags name; bad is what cannot be. Nothing is recorded by this."""
