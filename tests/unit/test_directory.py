@@ -76,7 +76,7 @@ def test_a_directory_above_that_belongs_to_another_user_is_refused(tmp_path, bel
     belongs_to(owner, 12345)
     with pytest.raises(CacheRefused) as refused:
         private_directory(cache)
-    for part in (str(owner), "uid 12345", f"`chown {os.geteuid()} {owner}`", "set DYN_KVBM_DISK_CACHE_DIR to"):
+    for part in (str(owner), "uid 12345", f"`chown root {owner}`", "Set DYN_KVBM_DISK_CACHE_DIR to"):
         assert part in refused.value.strerror
 
 
@@ -92,6 +92,23 @@ def test_a_directory_above_that_others_can_write_to_is_refused(tmp_path, mode, r
 
 def test_a_sticky_directory_is_as_good_as_tmp(tmp_path):
     private_directory(folder(tmp_path / "shared", 0o1777) / "kvbm-x")
+
+
+def test_looking_at_a_directory_does_not_change_its_mode(tmp_path):
+    seen = folder(tmp_path / "kvbm-x", 0o755)
+    private_directory(seen, make=False)
+    assert stat.S_IMODE(seen.stat().st_mode) == 0o755
+    private_directory(seen)
+    assert stat.S_IMODE(seen.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_second_name_of_ones_own_file_is_removed_and_not_the_cache(tmp_path, link):
+    private_directory(tmp_path / "kvbm-x")
+    (tmp_path / "elsewhere").touch()
+    link(tmp_path / "elsewhere", tmp_path / "kvbm-x" / "index.sqlite")
+    with pytest.raises(CacheRefused, match="remove that file"):
+        private_directory(tmp_path / "kvbm-x")
 
 
 def test_the_usual_places_are_fine():
@@ -323,7 +340,7 @@ def test_an_index_is_not_opened_through_a_link_of_another_user(place):
     shared = folder(place / "shared", 0o1777)
     (shared / "way").symlink_to(folder(place / "elsewhere"))
     os.chown(shared / "way", STRANGER, STRANGER, follow_symlinks=False)
-    with pytest.raises(CacheRefused, match=f"`chown -h 0 {shared}/way`"):
+    with pytest.raises(CacheRefused, match=f"`chown -h root {shared}/way`"):
         Index.open(shared / "way" / "kvbm-x", WHAT, 4)
 
 

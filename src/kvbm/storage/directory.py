@@ -70,17 +70,19 @@ def private_directory(path: Path, setting: str = SETTING, *, make: bool = True) 
     """
     fd = open_private(path, setting, make=make)
     try:
-        if os.fstat(fd).st_mode & 0o077:
+        if make and os.fstat(fd).st_mode & 0o077:
             os.fchmod(fd, 0o700)
         # Nobody else can add or exchange a file from here on. Files from before may have been planted.
         for name in os.listdir(fd):
             with contextlib.suppress(FileNotFoundError):  # another rank removes its own
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
                 if why := distrust(found):
+                    is_second_name = stat.S_ISLNK(found.st_mode) or found.st_nlink > 1
+                    remove = "that file" if found.st_uid == os.geteuid() and is_second_name else "the directory"
                     raise CacheRefused(
                         errno.EPERM,
                         f"{name!r} in {path} {why}, so the content of the directory cannot be trusted. "
-                        f"Look at it, then remove the directory, or set {setting} to another one",
+                        f"Look at it, then remove {remove}, or set {setting} to another one",
                     )
     finally:
         os.close(fd)
@@ -192,22 +194,29 @@ def _denied(at: int, path: Path, setting: str) -> CacheRefused:
 
 def _check(path: Path, found: os.stat_result, owners: set[int], setting: str) -> None:
     if found.st_uid not in owners:
-        raise _refused(path, found, "its owner can exchange the directories in it", setting)
+        raise _refused(path, found, "its owner can rename or replace the directories in it", setting)
     if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX:
-        raise _refused(path, found, "users with write access can exchange the directories in it", setting)
+        raise _refused(path, found, "users with write access can rename or replace the directories in it", setting)
 
 
 def _refused(path: Path, found: os.stat_result, why: str, setting: str) -> CacheRefused:
     where, mode = shlex.quote(str(path)), stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()):
-        repair = f"`chown {'-h ' if stat.S_ISLNK(found.st_mode) else ''}{os.geteuid()} {where}`"
+        # Not to this user: the directory may hold what other users need.
+        link = "-h " if stat.S_ISLNK(found.st_mode) else ""
+        todo = (
+            f"Set {setting} to a directory below your home or on a local drive; or have an administrator run "
+            f"`chown {link}root {where}`"
+        )
     else:
         closing = "g-w" if not mode & stat.S_IWOTH else "go-w"
-        repair = f"`chmod {closing} {where}` (or `chmod +t {where}`, as /tmp has it, if users share the directory)"
+        todo = (
+            f"Repair it with `chmod {closing} {where}` (or `chmod +t {where}`, as /tmp has it, if users share the "
+            f"directory), or set {setting} to a directory that only uid {os.geteuid()} and root can change"
+        )
     return CacheRefused(
         errno.EPERM,
-        f"{path} belongs to {_owner(found)} with mode {mode:04o}: {why}, so a cache below it cannot be trusted. "
-        f"Repair it with {repair}, or set {setting} to a directory that only uid {os.geteuid()} and root can change",
+        f"{path} belongs to {_owner(found)} with mode {mode:04o}: {why}, so a cache below it cannot be trusted. {todo}",
     )
 
 
