@@ -451,6 +451,18 @@ def test_the_command_says_what_is_missing(server, capsys):
     assert "expected one of host, disk" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("maps_all", [True, False])
+def test_a_user_that_may_be_any_other_is_ours_only_where_every_user_is_mapped(server, monkeypatch, maps_all):
+    monkeypatch.setattr(control, "OVERFLOW_UID", os.geteuid())
+    monkeypatch.setattr(control, "maps_every_user", lambda: maps_all)
+    assert (server.address in addresses()) == maps_all
+    if maps_all:
+        ask(server.address, {"do": "status"})
+    else:
+        with pytest.raises(PermissionError):
+            ask(server.address, {"do": "status"})
+
+
 def test_a_child_that_was_forked_does_not_listen_after_the_engine_has_died():
     script = (
         "import os, sys, threading\n"

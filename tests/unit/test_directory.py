@@ -20,6 +20,7 @@ from kvbm.runtime.channel import ChannelError, local
 from kvbm.runtime.discovery import FileRegistry
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import DiskTier
+from kvbm.storage import directory
 from kvbm.storage.directory import CacheRefused, open_trusted, private_directory
 from kvbm.storage.disk import ALIGNMENT, DiskFile
 from kvbm.storage.index import Index, slab_path
@@ -92,6 +93,32 @@ def test_a_directory_above_that_others_can_write_to_is_refused(tmp_path, mode, r
 
 def test_a_sticky_directory_is_as_good_as_tmp(tmp_path):
     private_directory(folder(tmp_path / "shared", 0o1777) / "kvbm-x")
+
+
+@pytest.mark.parametrize(("mode", "good"), [(0o755, True), (0o1777, False)])
+def test_an_unmapped_user_may_be_root_but_not_in_a_sticky_directory(tmp_path, monkeypatch, mode, good):
+    """As in a user namespace that does not map root: / belongs to the user that stands for all the others."""
+    above = folder(tmp_path / "above", mode)
+    theirs = folder(above / "theirs")
+    unmapped = [Path("/").stat(), theirs.stat()]
+    fstat = os.fstat
+
+    def answer(fd: int) -> os.stat_result:
+        found = fstat(fd)
+        is_theirs = any(os.path.samestat(found, each) for each in unmapped)
+        return os.stat_result((*found[:4], directory.OVERFLOW_UID, *found[5:])) if is_theirs else found
+
+    monkeypatch.setattr(os, "fstat", answer)
+    if good:
+        private_directory(theirs / "kvbm-x")
+    else:
+        with pytest.raises(CacheRefused, match=f"{theirs} belongs to uid {directory.OVERFLOW_UID}"):
+            private_directory(theirs / "kvbm-x")
+
+
+def test_this_namespace_maps_every_user_or_says_which():
+    lines = Path("/proc/self/uid_map").read_text().split("\n")
+    assert directory.maps_every_user() == any(line.split() == ["0", "0", "4294967295"] for line in lines)
 
 
 def test_looking_at_a_directory_does_not_change_its_mode(tmp_path):

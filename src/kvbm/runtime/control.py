@@ -35,6 +35,7 @@ from kvbm.forks import close_in_children
 from kvbm.pacing import Bucket
 from kvbm.plans import Tier
 from kvbm.runtime.leader import Leader
+from kvbm.storage.directory import OVERFLOW_UID, maps_every_user
 
 logger = logging.getLogger("kvbm")
 
@@ -166,7 +167,7 @@ class ControlServer:
             except OSError:
                 return  # closed
             with close_in_children(client), contextlib.suppress(OSError):
-                if user_of(client) in (0, os.geteuid()):
+                if (user := user_of(client)) == 0 or _is_us(user):
                     self._answer(client)
                 else:
                     self._pace.take()  # a connection of a stranger wakes this thread, and so it counts
@@ -261,6 +262,11 @@ def user_of(peer: socket.socket) -> int:
     return int(user)
 
 
+def _is_us(user: int) -> bool:
+    """A user namespace that maps only some users shows all others as OVERFLOW_UID, which may be ours as well."""
+    return user == os.geteuid() and (user != OVERFLOW_UID or maps_every_user())
+
+
 def open_control(controller: Controller, name: str) -> ControlServer | None:
     """None, with a sentence in the log, when it cannot be had: no engine ends for that."""
     try:
@@ -280,7 +286,7 @@ _LOOK_SECONDS = 2.0
 
 def addresses() -> list[str]:
     """Leaders of this user on this machine that listen."""
-    return [address for address, user in look() if user == os.geteuid()]
+    return [address for address, user in look() if user is not None and _is_us(user)]
 
 
 def look() -> list[tuple[str, int | None]]:
@@ -329,7 +335,7 @@ def ask(address: str, order: dict[str, Any], timeout: float = 60.0) -> dict[str,
     end = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leader:
         _connect(leader, address, timeout)
-        if (user := user_of(leader)) != os.geteuid():
+        if not _is_us(user := user_of(leader)):
             raise PermissionError(
                 f"{address} belongs to user {user}, and this is user {os.geteuid()}: give orders as the engine's user"
             )

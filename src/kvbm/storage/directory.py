@@ -25,6 +25,25 @@ _MAX_LINKS = 40  # as the kernel
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
+def _overflow_uid() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_bytes())
+    except (OSError, ValueError):
+        return 65534
+
+
+OVERFLOW_UID = _overflow_uid()
+
+
+def maps_every_user() -> bool:
+    """Whether each uid here is one user. In a user namespace that maps only some, all others have OVERFLOW_UID."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text("ascii").splitlines()
+        return sum(int(line.split()[2]) for line in lines) >= 2**32 - 1
+    except (OSError, ValueError, IndexError):
+        return False
+
+
 class CacheRefused(OSError):  # noqa: N818 - a state, not a mistake
     """The directory cannot be trusted with a cache; the text says why and what to do."""
 
@@ -39,11 +58,15 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
     try:
         # The owner of / can replace this program too. In a user namespace without root that owner is "nobody".
         owners = {0, os.geteuid(), os.fstat(at).st_uid}
+        # The kernel shows every user that the namespace does not map as this one. Elsewhere it stands for root; but any
+        # user can make an entry of a sticky directory.
+        in_sticky = owners - ({OVERFLOW_UID} - {os.geteuid()})
         _check(here, os.fstat(at), owners, setting)
         left = [*reversed(path.absolute().parts[1:])]
         while left:
             name = left.pop()
-            if (target := _link(at, name, here, owners, setting)) is not None:
+            trusted = in_sticky if os.fstat(at).st_mode & stat.S_ISVTX else owners
+            if (target := _link(at, name, here, trusted, setting)) is not None:
                 links += 1
                 if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -56,7 +79,7 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
                 following = _enter(at, name, here, setting, make)
             os.close(at)
             at = following
-            _check(here, os.fstat(at), owners, setting)
+            _check(here, os.fstat(at), owners if name in ("/", "..") else trusted, setting)
         return at
     except BaseException:
         os.close(at)
