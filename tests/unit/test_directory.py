@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import logging
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +92,53 @@ def test_a_directory_above_that_others_can_write_to_is_refused(tmp_path, mode, r
     for part in (f"{shared} belongs to uid {os.geteuid()}", f"mode {mode:04o}", f"`{repair} {shared}`"):
         assert part in refused.value.strerror
     assert list(shared.iterdir()) == []
+
+
+@pytest.fixture
+def own_group(monkeypatch):
+    """Group 4711 is that of this user alone; the test changes what it likes."""
+    known = SimpleNamespace(
+        user=pwd.struct_passwd(("engine", "x", os.geteuid(), 4711, "", "/", "")),
+        group=grp.struct_group(("engine", "x", 4711, [])), others=[],
+    )  # fmt: skip
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: known.user)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: known.group)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [known.user, *known.others])
+    return known
+
+
+@as_root
+def test_a_directory_that_the_group_of_this_user_alone_can_write_to_is_fine(tmp_path, own_group):
+    shared = folder(tmp_path / "shared")
+    os.chown(shared, -1, 4711)
+    shared.chmod(0o775)
+    private_directory(shared / "kvbm-x")
+    shared.chmod(0o777)
+    with pytest.raises(CacheRefused, match="mode 0777"):
+        private_directory(shared / "kvbm-x")
+    shared.chmod(0o775)
+    other = pwd.struct_passwd(("other", "x", 4712, 4711, "", "/", ""))
+    for field, value in {
+        "group": grp.struct_group(("engine", "x", 4711, ["engine", "other"])),
+        "user": pwd.struct_passwd(("other", "x", os.geteuid(), 4711, "", "/", "")),
+        "others": [other],
+    }.items():
+        before = getattr(own_group, field)
+        setattr(own_group, field, value)
+        with pytest.raises(CacheRefused, match="mode 0775"):
+            private_directory(shared / "kvbm-x")
+        setattr(own_group, field, before)
+    private_directory(shared / "kvbm-x")
+
+
+@as_root
+def test_an_access_control_list_may_let_others_write(tmp_path, own_group, monkeypatch):
+    shared = folder(tmp_path / "shared")
+    os.chown(shared, -1, 4711)
+    shared.chmod(0o775)
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"a list")
+    with pytest.raises(CacheRefused, match="mode 0775"):
+        private_directory(shared / "kvbm-x")
 
 
 def test_a_sticky_directory_is_as_good_as_tmp(tmp_path):

@@ -2,17 +2,18 @@
 
 A planted block passes its checksum, so a cache is as safe as the directories above it: the owner of any of them can
 put another folder in the place of the cache. The rule is that of OpenSSH's StrictModes. Every directory from / down
-belongs to root or to this user, and neither its group nor others can write to it, unless it is sticky as /tmp is. The
-links on the way obey it too. A path that passes resolves to the same files from then on for everybody but root and this
-user, so later calls may use the path.
+belongs to root or to this user, and neither its group nor others can write to it, unless it is sticky as /tmp is or
+the group has this user alone. The links on the way obey it too. A path that passes resolves to the same files from then
+on for everybody but root and this user, so later calls may use the path.
 
-POSIX ACLs need no check of their own: a writable entry shows in the group bits of the mode.
+A writable entry of a POSIX ACL shows in the group bits of the mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import pwd
 import shlex
@@ -61,7 +62,7 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
         # The kernel shows every user that the namespace does not map as this one. Elsewhere it stands for root; but any
         # user can make an entry of a sticky directory.
         in_sticky = owners - ({OVERFLOW_UID} - {os.geteuid()})
-        _check(here, os.fstat(at), owners, setting)
+        _check(here, at, owners, setting)
         left = [*reversed(path.absolute().parts[1:])]
         while left:
             name = left.pop()
@@ -79,7 +80,7 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
                 following = _enter(at, name, here, setting, make)
             os.close(at)
             at = following
-            _check(here, os.fstat(at), owners if name in ("/", "..") else trusted, setting)
+            _check(here, at, owners if name in ("/", "..") else trusted, setting)
         return at
     except BaseException:
         os.close(at)
@@ -215,10 +216,30 @@ def _denied(at: int, path: Path, setting: str) -> CacheRefused:
     )
 
 
-def _check(path: Path, found: os.stat_result, owners: set[int], setting: str) -> None:
+def _only_own_group_writes(fd: int, found: os.stat_result) -> bool:
+    """Whether the writers are a group that has this user alone, as distributions with umask 002 make for each user."""
+    if found.st_mode & stat.S_IWOTH or found.st_gid == 0:  # containers run arbitrary users in group 0
+        return False
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    if group.gr_gid != user.pw_gid or group.gr_name != user.pw_name or {*group.gr_mem} - {user.pw_name}:
+        return False
+    if any(other.pw_gid == group.gr_gid and other.pw_uid != user.pw_uid for other in pwd.getpwall()):
+        return False
+    try:
+        os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
+    except OSError as error:
+        return error.errno in (errno.ENODATA, errno.ENOTSUP)
+    return False  # the list may let other users write, and the group bits are its mask
+
+
+def _check(path: Path, fd: int, owners: set[int], setting: str) -> None:
+    found = os.fstat(fd)
     if found.st_uid not in owners:
         raise _refused(path, found, "its owner can rename or replace the directories in it", setting)
-    if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX:
+    if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX and not _only_own_group_writes(fd, found):
         raise _refused(path, found, "users with write access can rename or replace the directories in it", setting)
 
 
