@@ -276,7 +276,19 @@ def test_a_process_that_was_killed_is_started_again(server, caplog):
             os.kill(killed, signal.SIGKILL)
             wait_until(lambda killed=killed: server.child not in (None, killed))
             assert b"kvbm_info{" in get(server, "/metrics")
-    assert caplog.text.count("has ended") == 1
+    assert caplog.text.count("has ended") == 2
+
+
+def test_only_short_lives_in_a_row_count(server, monkeypatch):
+    """An engine that runs for months does not lose its metrics to a process that is killed now and then."""
+    monkeypatch.setattr(module, "RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(module, "SHORT_LIFE_SECONDS", 0.0)
+    for _ in range(module.MAX_STARTS + 1):
+        wait_until(lambda: server.child is not None)
+        killed = server.child
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda killed=killed: server.child != killed)
+    assert b"kvbm_info{" in get(server, "/metrics")
 
 
 def test_a_process_that_cannot_run_is_given_up(source, caplog, monkeypatch):
