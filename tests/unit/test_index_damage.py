@@ -19,6 +19,7 @@ import pytest
 
 from kvbm.storage import database
 from kvbm.storage import index as index_module
+from kvbm.storage.bounded import DiskHangs
 from kvbm.storage.database import IndexUnavailable
 from kvbm.storage.index import DATABASE, DESCRIPTION, Index, cache_directory
 
@@ -312,3 +313,23 @@ def test_the_thread_that_writes_closes_an_index_that_was_left_behind(place, monk
     gate.set()
     index._thread.join(60)
     assert found(place) == TRUTH | {b"late" * 4: 2}
+
+
+def test_an_index_that_takes_long_to_read_reports_progress(place, monkeypatch):
+    reports = []
+    monkeypatch.setattr(database, "report_progress", lambda: reports.append(threading.get_ident()))
+    monkeypatch.setattr(database, "_PROGRESS_STEPS", 100)
+    database.connect(place, SLOTS, "disk tier").connection.close()
+    assert len(reports) > BLOCKS // 100  # also from the check, and not only from the rows
+
+
+def test_an_index_whose_caller_has_gone_on_is_not_read_to_its_end(place, monkeypatch):
+    def gone():
+        raise DiskHangs(errno.ETIMEDOUT, "too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "report_progress", gone)
+        patch.setattr(database, "_PROGRESS_STEPS", 100)
+        with pytest.raises(OSError):
+            Index.open(place, WHAT, SLOTS)
+    assert found(place) == TRUTH

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.core.keys import Key
+from kvbm.storage.bounded import report_progress
 
 logger = logging.getLogger("kvbm")
 
@@ -59,6 +60,7 @@ _PASSING = {
     22: "large file support is disabled",
 }
 _BUSY = (5, 6, 15)
+_PROGRESS_STEPS = 10_000  # of SQLite's virtual machine, and rows that are read, between two reports of progress
 
 
 class IndexUnavailable(OSError):  # noqa: N818 - a state, not a mistake
@@ -87,7 +89,11 @@ def connect(directory: Path, slots: int, what: str) -> Opened:
     try:
         connection = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False)
         try:
-            return _check(connection, slots, what)
+            # A large index on a slow disk takes a while to read, and must not count as a disk that hangs.
+            connection.set_progress_handler(report_progress, _PROGRESS_STEPS)
+            opened = _check(connection, slots, what)
+            connection.set_progress_handler(None, 0)
+            return opened
         except BaseException:
             connection.close()
             raise
@@ -153,6 +159,8 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
                 damaged += 1
             elif 0 <= slot < slots:
                 good.append((key, slot, used))
+                if not len(good) % _PROGRESS_STEPS:
+                    report_progress()
         kept = {slot for _, slot, _ in good}
         rest = [row for row in connection.execute("SELECT slot FROM blocks") if row[0] not in kept]
         execute(connection, _DELETE_SLOTS, rest)
