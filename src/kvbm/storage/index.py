@@ -398,8 +398,12 @@ def _describe(directory: Path, fingerprint: Fingerprint, slots: int, about: Mapp
     if path.is_dir():
         path.rename(path.with_name(f"{DESCRIPTION}.damaged-{time.time_ns()}"))
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(fd)
-    os.replace(new, path)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(fd)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
