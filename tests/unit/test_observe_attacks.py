@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import logging
 import os
@@ -20,6 +21,7 @@ import observed
 import pytest
 
 from kvbm.observe import server as module
+from kvbm.observe import web
 from kvbm.observe.server import Server
 from kvbm.pacing import Bucket
 
@@ -277,6 +279,29 @@ def test_a_process_that_was_killed_is_started_again(server, caplog):
             wait_until(lambda killed=killed: server.child not in (None, killed))
             assert b"kvbm_info{" in get(server, "/metrics")
     assert caplog.text.count("has ended") == 2
+
+
+def test_without_descriptors_the_process_waits_instead_of_spinning():
+    class Full(socket.socket):
+        tried = 0
+
+        def accept(self):
+            self.tried += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Full() as listening, socket.socket() as client:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        client.connect(listening.getsockname())
+        running = threading.Thread(target=web.Web(listening, theirs, os.getppid()).run, daemon=True)
+        running.start()
+        wait_until(lambda: listening.tried)
+        time.sleep(0.5)
+        assert listening.tried < 10  # a loop that spins tries ten thousands of times
+        wait_until(lambda: listening.tried > 1)  # a client is accepted as soon as it can be
+        ours.close()
+        running.join(PATIENCE)
 
 
 def test_only_short_lives_in_a_row_count(server, monkeypatch):
