@@ -586,3 +586,12 @@ def test_a_map_that_finds_no_room_costs_the_other_ranks_their_pages_and_not_the_
     assert all(put(store, [1, 2]))
     assert get(store, [1, 2]) == [1, 2]
     assert "other ranks find no pages on disk: No space left on device" in caplog.text
+
+
+def test_a_store_that_fails_to_open_lets_its_files_go(stores):
+    def fail(directory, slots):
+        raise RuntimeError("no key map")
+
+    with pytest.raises(RuntimeError, match="no key map"):
+        stores(disk=64, shown=fail)
+    assert Tier.DISK in stores(disk=64).tiers

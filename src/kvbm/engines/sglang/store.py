@@ -143,7 +143,12 @@ class Store:
             except BaseException:
                 index.close()
                 raise
-            return _OnDisk(index, file, None if shown is None else _show(shown, directory, slots, index))
+            try:
+                return _OnDisk(index, file, None if shown is None else _show(shown, directory, slots, index))
+            except BaseException:
+                file.close()
+                index.close()
+                raise
 
         try:
             disk = Call(open_all, str(directory), _OnDisk.close).result()
