@@ -304,7 +304,7 @@ def test_a_host_tier_in_such_a_place_ends_with_the_engine(tmp_path, caplog):
     shared = folder(tmp_path / "shared", 0o777)
     with refused_rank(caplog, host_persist=True, host_persist_dir=str(shared)) as (_, hello):
         assert [tier.name for tier in hello.slots] == ["HOST"]
-    assert f"the host tier ends with this engine: {shared} belongs to" in caplog.text
+    assert f"this engine's host tier will not survive a restart: {shared} belongs to" in caplog.text
     assert "set KVBM_HOST_PERSIST_DIR to" in caplog.text
     assert list(shared.iterdir()) == []
 

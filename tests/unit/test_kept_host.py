@@ -179,7 +179,7 @@ def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, mon
     engine = make()
     assert engine.hello.kept == b""
     assert engine.hello.slots[Tier.HOST] == SLOTS
-    assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
+    assert "this engine's host tier will not survive a restart: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     assert "mount -o remount" in caplog.text
 
 
@@ -223,7 +223,7 @@ def test_ranks_that_find_no_room_together_go_on_with_memory_that_ends_with_them(
         crowded.setattr("kvbm.storage.kept.os.posix_fallocate", full)
         engine = make()
     assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
-    assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
+    assert "this engine's host tier will not survive a restart: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     engine.store(1, [0, SLOTS - 1], [key_of(0), key_of(1)])
     (slab,) = tmp_path.glob("kvbm-*/rank-0.slab")
     assert slab.stat().st_blocks == 0  # nothing stays taken
@@ -238,7 +238,7 @@ def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):
     enter(place, (1, 3))
     (place[0] / "index.sqlite").write_bytes(b"no database at all" * 100)
     assert make().good == []
-    assert "what is there from before cannot be used" in caplog.text
+    assert "discarding the persisted blocks: index.sqlite is damaged" in caplog.text
 
 
 def kept_block(make, place):
@@ -282,7 +282,7 @@ def test_an_index_that_is_locked_costs_the_next_engine_nothing(make, place, lock
         engine.rank.close()
     assert "another process has locked" in caplog.text
     assert "waited 5." in caplog.text
-    assert "Blocks of the last engine are kept for the next" in caplog.text
+    assert "Blocks saved by the previous engine are untouched" in caplog.text
     assert make().good == [3]
 
 
@@ -423,7 +423,7 @@ def test_a_fault_while_taking_over_costs_the_blocks_and_not_the_engine(books, mo
         manager, kept = books(bits())
     assert kept is None
     assert not manager.keeps_first
-    assert "the host tier is not kept: ZeroDivisionError" in caplog.text
+    assert "the host tier is not persistent: ZeroDivisionError" in caplog.text
     assert books(bits())[1] is not None  # the index was let go of
 
 

@@ -5,9 +5,9 @@ open to it. Bounds hold for connections, for the bytes and seconds of a request,
 answers a second. When all connections are taken, a new client replaces the connection that has been idle or slow for
 the longest; a connection that waits for its answer is not replaced. So slow clients cannot keep a scraper out.
 
-A request for a snapshot waits for one that is made after the request arrived. One snapshot answers all requests that
-wait, and the engine bounds how often it makes one. If the engine does not answer in time, clients get the last one, and
-/healthz says so. The process ends when the engine's process does.
+Each answer uses a snapshot taken after its request arrived; requests that arrive together share one. The engine bounds
+how often it makes one. If the engine does not answer in time, clients get the last one, and /healthz says so. The
+process ends when the engine's process does.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ class Rank:
             raise
         except Exception as error:
             logger.warning(
-                "rank %d: the host tier ends with this engine: %s. Blocks of the last engine are kept for the next",
+                "rank %d: this engine's host tier will not survive a restart: %s. Blocks saved by the previous engine "
+                "are untouched",
                 self.rank, reason_of(error),
             )  # fmt: skip
             return None
@@ -339,7 +340,9 @@ class Rank:
         except OSError as error:
             if not isinstance(slab, KeptSlab):
                 raise
-            logger.warning("rank %d: the host tier ends with this engine: %s", self.rank, error.strerror or error)
+            logger.warning(
+                "rank %d: this engine's host tier will not survive a restart: %s", self.rank, error.strerror or error
+            )
             self._slab = None
             slab.give_up()
         self._slab = HostSlab(slots * layout.slot_bytes, node=self._node())

@@ -43,7 +43,7 @@ class Call(Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T], what: str, undo: Callable[[T], object] | None = None) -> None:
-        """``what`` is waited for goes into the error, the file or directory."""
+        """``what``: the file or directory, named in the error when the call times out."""
         self._call = call
         self._what = what
         self._undo = undo

@@ -39,7 +39,7 @@ _ROWS = (
     "SELECT slot, key, used, sum FROM blocks "
     "WHERE typeof(key) = 'blob' AND typeof(used) = 'integer' AND typeof(sum) = 'integer' ORDER BY used"
 )
-_DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
+DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
 _LOCK_SECONDS = 5.0  # that a start waits for another process that has locked the file
 _MAX_USED = 1 << 62  # leaves room to count on
 _MAX_ROWS = 240  # of one statement: four values each, and every SQLite takes 999
@@ -81,7 +81,7 @@ def row_sum(slot: int, key: Key) -> int:
 def connect(directory: Path, slots: int, what: str) -> Opened:
     """The database, made if there is none, checked from end to end.
 
-    Raises ValueError when it is damaged, and OSError when it cannot be used now. ``what`` it is of goes into the log.
+    Raises ValueError when it is damaged, and OSError when it cannot be used now. ``what``: the tier, for log lines.
     """
     path = directory / DATABASE
     _check_files(directory)
@@ -163,7 +163,7 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
                     report_progress()
         kept = {slot for _, slot, _ in good}
         rest = [row for row in connection.execute("SELECT slot FROM blocks") if row[0] not in kept]
-        execute(connection, _DELETE_SLOTS, rest)
+        execute(connection, DELETE_SLOTS, rest)
     if damaged:
         logger.warning("%s: %d rows of the index are damaged; it has forgotten their blocks", what, damaged)
     return Opened(connection, [(key, slot) for key, slot, _ in good], max((used for *_, used in good), default=0))

@@ -36,7 +36,7 @@ from pathlib import Path
 from kvbm.core.keys import Key
 from kvbm.storage import bounded
 from kvbm.storage.database import DATABASE as DATABASE
-from kvbm.storage.database import IndexUnavailable, Opened, connect, execute, row_sum, set_aside
+from kvbm.storage.database import DELETE_SLOTS, IndexUnavailable, Opened, connect, execute, row_sum, set_aside
 from kvbm.storage.directory import private_directory
 from kvbm.storage.lock import FileLock
 
@@ -50,7 +50,6 @@ KEY_MAP = "keys.map"  # where one rank writes and others read: what the index sa
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
 _BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
 _MAX_BACKOFF_SECONDS = 30.0
-_DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
 _DELETE_BLOCKS = "DELETE FROM blocks WHERE (slot, key) IN (VALUES {})"
 _INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used, sum) VALUES {}"
 _TOUCH = """
@@ -305,7 +304,7 @@ class Index:
             if changes.clear:
                 database.execute("DELETE FROM blocks")
             gone = changes.gone.items()
-            execute(database, _DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
+            execute(database, DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
             execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
             execute(database, _INSERT, changes.rows())
             execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))

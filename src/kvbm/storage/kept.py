@@ -229,7 +229,7 @@ def rows_of(directory: Path) -> Rows:
         found = explain(error, path, time.monotonic() - began)
         if isinstance(found, OSError):
             raise found from error
-        logger.warning("host tier: what is there from before cannot be used, its index is damaged: %s", error)
+        logger.warning("host tier: discarding the persisted blocks: index.sqlite is damaged: %s", error)
         return []
     finally:
         lock.release()

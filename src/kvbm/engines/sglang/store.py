@@ -453,7 +453,7 @@ def _show(shown: Callable[[Path, int], Shown], directory: Path, slots: int, inde
         made.put(index.entries())
         return made
     except OSError as error:
-        logger.warning("other ranks find no pages on disk: %s", error.strerror or error)
+        logger.warning("cannot create keys.map, so ranks that only read get no disk hits: %s", error.strerror or error)
         return None
 
 
