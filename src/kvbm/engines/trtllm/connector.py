@@ -47,8 +47,8 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
         config, setup = _read(llm_args)
         for warning in config.warnings:
             logger.warning("%s", warning)
-        if config.unused:
-            logger.info("known, not used yet: %s", ", ".join(config.unused))
+        for name, reason in config.unused_because.items():
+            logger.info("%s is set but not used: %s", name, reason)
         if setup.unsupported is not None:
             logger.warning(
                 "KVBM stays out of the way: %s. TensorRT-LLM runs as if it were not configured.", setup.unsupported
