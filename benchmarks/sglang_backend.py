@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host.mha import MHABufferInfo, MHATokenToKVPoolHost
@@ -63,6 +64,9 @@ def storage_config(**extra: object) -> HiCacheStorageConfig:
         enable_storage_metrics=False, is_page_first_layout=True, model_name=__file__, extra_config=dict(extra),
     )  # fmt: skip
 
+
+# Stands for the arguments of a server, which the backend asks for LoRA adapters.
+runtime_context.get_server_args = lambda: SimpleNamespace(enable_lora=None, lora_paths=None)
 
 # Stands for the model of a server, which is part of a cache's name.
 MODEL = torch.nn.Linear(2, 2)

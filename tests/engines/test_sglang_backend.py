@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(180)]
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="make test-sglang installs SGLang")
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers
@@ -77,6 +78,16 @@ def storage_config(tmp_path, rank=0, ranks=1, mla=False, **extra):
         enable_storage_metrics=False, is_page_first_layout=True, model_name=__file__,
         extra_config={**json.loads(extra_config()), **values},
     )  # fmt: skip
+
+
+def serve_no_adapters(patch):
+    """For the arguments of the server, which this process has none of."""
+    patch(runtime_context, "get_server_args", lambda: SimpleNamespace(enable_lora=None, lora_paths=None))
+
+
+@pytest.fixture(autouse=True)
+def _no_adapters(monkeypatch):
+    serve_no_adapters(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -371,6 +382,7 @@ def stand_in(patch):
     )  # fmt: skip
     patch(cache_controller, "get_parallel", lambda: parallel)
     patch(cache_controller, "is_dp_attention_enabled", lambda: False)
+    serve_no_adapters(patch)
 
 
 def attach(folder, pool, **extra):

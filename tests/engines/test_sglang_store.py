@@ -415,7 +415,7 @@ def test_pages_are_neither_kept_nor_read_where_other_users_can_exchange_them(sto
     assert get(reader, range(10)) == [None] * 10
     assert caplog.text.count(f"this rank reads no pages from disk: {tmp_path} belongs to") == 1
     store = stores(host=32, disk=64, **shown)
-    assert f"there is no disk tier: [Errno 1] {tmp_path} belongs to" in caplog.text
+    assert f"there is no disk tier: {tmp_path} belongs to" in caplog.text
     put(store, range(10))  # the host tier stays
     assert get(store, range(10)) == list(range(10))
     # The directory itself is writable to others: a file in it may be another user's.
@@ -585,4 +585,13 @@ def test_a_map_that_finds_no_room_costs_the_other_ranks_their_pages_and_not_the_
     store = stores(shown=full)
     assert all(put(store, [1, 2]))
     assert get(store, [1, 2]) == [1, 2]
-    assert "other ranks find no pages on disk: No space left on device" in caplog.text
+    assert "cannot create keys.map, so ranks that only read get no disk hits: No space left on device" in caplog.text
+
+
+def test_a_store_that_fails_to_open_lets_its_files_go(stores):
+    def fail(directory, slots):
+        raise RuntimeError("no key map")
+
+    with pytest.raises(RuntimeError, match="no key map"):
+        stores(disk=64, shown=fail)
+    assert Tier.DISK in stores(disk=64).tiers

@@ -175,6 +175,28 @@ def engine(modules, monkeypatch):
         each.close()
 
 
+def test_a_setting_that_is_not_used_is_named_with_the_reason(engine, caplog):
+    with caplog.at_level("INFO", logger="kvbm"):
+        config = engine(DYN_KVBM_OBJECT_REGION="nowhere").half._config
+    reason = config.unused_because["DYN_KVBM_OBJECT_REGION"]
+    assert f"DYN_KVBM_OBJECT_REGION is set but not used: {reason}" in caplog.text
+
+
+def test_a_directory_for_sockets_that_others_can_write_to_keeps_kvbm_out(engine, tmp_path, monkeypatch, caplog):
+    tmp_path.chmod(0o777)  # as an emptyDir of Kubernetes at /tmp: not sticky
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    here = engine()
+    try:
+        here.register()
+        assert here.half is None
+        assert caplog.text.count("chmod go-w") == 3  # the leader and each rank say what to do
+        here.step()
+        assert here.poll() == [([], [])] * 2
+        assert here.leader.get_num_new_matched_tokens(request(1), 0) == (0, False)
+    finally:
+        tmp_path.chmod(0o700)
+
+
 def llm_args(rank=0, ranks=2, **changes):
     mapping = SimpleNamespace(rank=rank, world_size=ranks, tp_size=ranks, pp_size=1, cp_size=1)
     args = SimpleNamespace(

@@ -211,7 +211,7 @@ def test_clear_leaves_files_that_are_not_of_a_cache(engine, capsys):
     (engine.path / "notes.txt").write_text("mine")
     assert main(["cache", "clear", str(engine.path)]) == 2
     assert [file.name for file in engine.path.iterdir()] == ["notes.txt"]
-    assert "files in it that are not of a cache" in capsys.readouterr().err
+    assert "holds what is not of a cache: " in capsys.readouterr().err
 
 
 def test_a_broken_index_is_told_and_can_be_removed(engine, capsys):
@@ -221,6 +221,14 @@ def test_a_broken_index_is_told_and_can_be_removed(engine, capsys):
     assert "cannot be read of 32" in capsys.readouterr().out
     assert main(["cache", "verify", str(engine.path)]) == 2
     assert main(["cache", "clear", str(engine.path)]) == 0
+
+
+def test_clear_removes_what_an_older_release_and_a_crash_have_left(engine):
+    engine.stop()
+    (engine.path / DATABASE).chmod(0o664)  # of an older release, with umask 002
+    (engine.path / "cache.json.new").write_text("{")  # of a crash while it was written
+    caches.clear(engine.path)
+    assert not engine.path.exists()
 
 
 def test_an_engine_can_start_at_once_where_a_cache_was_cleared(tmp_path, engine):

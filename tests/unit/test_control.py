@@ -449,3 +449,36 @@ def test_the_command_says_what_is_missing(server, capsys):
     assert "no engine fits --engine 'no such engine'; `kvbm control list`" in capsys.readouterr().err
     assert main(["control", "reset", "tape", "--engine", server.address]) == 1
     assert "expected one of host, disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("maps_all", [True, False])
+def test_a_user_that_may_be_any_other_is_ours_only_where_every_user_is_mapped(server, monkeypatch, maps_all):
+    monkeypatch.setattr(control, "OVERFLOW_UID", os.geteuid())
+    monkeypatch.setattr(control, "maps_every_user", lambda: maps_all)
+    assert (server.address in addresses()) == maps_all
+    if maps_all:
+        ask(server.address, {"do": "status"})
+    else:
+        with pytest.raises(PermissionError):
+            ask(server.address, {"do": "status"})
+
+
+def test_a_child_that_was_forked_does_not_listen_after_the_engine_has_died():
+    script = (
+        "import os, sys, threading\n"
+        "from kvbm.runtime.control import Controller, ControlServer\n"
+        "nothing = Controller(threading.RLock(), lambda: None, {}, lambda: True, None)\n"
+        "server = ControlServer(nothing, 'forks')\n"
+        "if os.fork() == 0:\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(0)\n"
+        "print(server.address, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        address = engine.stdout.readline().strip()
+        assert engine.wait(60) == 0
+        assert address not in addresses()
+        engine.stdin.close()

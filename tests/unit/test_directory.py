@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import logging
 import os
+import pwd
 import shutil
 import stat
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from kvbm.runtime.channel import ChannelError, local
 from kvbm.runtime.discovery import FileRegistry
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import DiskTier
+from kvbm.storage import directory
 from kvbm.storage.directory import CacheRefused, open_trusted, private_directory
 from kvbm.storage.disk import ALIGNMENT, DiskFile
 from kvbm.storage.index import Index, slab_path
@@ -76,7 +80,7 @@ def test_a_directory_above_that_belongs_to_another_user_is_refused(tmp_path, bel
     belongs_to(owner, 12345)
     with pytest.raises(CacheRefused) as refused:
         private_directory(cache)
-    for part in (str(owner), "uid 12345", f"`chown {os.geteuid()} {owner}`", "set DYN_KVBM_DISK_CACHE_DIR to"):
+    for part in (str(owner), "uid 12345", f"`chown root {owner}`", "Set DYN_KVBM_DISK_CACHE_DIR to"):
         assert part in refused.value.strerror
 
 
@@ -90,8 +94,98 @@ def test_a_directory_above_that_others_can_write_to_is_refused(tmp_path, mode, r
     assert list(shared.iterdir()) == []
 
 
+@pytest.fixture
+def own_group(monkeypatch):
+    """Group 4711 is that of this user alone; the test changes what it likes."""
+    known = SimpleNamespace(
+        user=pwd.struct_passwd(("engine", "x", os.geteuid(), 4711, "", "/", "")),
+        group=grp.struct_group(("engine", "x", 4711, [])), others=[],
+    )  # fmt: skip
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: known.user)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: known.group)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [known.user, *known.others])
+    return known
+
+
+@as_root
+def test_a_directory_that_the_group_of_this_user_alone_can_write_to_is_fine(tmp_path, own_group):
+    shared = folder(tmp_path / "shared")
+    os.chown(shared, -1, 4711)
+    shared.chmod(0o775)
+    private_directory(shared / "kvbm-x")
+    shared.chmod(0o777)
+    with pytest.raises(CacheRefused, match="mode 0777"):
+        private_directory(shared / "kvbm-x")
+    shared.chmod(0o775)
+    other = pwd.struct_passwd(("other", "x", 4712, 4711, "", "/", ""))
+    for field, value in {
+        "group": grp.struct_group(("engine", "x", 4711, ["engine", "other"])),
+        "user": pwd.struct_passwd(("other", "x", os.geteuid(), 4711, "", "/", "")),
+        "others": [other],
+    }.items():
+        before = getattr(own_group, field)
+        setattr(own_group, field, value)
+        with pytest.raises(CacheRefused, match="mode 0775"):
+            private_directory(shared / "kvbm-x")
+        setattr(own_group, field, before)
+    private_directory(shared / "kvbm-x")
+
+
+@as_root
+def test_an_access_control_list_may_let_others_write(tmp_path, own_group, monkeypatch):
+    shared = folder(tmp_path / "shared")
+    os.chown(shared, -1, 4711)
+    shared.chmod(0o775)
+    monkeypatch.setattr(os, "getxattr", lambda path, name: b"a list")
+    with pytest.raises(CacheRefused, match="mode 0775"):
+        private_directory(shared / "kvbm-x")
+
+
 def test_a_sticky_directory_is_as_good_as_tmp(tmp_path):
     private_directory(folder(tmp_path / "shared", 0o1777) / "kvbm-x")
+
+
+@pytest.mark.parametrize(("mode", "good"), [(0o755, True), (0o1777, False)])
+def test_an_unmapped_user_may_be_root_but_not_in_a_sticky_directory(tmp_path, monkeypatch, mode, good):
+    """As in a user namespace that does not map root: / belongs to the user that stands for all the others."""
+    above = folder(tmp_path / "above", mode)
+    theirs = folder(above / "theirs")
+    unmapped = [Path("/").stat(), theirs.stat()]
+    fstat = os.fstat
+
+    def answer(fd: int) -> os.stat_result:
+        found = fstat(fd)
+        is_theirs = any(os.path.samestat(found, each) for each in unmapped)
+        return os.stat_result((*found[:4], directory.OVERFLOW_UID, *found[5:])) if is_theirs else found
+
+    monkeypatch.setattr(os, "fstat", answer)
+    if good:
+        private_directory(theirs / "kvbm-x")
+    else:
+        with pytest.raises(CacheRefused, match=f"{theirs} belongs to uid {directory.OVERFLOW_UID}"):
+            private_directory(theirs / "kvbm-x")
+
+
+def test_this_namespace_maps_every_user_or_says_which():
+    lines = Path("/proc/self/uid_map").read_text().split("\n")
+    assert directory.maps_every_user() == any(line.split() == ["0", "0", "4294967295"] for line in lines)
+
+
+def test_looking_at_a_directory_does_not_change_its_mode(tmp_path):
+    seen = folder(tmp_path / "kvbm-x", 0o755)
+    private_directory(seen, make=False)
+    assert stat.S_IMODE(seen.stat().st_mode) == 0o755
+    private_directory(seen)
+    assert stat.S_IMODE(seen.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_second_name_of_ones_own_file_is_removed_and_not_the_cache(tmp_path, link):
+    private_directory(tmp_path / "kvbm-x")
+    (tmp_path / "elsewhere").touch()
+    link(tmp_path / "elsewhere", tmp_path / "kvbm-x" / "index.sqlite")
+    with pytest.raises(CacheRefused, match="remove that file"):
+        private_directory(tmp_path / "kvbm-x")
 
 
 def test_the_usual_places_are_fine():
@@ -210,7 +304,7 @@ def test_a_host_tier_in_such_a_place_ends_with_the_engine(tmp_path, caplog):
     shared = folder(tmp_path / "shared", 0o777)
     with refused_rank(caplog, host_persist=True, host_persist_dir=str(shared)) as (_, hello):
         assert [tier.name for tier in hello.slots] == ["HOST"]
-    assert f"the host tier ends with this engine: {shared} belongs to" in caplog.text
+    assert f"this engine's host tier will not survive a restart: {shared} belongs to" in caplog.text
     assert "set KVBM_HOST_PERSIST_DIR to" in caplog.text
     assert list(shared.iterdir()) == []
 
@@ -323,7 +417,7 @@ def test_an_index_is_not_opened_through_a_link_of_another_user(place):
     shared = folder(place / "shared", 0o1777)
     (shared / "way").symlink_to(folder(place / "elsewhere"))
     os.chown(shared / "way", STRANGER, STRANGER, follow_symlinks=False)
-    with pytest.raises(CacheRefused, match=f"`chown -h 0 {shared}/way`"):
+    with pytest.raises(CacheRefused, match=f"`chown -h root {shared}/way`"):
         Index.open(shared / "way" / "kvbm-x", WHAT, 4)
 
 

@@ -12,10 +12,16 @@ import threading
 import time
 
 import pytest
+import torch
 
 from hanging import HangingDisk
+from kvbm import config as settings
+from kvbm.plans import Tier
+from kvbm.runtime.rank import Rank
 from kvbm.storage import bounded
+from kvbm.storage import disk as disk_module
 from kvbm.storage.bounded import Call, DaemonThreads, DiskHangs, report_progress
+from kvbm.storage.lock import is_locked
 
 # A rank with a few blocks, its leader's tier, and an SGLang store, over one directory.
 COMMON = """
@@ -268,12 +274,77 @@ def test_a_call_that_is_silent_is_undone_when_it_ends():
     assert undone.wait(30)
 
 
+@pytest.mark.parametrize("given_up", ["it hangs", "it is abandoned"])
+def test_a_call_that_was_given_up_stops_when_it_next_reports_progress(given_up):
+    gate, stopped = threading.Event(), threading.Event()
+
+    def allocate():
+        gate.wait(60)
+        try:
+            report_progress()
+        except DiskHangs:
+            stopped.set()
+            raise
+
+    call = Call(allocate, "it")
+    if given_up == "it hangs":
+        with pytest.raises(DiskHangs):
+            call.result(0.05)
+    else:
+        call.abandon()
+    gate.set()
+    assert stopped.wait(30)
+
+
+def test_a_slab_that_is_given_up_is_not_allocated_to_its_end(tmp_path, monkeypatch, caplog):
+    """The preallocation runs beside the engine by then, and the slab may be as large as the disk."""
+    allocate, called, gate = disk_module._fallocate, [], threading.Event()
+
+    def slow(fd, at, length):
+        called.append(at)
+        gate.wait(60)
+        return allocate(fd, at, length)
+
+    monkeypatch.setattr(disk_module, "_fallocate", slow)
+    monkeypatch.setattr(disk_module, "_PIECE", 1 << 20)
+    monkeypatch.setattr(bounded, "DISK_START_SECONDS", 0.2)
+    config = settings.load(
+        extra={
+            "cpu_cache_override_num_blocks": 4, "disk_cache_override_num_blocks": 256, "disk_cache_dir": str(tmp_path)
+        },
+        environ={}, files=[],
+    )  # fmt: skip
+    cache = torch.zeros(8, 2, 2, 8192, dtype=torch.int32)
+    rank = Rank(config, 0, 1, cache={"model": "some-model"})
+    rank.register({f"layer {i}": cache[:, i] for i in range(2)}, 8)
+    assert Tier.DISK not in rank.hello().slots
+    gate.set()
+    (slab,) = tmp_path.glob("*/rank-0.slab")
+    deadline = time.monotonic() + 30
+    while is_locked(slab):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    rank.close()
+    assert len(called) == 1
+    assert caplog.text.count("goes on without a disk tier") == 1
+
+
 def test_a_result_that_nobody_wants_is_undone_once():
     undone = []
     call = Call(lambda: 7, "it", undone.append)
     assert call.result(30) == 7
     call.abandon()
     assert undone == [7]
+
+
+def test_a_call_runs_in_place_when_the_interpreter_starts_no_more_threads(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran_on = Call(threading.current_thread, "it").result(30)
+    assert ran_on is threading.current_thread()
+    report_progress()  # of no call any more
 
 
 def test_an_error_of_a_call_is_raised_where_it_is_waited_for():
@@ -294,6 +365,8 @@ def test_threads_that_hang_are_left_behind_and_the_others_finish(monkeypatch):
     gate.set()
     assert stuck.result(30)
     assert threads.close(30)
+    with pytest.raises(RuntimeError, match="closed"):
+        threads.submit(lambda: 4)
 
 
 def test_a_process_ends_though_threads_of_a_pool_hang():

@@ -3,6 +3,7 @@ printed."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -159,6 +160,18 @@ def test_doctor_comes_back_too(root, precious, kvbm, kind, monkeypatch):
     names = {finding["name"] for finding in json.loads(out)["findings"]}
     assert not names & {"disk-not-private", "memory-not-kept", "check-failed"}
     assert "memory-kept" not in names  # the links, and the cache that cannot be trusted, count for nothing
+
+
+def test_doctor_names_a_directory_that_cannot_be_opened(root, kvbm, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    configure(monkeypatch, root)
+    monkeypatch.setattr("kvbm.doctor.tiers.open_trusted", fail)
+    _, out, _ = kvbm("doctor", "--quick", "--json")
+    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    assert "Stale file handle" in found["disk-not-writable"]["text"]
+    assert "check-failed" not in found
 
 
 def test_doctor_probes_no_file_where_others_could_exchange_it(root, kvbm, monkeypatch):

@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -323,4 +324,36 @@ def test_any_history_leaves_what_the_caller_knows(place, monkeypatch):
     index.close()
     index = Index.open(place, WHAT, 20)
     assert dict(index.entries()) == known
+    index.close()
+
+
+def test_a_disk_that_fails_is_tried_ever_less_often(place, monkeypatch, caplog):
+    index = Index.open(place, WHAT, 8)
+    waits, wait_for, write = [], index._changed.wait_for, index._write
+    tried, fails = threading.Semaphore(0), True
+
+    def wait_shortly(condition, seconds=None):
+        if threading.current_thread() is not index._thread or seconds is None:
+            return wait_for(condition, seconds)
+        waits.append(seconds)
+        return wait_for(condition, seconds / 1000)
+
+    def fail(changes):
+        tried.release()
+        if fails:
+            raise OSError("no disk")
+        write(changes)
+
+    monkeypatch.setattr(index._changed, "wait_for", wait_shortly)
+    monkeypatch.setattr(index, "_write", fail)
+    index.put([(key(1), 1)])
+    for _ in range(10):
+        assert tried.acquire(timeout=60)
+    assert waits[:10] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30])
+    fails = False
+    assert index.flush(60)
+    index.put([(key(2), 2)])
+    assert index.flush(60)
+    assert waits[-1] == pytest.approx(0.2)
+    assert caplog.text.count("cannot be written") == 1
     index.close()

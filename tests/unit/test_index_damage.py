@@ -19,6 +19,7 @@ import pytest
 
 from kvbm.storage import database
 from kvbm.storage import index as index_module
+from kvbm.storage.bounded import DiskHangs
 from kvbm.storage.database import IndexUnavailable
 from kvbm.storage.index import DATABASE, DESCRIPTION, Index, cache_directory
 
@@ -272,6 +273,35 @@ def test_damage_is_told_from_trouble(text):
     assert isinstance(database.explain(sqlite3.DatabaseError(text), Path("index.sqlite"), 1.0), ValueError)
 
 
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ("*** in database main ***\nTree 2 page 7: unable to get the page. error code=8458", True),  # a bad sector
+        ("*** in database main ***\nTree 2 page 7: unable to get the page. error code=7", True),
+        ("*** in database main ***\nFreelist: failed to get page 9", True),
+        ("*** in database main ***\nTree 2 page 7: unable to get the page. error code=11", False),
+        ("*** in database main ***\nTree 2 page 7: btreeInitPage() returns error code 11", False),
+    ],
+)
+def test_a_page_that_the_disk_does_not_return_to_the_check_costs_nothing_later(place, monkeypatch, text, passes):
+    class Checked(sqlite3.Connection):
+        def execute(self, statement, *parameters):
+            if "quick_check" in statement:
+                return super().execute("SELECT ?", (text,))
+            return super().execute(statement, *parameters)
+
+    real = sqlite3.connect
+    with monkeypatch.context() as patch:
+        patch.setattr(database.sqlite3, "connect", lambda *given, **named: real(*given, factory=Checked, **named))
+        if passes:
+            with pytest.raises(IndexUnavailable, match="kvbm cache clear"):
+                Index.open(place, WHAT, SLOTS)
+        else:
+            with pytest.raises(ValueError, match="Tree 2 page 7"):
+                database.connect(place, SLOTS, "disk tier")
+    assert found(place) == TRUTH
+
+
 def test_the_thread_that_writes_closes_an_index_that_was_left_behind(place, monkeypatch):
     gate, real = threading.Event(), Index._write
     monkeypatch.setattr(Index, "_write", lambda self, changes: gate.wait(60) and real(self, changes))
@@ -283,3 +313,23 @@ def test_the_thread_that_writes_closes_an_index_that_was_left_behind(place, monk
     gate.set()
     index._thread.join(60)
     assert found(place) == TRUTH | {b"late" * 4: 2}
+
+
+def test_an_index_that_takes_long_to_read_reports_progress(place, monkeypatch):
+    reports = []
+    monkeypatch.setattr(database, "report_progress", lambda: reports.append(threading.get_ident()))
+    monkeypatch.setattr(database, "_PROGRESS_STEPS", 100)
+    database.connect(place, SLOTS, "disk tier").connection.close()
+    assert len(reports) > BLOCKS // 100  # also from the check, and not only from the rows
+
+
+def test_an_index_whose_caller_has_gone_on_is_not_read_to_its_end(place, monkeypatch):
+    def gone():
+        raise DiskHangs(errno.ETIMEDOUT, "too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "report_progress", gone)
+        patch.setattr(database, "_PROGRESS_STEPS", 100)
+        with pytest.raises(OSError):
+            Index.open(place, WHAT, SLOTS)
+    assert found(place) == TRUTH

@@ -9,12 +9,13 @@ import os
 import random
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kvbm.storage import caches, kept
+from kvbm.storage import bounded, caches, disk, kept
 from kvbm.storage.disk import DiskSpaceError
 from kvbm.storage.host import HostMemoryError
 from kvbm.storage.index import Index, slab_path
@@ -261,3 +262,24 @@ def test_whenever_an_engine_is_killed_its_successor_finds_what_was_kept_and_noth
         index.close()
     assert expected > 0
     assert found >= 4 * SLOTS
+
+
+def test_a_slab_that_is_given_up_while_a_page_does_not_come_stays_mapped(path, monkeypatch):
+    """A thread still reads it: without the mapping, or with a truncated file, that would kill the process."""
+    monkeypatch.setattr(bounded, "DISK_END_SECONDS", 0.2)
+    slab = open_slab(path)
+    begun, gate = threading.Event(), threading.Event()
+
+    def read(position, slot, tag):
+        begun.set()
+        gate.wait(60)
+        ctypes.string_at(slab.address, SLOT)
+
+    operation = disk.Operation("check", [0], [0], [key_of(0)], SLOT)
+    slab._begin(operation, read)
+    assert begun.wait(60)
+    slab.give_up()
+    gate.set()
+    assert operation.wait(60)
+    assert not operation.bad
+    assert path.stat().st_size

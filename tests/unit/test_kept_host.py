@@ -179,8 +179,38 @@ def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, mon
     engine = make()
     assert engine.hello.kept == b""
     assert engine.hello.slots[Tier.HOST] == SLOTS
-    assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
+    assert "this engine's host tier will not survive a restart: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     assert "mount -o remount" in caplog.text
+
+
+def fail(*_, **__):
+    raise RuntimeError("of a kind that no caller expects")
+
+
+@pytest.mark.parametrize("where", ["private_directory", "KeptSlab.__init__", "rows_of"])
+def test_a_rank_starts_whatever_goes_wrong_with_memory_from_before(where, make, place, monkeypatch, caplog):
+    with monkeypatch.context() as broken:
+        broken.setattr(f"kvbm.runtime.rank.{where}", fail)
+        engine = make()
+    assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+    assert "RuntimeError: of a kind that no caller expects" in caplog.text
+    assert make().hello.kept  # no lock is left behind
+
+
+def test_a_rank_starts_whatever_goes_wrong_with_its_disk(make, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("kvbm.runtime.rank.open_file", fail)
+    engine = make(host_persist=False, disk_cache_override_num_blocks=8, disk_cache_dir=str(tmp_path))
+    assert engine.hello.slots == {Tier.HOST: SLOTS}
+    assert "goes on without a disk tier: RuntimeError" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["rows_of", "Index.open"])
+def test_a_leader_starts_whatever_goes_wrong_with_memory_from_before(where, make, monkeypatch, caplog):
+    engine = make()
+    manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+    monkeypatch.setattr(f"kvbm.runtime.kept.{where}", fail)
+    assert KeptHost.open(engine.config, [engine.hello], CACHE, manager) is None
+    assert "RuntimeError: of a kind that no caller expects" in caplog.text
 
 
 def test_ranks_that_find_no_room_together_go_on_with_memory_that_ends_with_them(make, monkeypatch, caplog, tmp_path):
@@ -193,7 +223,7 @@ def test_ranks_that_find_no_room_together_go_on_with_memory_that_ends_with_them(
         crowded.setattr("kvbm.storage.kept.os.posix_fallocate", full)
         engine = make()
     assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
-    assert "the host tier ends with this engine: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
+    assert "this engine's host tier will not survive a restart: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     engine.store(1, [0, SLOTS - 1], [key_of(0), key_of(1)])
     (slab,) = tmp_path.glob("kvbm-*/rank-0.slab")
     assert slab.stat().st_blocks == 0  # nothing stays taken
@@ -208,7 +238,7 @@ def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):
     enter(place, (1, 3))
     (place[0] / "index.sqlite").write_bytes(b"no database at all" * 100)
     assert make().good == []
-    assert "what is there from before cannot be used" in caplog.text
+    assert "discarding the persisted blocks: index.sqlite is damaged" in caplog.text
 
 
 def kept_block(make, place):
@@ -252,7 +282,7 @@ def test_an_index_that_is_locked_costs_the_next_engine_nothing(make, place, lock
         engine.rank.close()
     assert "another process has locked" in caplog.text
     assert "waited 5." in caplog.text
-    assert "Blocks of the last engine are kept for the next" in caplog.text
+    assert "Blocks saved by the previous engine are untouched" in caplog.text
     assert make().good == [3]
 
 
@@ -393,7 +423,7 @@ def test_a_fault_while_taking_over_costs_the_blocks_and_not_the_engine(books, mo
         manager, kept = books(bits())
     assert kept is None
     assert not manager.keeps_first
-    assert "the host tier is not kept: ZeroDivisionError" in caplog.text
+    assert "the host tier is not persistent: ZeroDivisionError" in caplog.text
     assert books(bits())[1] is not None  # the index was let go of
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import logging
 import os
@@ -20,6 +21,7 @@ import observed
 import pytest
 
 from kvbm.observe import server as module
+from kvbm.observe import web
 from kvbm.observe.server import Server
 from kvbm.pacing import Bucket
 
@@ -229,7 +231,7 @@ server.start()
 while server.child is None: time.sleep(0.01)
 helper = os.fork() if sys.argv[1] == "forks" else 0
 if sys.argv[1] == "forks" and not helper:
-    time.sleep(120)  # holds all descriptors of the engine
+    time.sleep(120)  # outlives the engine
     os._exit(0)
 print(server.child, server.port, helper, flush=True)
 sys.stdin.read()
@@ -257,6 +259,10 @@ def test_the_process_ends_with_the_engine(end):
         else:
             engine.kill()
         wait_until(lambda: not is_running(child))
+        engine.wait(PATIENCE)
+        with socket.socket() as again:  # the port is free for the next engine
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", port))
     finally:
         engine.kill()
         if helper:
@@ -272,7 +278,42 @@ def test_a_process_that_was_killed_is_started_again(server, caplog):
             os.kill(killed, signal.SIGKILL)
             wait_until(lambda killed=killed: server.child not in (None, killed))
             assert b"kvbm_info{" in get(server, "/metrics")
-    assert caplog.text.count("has ended") == 1
+    assert caplog.text.count("has ended") == 2
+
+
+def test_without_descriptors_the_process_waits_instead_of_spinning():
+    class Full(socket.socket):
+        tried = 0
+
+        def accept(self):
+            self.tried += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs, Full() as listening, socket.socket() as client:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        client.connect(listening.getsockname())
+        running = threading.Thread(target=web.Web(listening, theirs, os.getppid()).run, daemon=True)
+        running.start()
+        wait_until(lambda: listening.tried)
+        time.sleep(0.5)
+        assert listening.tried < 10  # a loop that spins tries ten thousands of times
+        wait_until(lambda: listening.tried > 1)  # a client is accepted as soon as it can be
+        ours.close()
+        running.join(PATIENCE)
+
+
+def test_only_short_lives_in_a_row_count(server, monkeypatch):
+    """An engine that runs for months does not lose its metrics to a process that is killed now and then."""
+    monkeypatch.setattr(module, "RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(module, "SHORT_LIFE_SECONDS", 0.0)
+    for _ in range(module.MAX_STARTS + 1):
+        wait_until(lambda: server.child is not None)
+        killed = server.child
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda killed=killed: server.child != killed)
+    assert b"kvbm_info{" in get(server, "/metrics")
 
 
 def test_a_process_that_cannot_run_is_given_up(source, caplog, monkeypatch):

@@ -54,6 +54,13 @@ class Disk:
             # Nor is a file probed there: other users could put a link in its place.
             yield bad("disk-not-private", f"{error.strerror}.", "Until then the engine runs without a disk tier.")
             return
+        except OSError as error:
+            yield bad(
+                "disk-not-writable",
+                f"{_DIRECTORY}={folder} cannot be opened ({error.strerror}).",
+                f"Choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
+            )
+            return
         yield from self._room(config, where)
         if gpus():
             yield note("gpudirect-storage", f"{gds.statement()}.")

@@ -19,10 +19,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 
+from kvbm.forks import close_in_children
 from kvbm.observe.snapshot import Source
 from kvbm.pacing import Bucket
 
@@ -30,7 +32,8 @@ logger = logging.getLogger("kvbm")
 
 SNAPSHOTS_A_SECOND = 4
 SNAPSHOT_BURST = 4  # a page that loads, or `kvbm top --once`, need not wait
-MAX_STARTS = 5
+MAX_STARTS = 5  # in a row, of processes that end within SHORT_LIFE_SECONDS
+SHORT_LIFE_SECONDS = 60.0
 RESTART_SECONDS = 1.0
 BACKLOG = 1024  # the child accepts in bursts; a full backlog drops a scraper's SYN for a second
 
@@ -47,6 +50,7 @@ class Server:
     def __init__(self, source: Source, host: str, port: int) -> None:
         self._source = source
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        close_in_children(self._socket)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
@@ -91,9 +95,9 @@ class Server:
 
     def _keep(self) -> None:
         """Keep a child running, and answer it."""
-        for start in range(MAX_STARTS):
-            if start and self._over.wait(RESTART_SECONDS):
-                return
+        short_lives = 0
+        while short_lives < MAX_STARTS:
+            began = time.monotonic()
             try:
                 channel = self._start_child()
                 if channel is None:
@@ -105,14 +109,17 @@ class Server:
                     status: object = self._end_child()
             except Exception as error:
                 status = error
+            lived = time.monotonic() - began
+            short_lives = 0 if lived > SHORT_LIFE_SECONDS else short_lives + 1
             if self._over.is_set():
                 return
-            if not start:
-                logger.warning("the process that answers on the metrics port has ended (%s); starting another", status)
+            logger.warning("the process that answers on the metrics port has ended (%s) after %.0f s", status, lived)
+            if self._over.wait(RESTART_SECONDS):
+                return
         self._socket.close()  # clients are refused, and do not wait in the backlog
         logger.error(
-            "No metrics on %s: the process that answers there ended %d times. The engine goes on; restart it to have "
-            "metrics again.", self.url, MAX_STARTS,
+            "No metrics on %s: the process that answers there ended %d times in a row. The engine goes on; restart it "
+            "to have metrics again.", self.url, MAX_STARTS,
         )  # fmt: skip
 
     def _start_child(self) -> socket.socket | None:
@@ -122,7 +129,7 @@ class Server:
         with self._lock:
             if self._over.is_set():
                 return None
-            channel, theirs = socket.socketpair()
+            channel, theirs = map(close_in_children, socket.socketpair())
             with theirs:
                 listening = self._socket.fileno()
                 command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(listening), str(os.getpid())]

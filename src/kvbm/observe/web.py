@@ -5,14 +5,15 @@ open to it. Bounds hold for connections, for the bytes and seconds of a request,
 answers a second. When all connections are taken, a new client replaces the connection that has been idle or slow for
 the longest; a connection that waits for its answer is not replaced. So slow clients cannot keep a scraper out.
 
-A request for a snapshot waits for one that is made after the request arrived. One snapshot answers all requests that
-wait, and the engine bounds how often it makes one. If the engine does not answer in time, clients get the last one, and
-/healthz says so. The process ends when the engine's process does.
+Each answer uses a snapshot taken after its request arrived; requests that arrive together share one. The engine bounds
+how often it makes one. If the engine does not answer in time, clients get the last one, and /healthz says so. The
+process ends when the engine's process does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -110,6 +111,7 @@ class Web:
                 if os.getppid() != self._parent:
                     return
                 self._drop_late(now)
+                self._accept_again()
             self._ask(now)
             self._send_ready()
 
@@ -170,7 +172,10 @@ class Web:
                 return
             try:
                 client, _ = self._listening.accept()
-            except OSError:  # none is left, or it is gone already, or there are no more descriptors
+            except OSError as error:  # none is left, or it is gone already
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # the client stays in the backlog, and would wake us
+                    self._selector.unregister(self._listening)
+                    self._is_accepting = False
                 return
             if slowest is not None:
                 self._close(slowest)
@@ -202,6 +207,9 @@ class Web:
         with contextlib.suppress(OSError):
             connection.socket.shutdown(socket.SHUT_WR)
         connection.socket.close()
+        self._accept_again()
+
+    def _accept_again(self) -> None:
         if not self._is_accepting:
             self._selector.register(self._listening, selectors.EVENT_READ)
             self._is_accepting = True

@@ -31,9 +31,11 @@ from typing import Any
 
 import msgspec
 
+from kvbm.forks import close_in_children
 from kvbm.pacing import Bucket
 from kvbm.plans import Tier
 from kvbm.runtime.leader import Leader
+from kvbm.storage.directory import OVERFLOW_UID, maps_every_user
 
 logger = logging.getLogger("kvbm")
 
@@ -152,7 +154,7 @@ class ControlServer:
         self._controller = controller
         self._pace = Bucket(ORDERS_A_SECOND, ORDER_BURST)
         self._over = threading.Event()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(8)
         self._thread = threading.Thread(target=self._serve, name="kvbm-control", daemon=True)
@@ -164,8 +166,8 @@ class ControlServer:
                 client, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            with client, contextlib.suppress(OSError):
-                if user_of(client) in (0, os.geteuid()):
+            with close_in_children(client), contextlib.suppress(OSError):
+                if (user := user_of(client)) == 0 or _is_us(user):
                     self._answer(client)
                 else:
                     self._pace.take()  # a connection of a stranger wakes this thread, and so it counts
@@ -260,6 +262,11 @@ def user_of(peer: socket.socket) -> int:
     return int(user)
 
 
+def _is_us(user: int) -> bool:
+    """A user namespace that maps only some users shows all others as OVERFLOW_UID, which may be ours as well."""
+    return user == os.geteuid() and (user != OVERFLOW_UID or maps_every_user())
+
+
 def open_control(controller: Controller, name: str) -> ControlServer | None:
     """None, with a sentence in the log, when it cannot be had: no engine ends for that."""
     try:
@@ -279,7 +286,7 @@ _LOOK_SECONDS = 2.0
 
 def addresses() -> list[str]:
     """Leaders of this user on this machine that listen."""
-    return [address for address, user in look() if user == os.geteuid()]
+    return [address for address, user in look() if user is not None and _is_us(user)]
 
 
 def look() -> list[tuple[str, int | None]]:
@@ -328,7 +335,7 @@ def ask(address: str, order: dict[str, Any], timeout: float = 60.0) -> dict[str,
     end = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leader:
         _connect(leader, address, timeout)
-        if (user := user_of(leader)) != os.geteuid():
+        if not _is_us(user := user_of(leader)):
             raise PermissionError(
                 f"{address} belongs to user {user}, and this is user {os.geteuid()}: give orders as the engine's user"
             )

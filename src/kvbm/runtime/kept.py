@@ -20,7 +20,7 @@ from kvbm.config import Config
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.plans import Hello, StorePlan, Tier
-from kvbm.storage.bounded import Call
+from kvbm.storage.bounded import Call, reason_of
 from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.kept import DIRECTORY_SETTING, digest, rows_of
 from kvbm.storage.lock import PATIENCE_SECONDS
@@ -48,7 +48,7 @@ class KeptHost:
             return None  # a rank that does not keep its own has said why
         name = common_fingerprint(cache, (hello.layout for hello in hellos))
         if name is None:
-            logger.warning("the host tier is not kept: the ranks have layers of different kinds")
+            logger.warning("the host tier is not persistent: the ranks have layers of different kinds")
             return None
         pool = manager.pools[Tier.HOST]
         directory = cache_directory(config.host_persist_dir, name)
@@ -58,13 +58,13 @@ class KeptHost:
         }
         try:
             rows = Call(lambda: rows_of(directory), str(directory)).result()
-        except OSError as error:
-            logger.warning("the host tier is not kept: %s", error.strerror or error)
+        except Exception as error:
+            logger.warning("the host tier is not persistent: %s", reason_of(error))
             return None
         if any(hello.compared != digest(directory, rows, hello.slots[Tier.HOST]) for hello in hellos):
             logger.warning(
-                "the host tier is not kept: a rank has compared its memory with another index than that in %s: the "
-                "ranks do not see the same directory",
+                "the host tier is not persistent: a rank has compared its memory with another index than that in %s: "
+                "the ranks do not see the same directory",
                 directory,
             )
             return None
@@ -83,8 +83,8 @@ class KeptHost:
                 Index.close,
             )
             index = opening.result()
-        except OSError as error:
-            logger.warning("the host tier is not kept: %s", error.strerror or error)
+        except Exception as error:
+            logger.warning("the host tier is not persistent: %s", reason_of(error))
             return None
         try:
             # The stages of a pipeline may have room for more slots than are used: those that all have count.
@@ -101,7 +101,7 @@ class KeptHost:
             )  # fmt: skip
             return cls(manager, index)
         except Exception as error:
-            logger.warning("the host tier is not kept: %s: %s", type(error).__name__, error)
+            logger.warning("the host tier is not persistent: %s: %s", type(error).__name__, error)
             index.close()
             return None
 

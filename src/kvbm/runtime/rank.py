@@ -20,10 +20,10 @@ from kvbm.runtime.disk import Disk, bounce_slots, measure, open_file
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import gds, numa
-from kvbm.storage.bounded import Call, DiskHangs
+from kvbm.storage.bounded import Call, DiskHangs, reason_of
 from kvbm.storage.directory import private_directory
 from kvbm.storage.disk import DiskFile, DiskSpaceError
-from kvbm.storage.host import HostSlab, available_memory
+from kvbm.storage.host import HostMemoryError, HostSlab, available_memory
 from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
 from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, Rows, held, rows_of
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
@@ -109,10 +109,13 @@ class Rank:
                 lambda: self._open_kept(directory, slots, layout.slot_bytes, node), str(directory), KeptSlab.close
             )
             return opening.result()
-        except OSError as error:
+        except HostMemoryError:  # a setting that can never be met
+            raise
+        except Exception as error:
             logger.warning(
-                "rank %d: the host tier ends with this engine: %s. Blocks of the last engine are kept for the next",
-                self.rank, error.strerror or error,
+                "rank %d: this engine's host tier will not survive a restart: %s. Blocks saved by the previous engine "
+                "are untouched",
+                self.rank, reason_of(error),
             )  # fmt: skip
             return None
 
@@ -132,6 +135,9 @@ class Rank:
                 "rank %d: blocks of the last engine are lost: %s, and there is no memory for a second host tier",
                 self.rank, error.strerror or error,
             )  # fmt: skip
+        except BaseException:
+            slab.close()
+            raise
         return slab
 
     def _join(self, layout: BlockLayout) -> bool:
@@ -203,16 +209,16 @@ class Rank:
         try:
             private_directory(directory)
             return open_file(config, slab_path(directory, self.rank), slots, slot_bytes, self.rank, PATIENCE_SECONDS)
-        except DiskSpaceError:
+        except (DiskSpaceError, DiskHangs):  # the second has been logged: this call was given up
             raise
-        except OSError as error:
+        except Exception as error:
             self._go_without_disk(error)
             return None
 
-    def _go_without_disk(self, error: OSError) -> None:
+    def _go_without_disk(self, error: Exception) -> None:
         logger.warning(
             "rank %d goes on without a disk tier: %s. Blocks on disk are kept for the next start",
-            self.rank, error.strerror or error,
+            self.rank, reason_of(error),
         )  # fmt: skip
 
     def _speed(self) -> str:
@@ -334,7 +340,9 @@ class Rank:
         except OSError as error:
             if not isinstance(slab, KeptSlab):
                 raise
-            logger.warning("rank %d: the host tier ends with this engine: %s", self.rank, error.strerror or error)
+            logger.warning(
+                "rank %d: this engine's host tier will not survive a restart: %s", self.rank, error.strerror or error
+            )
             self._slab = None
             slab.give_up()
         self._slab = HostSlab(slots * layout.slot_bytes, node=self._node())

@@ -41,7 +41,8 @@ class DiskTier:
         directory = cache_directory(config.disk_cache_dir, name)
         if others := {hello.disk for hello in hellos} - {directory.name}:
             logger.warning(
-                "there is no disk tier: the leader's cache is %s, and ranks have %s. Start the engine again",
+                "disk tier off: the ranks compute different cache directories (leader %s, ranks %s). Give all ranks "
+                "the same model, settings and KVBM release",
                 directory.name, ", ".join(sorted(others)),
             )  # fmt: skip
             return None
@@ -87,8 +88,8 @@ class DiskTier:
 
 
 def agreed_weights(hellos: Sequence[Hello]) -> str:
-    """The digest of the weights that all ranks have agreed on. Empty, with a sentence where it is news, when nothing
-    may outlive the engine."""
+    """The digest of the weights that all ranks have agreed on. Empty when the ranks disagree (logged) or have no
+    digest (they logged why); persistence is then off."""
     found = {hello.weights for hello in hellos}
     if len(found) == 1:
         return found.pop()  # empty: the ranks have said why

@@ -31,6 +31,11 @@ class DiskHangs(OSError):  # noqa: N818 - a state, not a mistake
     """A call to the file system has not returned in time. It may still return later."""
 
 
+def reason_of(error: Exception) -> str:
+    """For a log line. The text of an OSError of ours is whole sentences; other errors need their type."""
+    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
+
+
 class Call(Generic[T]):
     """One call on a daemon thread of its own.
 
@@ -38,7 +43,7 @@ class Call(Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T], what: str, undo: Callable[[T], object] | None = None) -> None:
-        """``what`` is waited for goes into the error, the file or directory."""
+        """``what``: the file or directory, named in the error when the call times out."""
         self._call = call
         self._what = what
         self._undo = undo
@@ -48,7 +53,10 @@ class Call(Generic[T]):
         self._abandoned = False
         self._value: list[T] = []
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="kvbm-disk-call", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="kvbm-disk-call", daemon=True).start()
+        except RuntimeError:  # Python 3.12 and later start no thread once the interpreter ends: close in place
+            self._run()
 
     def result(self, seconds: float | None = None) -> T:
         """What the call returned or raised. Raises :class:`DiskHangs` when it shows no progress for ``seconds``,
@@ -77,11 +85,13 @@ class Call(Generic[T]):
             return not self._abandoned
 
     def _run(self) -> None:
-        _current.call = self
+        outer, _current.call = getattr(_current, "call", None), self
         try:
             self._value.append(self._call())
         except BaseException as error:
             self._error = error
+        finally:
+            _current.call = outer
         with self._lock:
             self._over.set()
             late = self._abandoned
@@ -96,6 +106,8 @@ class Call(Generic[T]):
                 logger.warning("%s could not be closed: %s", self._what, error)
 
     def heard(self) -> None:
+        if self._abandoned:
+            raise DiskHangs(errno.ETIMEDOUT, f"{self._what} answered too late: its caller goes on without it")
         self._heard_at = time.monotonic()
 
 
@@ -103,7 +115,9 @@ _current = threading.local()
 
 
 def report_progress() -> None:
-    """The disk has answered: the :class:`Call` that this thread runs, if any, counts its silence from now on."""
+    """The disk has answered: the :class:`Call` that this thread runs, if any, counts its silence from now on.
+
+    Raises :class:`DiskHangs` in an abandoned call: the work stops and closes its files, beside an engine that runs."""
     call: Call[Any] | None = getattr(_current, "call", None)
     if call is not None:
         call.heard()
@@ -114,6 +128,8 @@ class DaemonThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(max(1, count))
         ]
@@ -121,8 +137,12 @@ class DaemonThreads:
             thread.start()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Raises RuntimeError after :meth:`close`: no thread is left to run it."""
         future: Future[T] = Future()
-        self._tasks.put((future, call, arguments))
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("closed")
+            self._tasks.put((future, call, arguments))
         return future
 
     def close(self, seconds: float | None = None, *, cancel: bool = False) -> bool:
@@ -136,8 +156,10 @@ class DaemonThreads:
                 break
             if task is not None:
                 task[0].cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._closing:
+            self._closed = True
+            for _ in self._threads:
+                self._tasks.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

@@ -124,8 +124,10 @@ def _opened(path: Path, how: Callable[[Path], int]) -> Iterator[int]:
         os.close(fd)
 
 
-def _files(path: Path) -> Files:
+def _files(path: Path, *, group_may_write: bool = False) -> Files:
     """The files of a cache in its directory. Raises CacheError unless they are regular files of this user.
+
+    ``group_may_write``: to remove them. An older release left files that a group can write to, where the umask is 002.
 
     Nobody else can exchange them afterwards, so they can be opened by their paths.
     """
@@ -136,7 +138,8 @@ def _files(path: Path) -> Files:
                 with contextlib.suppress(FileNotFoundError):  # an engine that ends removes its log
                     found[name] = os.stat(name, dir_fd=fd, follow_symlinks=False)
     for name, status in found.items():
-        if why := distrust_file(status):
+        mode = status.st_mode & ~stat.S_IWGRP if group_may_write else status.st_mode
+        if why := distrust_file(os.stat_result((mode, *status[1:10]))):
             raise CacheError(
                 f"{path / name} {why}. The cache is left as it is: look at it, then remove the directory yourself"
             )
@@ -144,7 +147,7 @@ def _files(path: Path) -> Files:
 
 
 def _is_file_of_cache(name: str) -> bool:
-    return name in (DESCRIPTION, LOCK, KEY_MAP, *_DATABASES) or fnmatch.fnmatchcase(
+    return name in (DESCRIPTION, f"{DESCRIPTION}.new", LOCK, KEY_MAP, *_DATABASES) or fnmatch.fnmatchcase(
         name.removesuffix(SUMS_SUFFIX), _SLABS
     )
 
@@ -246,7 +249,7 @@ def verify(path: Path, progress: Callable[[int, int], None]) -> list[Verdict]:
 
 def clear(path: Path) -> int:
     """Remove a cache and return how many bytes came free. Raises CacheInUse, and removes nothing, if it is in use."""
-    files = _files(path)
+    files = _files(path, group_may_write=True)
     freed = sum(file.st_blocks * 512 for file in files.values())
     locks: list[FileLock] = []
     with _opened(path, open_private) as fd:
@@ -263,7 +266,8 @@ def clear(path: Path) -> int:
     try:
         path.rmdir()
     except OSError as error:
-        raise CacheError(f"{path} is not removed, because there are files in it that are not of a cache") from error
+        left = ", ".join(sorted(os.listdir(path)))
+        raise CacheError(f"{path} is not removed, because it holds what is not of a cache: {left}") from error
     return freed
 
 

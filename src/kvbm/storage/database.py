@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sqlite3
 import stat
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.core.keys import Key
+from kvbm.storage.bounded import report_progress
 
 logger = logging.getLogger("kvbm")
 
@@ -37,7 +39,7 @@ _ROWS = (
     "SELECT slot, key, used, sum FROM blocks "
     "WHERE typeof(key) = 'blob' AND typeof(used) = 'integer' AND typeof(sum) = 'integer' ORDER BY used"
 )
-_DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
+DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
 _LOCK_SECONDS = 5.0  # that a start waits for another process that has locked the file
 _MAX_USED = 1 << 62  # leaves room to count on
 _MAX_ROWS = 240  # of one statement: four values each, and every SQLite takes 999
@@ -58,6 +60,7 @@ _PASSING = {
     22: "large file support is disabled",
 }
 _BUSY = (5, 6, 15)
+_PROGRESS_STEPS = 10_000  # of SQLite's virtual machine, and rows that are read, between two reports of progress
 
 
 class IndexUnavailable(OSError):  # noqa: N818 - a state, not a mistake
@@ -78,7 +81,7 @@ def row_sum(slot: int, key: Key) -> int:
 def connect(directory: Path, slots: int, what: str) -> Opened:
     """The database, made if there is none, checked from end to end.
 
-    Raises ValueError when it is damaged, and OSError when it cannot be used now. ``what`` it is of goes into the log.
+    Raises ValueError when it is damaged, and OSError when it cannot be used now. ``what``: the tier, for log lines.
     """
     path = directory / DATABASE
     _check_files(directory)
@@ -86,7 +89,11 @@ def connect(directory: Path, slots: int, what: str) -> Opened:
     try:
         connection = sqlite3.connect(path, timeout=_LOCK_SECONDS, check_same_thread=False)
         try:
-            return _check(connection, slots, what)
+            # A large index on a slow disk takes a while to read, and must not count as a disk that hangs.
+            connection.set_progress_handler(report_progress, _PROGRESS_STEPS)
+            opened = _check(connection, slots, what)
+            connection.set_progress_handler(None, 0)
+            return opened
         except BaseException:
             connection.close()
             raise
@@ -134,7 +141,7 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
         raise ValueError(f"its format is {version}, and this release writes {VERSION}")
     check = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if check != "ok":
-        raise ValueError(check)
+        raise _explain_check(check)
     schema = connection.execute("SELECT CAST(sql AS BLOB) FROM sqlite_master").fetchall()
     if schema and schema != [(_SCHEMA.encode(),)]:
         raise ValueError("its table is not that of this release")
@@ -152,12 +159,26 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
                 damaged += 1
             elif 0 <= slot < slots:
                 good.append((key, slot, used))
+                if not len(good) % _PROGRESS_STEPS:
+                    report_progress()
         kept = {slot for _, slot, _ in good}
         rest = [row for row in connection.execute("SELECT slot FROM blocks") if row[0] not in kept]
-        execute(connection, _DELETE_SLOTS, rest)
+        execute(connection, DELETE_SLOTS, rest)
     if damaged:
         logger.warning("%s: %d rows of the index are damaged; it has forgotten their blocks", what, damaged)
     return Opened(connection, [(key, slot) for key, slot, _ in good], max((used for *_, used in good), default=0))
+
+
+def _explain_check(text: str) -> OSError | ValueError:
+    """SQLite's check reports a page that the disk did not return as text, in the place of an error."""
+    code = re.search(r"unable to get the page\. error code=(\d+)", text)
+    if "failed to get page" in text or (code is not None and int(code[1]) & 0xFF in _PASSING):
+        return IndexUnavailable(
+            errno.EIO,
+            f"the disk returned an error while the index was checked ({text}). Nothing was deleted. If the error "
+            "stays, as with a bad sector, discard the cache with `kvbm cache clear`",
+        )
+    return ValueError(text)
 
 
 def set_aside(directory: Path) -> None:

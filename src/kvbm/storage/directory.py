@@ -2,17 +2,18 @@
 
 A planted block passes its checksum, so a cache is as safe as the directories above it: the owner of any of them can
 put another folder in the place of the cache. The rule is that of OpenSSH's StrictModes. Every directory from / down
-belongs to root or to this user, and neither its group nor others can write to it, unless it is sticky as /tmp is. The
-links on the way obey it too. A path that passes resolves to the same files from then on for everybody but root and this
-user, so later calls may use the path.
+belongs to root or to this user, and neither its group nor others can write to it, unless it is sticky as /tmp is or
+the group has this user alone. The links on the way obey it too. A path that passes resolves to the same files from then
+on for everybody but root and this user, so later calls may use the path.
 
-POSIX ACLs need no check of their own: a writable entry shows in the group bits of the mode.
+A writable entry of a POSIX ACL shows in the group bits of the mode.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import pwd
 import shlex
@@ -23,6 +24,25 @@ SETTING = "DYN_KVBM_DISK_CACHE_DIR"
 _HANDLE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # O_DIRECTORY also triggers automounts
 _MAX_LINKS = 40  # as the kernel
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def _overflow_uid() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_bytes())
+    except (OSError, ValueError):
+        return 65534
+
+
+OVERFLOW_UID = _overflow_uid()
+
+
+def maps_every_user() -> bool:
+    """Whether each uid here is one user. In a user namespace that maps only some, all others have OVERFLOW_UID."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text("ascii").splitlines()
+        return sum(int(line.split()[2]) for line in lines) >= 2**32 - 1
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 class CacheRefused(OSError):  # noqa: N818 - a state, not a mistake
@@ -39,11 +59,15 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
     try:
         # The owner of / can replace this program too. In a user namespace without root that owner is "nobody".
         owners = {0, os.geteuid(), os.fstat(at).st_uid}
-        _check(here, os.fstat(at), owners, setting)
+        # The kernel shows every user that the namespace does not map as this one. Elsewhere it stands for root; but any
+        # user can make an entry of a sticky directory.
+        in_sticky = owners - ({OVERFLOW_UID} - {os.geteuid()})
+        _check(here, at, owners, setting)
         left = [*reversed(path.absolute().parts[1:])]
         while left:
             name = left.pop()
-            if (target := _link(at, name, here, owners, setting)) is not None:
+            trusted = in_sticky if os.fstat(at).st_mode & stat.S_ISVTX else owners
+            if (target := _link(at, name, here, trusted, setting)) is not None:
                 links += 1
                 if links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -56,7 +80,7 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
                 following = _enter(at, name, here, setting, make)
             os.close(at)
             at = following
-            _check(here, os.fstat(at), owners, setting)
+            _check(here, at, owners if name in ("/", "..") else trusted, setting)
         return at
     except BaseException:
         os.close(at)
@@ -70,17 +94,19 @@ def private_directory(path: Path, setting: str = SETTING, *, make: bool = True) 
     """
     fd = open_private(path, setting, make=make)
     try:
-        if os.fstat(fd).st_mode & 0o077:
+        if make and os.fstat(fd).st_mode & 0o077:
             os.fchmod(fd, 0o700)
         # Nobody else can add or exchange a file from here on. Files from before may have been planted.
         for name in os.listdir(fd):
             with contextlib.suppress(FileNotFoundError):  # another rank removes its own
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
                 if why := distrust(found):
+                    is_second_name = stat.S_ISLNK(found.st_mode) or found.st_nlink > 1
+                    remove = "that file" if found.st_uid == os.geteuid() and is_second_name else "the directory"
                     raise CacheRefused(
                         errno.EPERM,
                         f"{name!r} in {path} {why}, so the content of the directory cannot be trusted. "
-                        f"Look at it, then remove the directory, or set {setting} to another one",
+                        f"Look at it, then remove {remove}, or set {setting} to another one",
                     )
     finally:
         os.close(fd)
@@ -190,24 +216,51 @@ def _denied(at: int, path: Path, setting: str) -> CacheRefused:
     )
 
 
-def _check(path: Path, found: os.stat_result, owners: set[int], setting: str) -> None:
+def _only_own_group_writes(fd: int, found: os.stat_result) -> bool:
+    """Whether the writers are a group that has this user alone, as distributions with umask 002 make for each user."""
+    if found.st_mode & stat.S_IWOTH or found.st_gid == 0:  # containers run arbitrary users in group 0
+        return False
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    if group.gr_gid != user.pw_gid or group.gr_name != user.pw_name or {*group.gr_mem} - {user.pw_name}:
+        return False
+    if any(other.pw_gid == group.gr_gid and other.pw_uid != user.pw_uid for other in pwd.getpwall()):
+        return False
+    try:
+        os.getxattr(f"/proc/self/fd/{fd}", "system.posix_acl_access")
+    except OSError as error:
+        return error.errno in (errno.ENODATA, errno.ENOTSUP)
+    return False  # the list may let other users write, and the group bits are its mask
+
+
+def _check(path: Path, fd: int, owners: set[int], setting: str) -> None:
+    found = os.fstat(fd)
     if found.st_uid not in owners:
-        raise _refused(path, found, "its owner can exchange the directories in it", setting)
-    if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX:
-        raise _refused(path, found, "users with write access can exchange the directories in it", setting)
+        raise _refused(path, found, "its owner can rename or replace the directories in it", setting)
+    if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX and not _only_own_group_writes(fd, found):
+        raise _refused(path, found, "users with write access can rename or replace the directories in it", setting)
 
 
 def _refused(path: Path, found: os.stat_result, why: str, setting: str) -> CacheRefused:
     where, mode = shlex.quote(str(path)), stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()):
-        repair = f"`chown {'-h ' if stat.S_ISLNK(found.st_mode) else ''}{os.geteuid()} {where}`"
+        # Not to this user: the directory may hold what other users need.
+        link = "-h " if stat.S_ISLNK(found.st_mode) else ""
+        todo = (
+            f"Set {setting} to a directory below your home or on a local drive; or have an administrator run "
+            f"`chown {link}root {where}`"
+        )
     else:
         closing = "g-w" if not mode & stat.S_IWOTH else "go-w"
-        repair = f"`chmod {closing} {where}` (or `chmod +t {where}`, as /tmp has it, if users share the directory)"
+        todo = (
+            f"Repair it with `chmod {closing} {where}` (or `chmod +t {where}`, as /tmp has it, if users share the "
+            f"directory), or set {setting} to a directory that only uid {os.geteuid()} and root can change"
+        )
     return CacheRefused(
         errno.EPERM,
-        f"{path} belongs to {_owner(found)} with mode {mode:04o}: {why}, so a cache below it cannot be trusted. "
-        f"Repair it with {repair}, or set {setting} to a directory that only uid {os.geteuid()} and root can change",
+        f"{path} belongs to {_owner(found)} with mode {mode:04o}: {why}, so a cache below it cannot be trusted. {todo}",
     )
 
 

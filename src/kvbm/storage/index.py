@@ -36,7 +36,7 @@ from pathlib import Path
 from kvbm.core.keys import Key
 from kvbm.storage import bounded
 from kvbm.storage.database import DATABASE as DATABASE
-from kvbm.storage.database import IndexUnavailable, Opened, connect, execute, row_sum, set_aside
+from kvbm.storage.database import DELETE_SLOTS, IndexUnavailable, Opened, connect, execute, row_sum, set_aside
 from kvbm.storage.directory import private_directory
 from kvbm.storage.lock import FileLock
 
@@ -49,7 +49,7 @@ KEY_MAP = "keys.map"  # where one rank writes and others read: what the index sa
 
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
 _BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
-_DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
+_MAX_BACKOFF_SECONDS = 30.0
 _DELETE_BLOCKS = "DELETE FROM blocks WHERE (slot, key) IN (VALUES {})"
 _INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used, sum) VALUES {}"
 _TOUCH = """
@@ -120,6 +120,7 @@ class Index:
         self._waiting = _Changes()
         self._given = self._written = 0  # changes that came in, and how many of them are in the file
         self._closing = self._hurry = False
+        self._failures = 0  # writes in a row, since the last flush
         self._thread = threading.Thread(target=self._run, name="kvbm-index", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -224,6 +225,7 @@ class Index:
         with self._changed:
             wanted = self._given
             self._hurry = self._written < wanted
+            self._failures = 0  # its caller waits: try again at once, and then soon
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
@@ -266,31 +268,34 @@ class Index:
             self._lock.release()
 
     def _write_all(self) -> None:
-        failing = False
+        is_failing = False  # said once, however often a flush has it tried again
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._given > self._written or self._closing)
-                if self._given == self._written or (failing and self._closing):
+                if self._given == self._written or (is_failing and self._closing):
                     return
-                # More is usually on its way; a flush does not wait for it.
-                self._changed.wait_for(lambda: self._hurry or self._closing, _BATCH_SECONDS)
+                # More is usually on its way; a flush does not wait for it. A disk that fails is tried ever less often.
+                seconds = min(_MAX_BACKOFF_SECONDS, _BATCH_SECONDS * 2 ** min(self._failures, 16))
+                self._changed.wait_for(lambda: self._hurry or self._closing, seconds)
                 self._hurry = False
                 given, changes, self._waiting = self._given, self._waiting, _Changes()
             try:
                 self._write(changes)
             except Exception as error:
-                if not failing:
+                if not is_failing:
                     logger.warning(
                         "%s: the index at %s cannot be written (%s); what changes from here on may not be found after "
                         "a restart",
                         self._what, self.directory, error,
                     )  # fmt: skip
-                failing = True
+                is_failing = True
                 with self._changed:
+                    self._failures += 1
                     self._waiting = changes.then(self._waiting)
                 continue
-            failing = False
+            is_failing = False
             with self._changed:
+                self._failures = 0
                 self._written = given
                 self._changed.notify_all()
 
@@ -299,7 +304,7 @@ class Index:
             if changes.clear:
                 database.execute("DELETE FROM blocks")
             gone = changes.gone.items()
-            execute(database, _DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
+            execute(database, DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
             execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
             execute(database, _INSERT, changes.rows())
             execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))
@@ -392,8 +397,12 @@ def _describe(directory: Path, fingerprint: Fingerprint, slots: int, about: Mapp
     if path.is_dir():
         path.rename(path.with_name(f"{DESCRIPTION}.damaged-{time.time_ns()}"))
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(fd)
-    os.replace(new, path)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(fd)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -108,10 +108,12 @@ class KeptSlab(HostSlab):
 
     def give_up(self) -> None:
         """Close it and give the memory back with all that was kept: who cannot use it needs it for something else."""
-        self._pool.close()
-        super().close()
-        os.ftruncate(self._fd, 0)
-        self._let_go()
+        if self._pool.close():
+            super().close()
+            os.ftruncate(self._fd, 0)
+            self._let_go()
+        else:
+            keep_until_exit(self)  # as in close: without its pages, the thread that waits would kill the process
 
     def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Hashes:
         """The slots hold the blocks that the tags name; bad is what cannot be. Nothing is recorded by this."""
@@ -227,7 +229,7 @@ def rows_of(directory: Path) -> Rows:
         found = explain(error, path, time.monotonic() - began)
         if isinstance(found, OSError):
             raise found from error
-        logger.warning("host tier: what is there from before cannot be used, its index is damaged: %s", error)
+        logger.warning("host tier: discarding the persisted blocks: index.sqlite is damaged: %s", error)
         return []
     finally:
         lock.release()

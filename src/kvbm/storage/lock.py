@@ -33,20 +33,21 @@ class FileLock:
         """
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _held.add(self)  # before the lock is taken: another thread may fork at any time
             try:
                 _take(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, path, patience, setting)
                 if _is_at(self._fd, path):
                     break
-                os.close(self._fd)  # its last owner removed it: what is locked here is nothing any more
+                self.release()  # its last owner removed it: what is locked here is nothing any more
             except BaseException:
-                os.close(self._fd)
+                self.release()
                 raise
-        _held.add(self)
 
     def release(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that is forked before the next line
+            os.close(fd)
 
 
 def _take(fd: int, kind: int, path: Path, patience: float, setting: str) -> None:
@@ -93,7 +94,9 @@ _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 def _let_go() -> None:
     for lock in list(_held):
-        lock.release()
+        fd, lock._fd = lock._fd, -1
+        if fd >= 0:
+            os.close(fd)  # without unlocking: the parent has the same lock
 
 
 os.register_at_fork(after_in_child=_let_go)

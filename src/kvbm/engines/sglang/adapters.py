@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def refuse_adapters() -> None:
-    """Raise ValueError where the server may load LoRA adapters.
+    """Raise ValueError where the server may load LoRA adapters, and where that cannot be read.
 
     SGLang's names of pages in storage leave the adapter out, or hold an id that does not depend on its weights: one
     adapter would be served the KV of another.
@@ -12,9 +12,14 @@ def refuse_adapters() -> None:
     try:
         from sglang.srt.runtime_context import get_server_args
 
-        enabled = bool(get_server_args().enable_lora)
-    except Exception:
-        return  # a release that does not say; there is nothing else to go by
+        arguments = get_server_args()
+        enabled = arguments.enable_lora or arguments.lora_paths  # SGLang turns the first on for the second
+    except Exception as error:
+        raise ValueError(
+            "KVBM's storage backend cannot tell whether this server loads LoRA adapters: "
+            f"sglang.srt.runtime_context.get_server_args failed ({type(error).__name__}: {error}). Without it one "
+            "adapter may be served the KV of another. Use SGLang 0.5.23, or remove --hicache-storage-backend"
+        ) from error
     if enabled:
         raise ValueError(
             "--enable-lora: KVBM's storage backend cannot tell pages of different LoRA adapters apart. Remove "

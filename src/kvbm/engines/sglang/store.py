@@ -143,7 +143,12 @@ class Store:
             except BaseException:
                 index.close()
                 raise
-            return _OnDisk(index, file, None if shown is None else _show(shown, directory, slots, index))
+            try:
+                return _OnDisk(index, file, None if shown is None else _show(shown, directory, slots, index))
+            except BaseException:
+                file.close()
+                index.close()
+                raise
 
         try:
             disk = Call(open_all, str(directory), _OnDisk.close).result()
@@ -448,7 +453,7 @@ def _show(shown: Callable[[Path, int], Shown], directory: Path, slots: int, inde
         made.put(index.entries())
         return made
     except OSError as error:
-        logger.warning("other ranks find no pages on disk: %s", error.strerror or error)
+        logger.warning("cannot create keys.map, so ranks that only read get no disk hits: %s", error.strerror or error)
         return None
 
 

@@ -17,6 +17,7 @@ from kvbm.engines.trtllm.step import encode
 from kvbm.engines.trtllm.worker import WorkerHalf
 from kvbm.observe import nvtx
 from kvbm.observe.nvtx import annotate
+from kvbm.runtime.channel import ChannelError, local
 
 logger = logging.getLogger("kvbm")
 
@@ -25,7 +26,15 @@ def _read(llm_args: Any) -> tuple[settings.Config, compat.Setup]:
     config = settings.load()
     settings.require_tier(config)
     nvtx.switch(config.nvtx)
-    return config, compat.read_setup(llm_args)
+    setup = compat.read_setup(llm_args)
+    if setup.unsupported is None:
+        # Here and not at the first socket: leader and workers see the same directory, so all of them stay out.
+        try:
+            for path in filter(None, map(local.path_of, (config.leader_pub_url, config.leader_ack_url))):
+                local.prepare(path)
+        except ChannelError as error:
+            setup = setup._replace(unsupported=str(error))
+    return config, setup
 
 
 class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
@@ -38,8 +47,8 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
         config, setup = _read(llm_args)
         for warning in config.warnings:
             logger.warning("%s", warning)
-        if config.unused:
-            logger.info("known, not used yet: %s", ", ".join(config.unused))
+        for name, reason in config.unused_because.items():
+            logger.info("%s is set but not used: %s", name, reason)
         if setup.unsupported is not None:
             logger.warning(
                 "KVBM stays out of the way: %s. TensorRT-LLM runs as if it were not configured.", setup.unsupported
@@ -93,8 +102,10 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
         self._faults = Faults()
         self._half: WorkerHalf | None = None
         config, setup = _read(llm_args)
-        if setup.unsupported is None:
-            self._half = WorkerHalf(config, setup, self._faults)
+        if setup.unsupported is not None:
+            logger.warning("rank %d: KVBM stays out of the way: %s", setup.rank, setup.unsupported)
+            return
+        self._half = WorkerHalf(config, setup, self._faults)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
         """Runs at the end of every forward pass, replayed from a CUDA graph or not, on the stream it is computed on."""

@@ -354,8 +354,8 @@ def _advise(config: settings.Config, transfer: Any, groups: Groups) -> None:
     compat.warn_if_untested()
     for warning in config.warnings:
         logger.warning("%s", warning)
-    if config.unused:
-        logger.info("known, not used yet: %s", ", ".join(config.unused))
+    for name, reason in config.unused_because.items():
+        logger.info("%s is set but not used: %s", name, reason)
     if groups.apart and config.onboard == "sync":
         logger.warning(
             "KVBM_ONBOARD=sync has no effect: layers of this model see different parts of a prompt, which are always "
