@@ -42,11 +42,7 @@ class Watch:
         while (self._processes() or self._new_segments()) and time.monotonic() < deadline:
             time.sleep(0.1)
         self.found += [f"process {pid}: {command}" for pid, command in self._processes().items()]
-        for segment in (SHARED_MEMORY / name for name in self._new_segments()):
-            if _is_foreign(segment):
-                segment.unlink(missing_ok=True)
-            else:
-                self.found.append(f"shared memory {segment}")
+        self.found += [f"shared memory {SHARED_MEMORY / name}" for name in self._new_segments()]
         self._clear_meeting_place(self.temporary / f"kvbm-{os.geteuid()}")
         self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
         for name, value in self._before.items():
@@ -84,9 +80,9 @@ class Watch:
         return found
 
     def _new_segments(self) -> list[str]:
-        """Segments of KVBM and vLLM that have appeared since the start, without those that a process outside of this
-        run maps right now. A name that neither of them gives is another program's."""
-        new = {name for name in _segments() - self.segments if "kvbm" in name or _is_foreign(SHARED_MEMORY / name)}
+        """KVBM's segments that have appeared since the start, without those that a process outside of this run maps
+        right now. Others are left alone: a semaphore that a vLLM beside this run is about to open looks unused."""
+        new = {name for name in _segments() - self.segments if "kvbm" in name}
         if not new:
             return []
         for process in Path("/proc").glob("[0-9]*"):
@@ -98,10 +94,9 @@ class Watch:
 
 
 def _is_foreign(path: Path) -> bool:
-    """What vLLM and torch leave behind without KVBM as well, on a busy machine at least, where vLLM kills workers that
-    are slow to end. It goes with the run's directory, or is removed. Segments of Python's multiprocessing, which KVBM
-    has no use for, may even be those of another program that was killed meanwhile."""
-    return path.is_socket() or path.name.startswith(("torchinductor_", "vllm_dist_", "psm_", "sem.mp-"))
+    """Whether vLLM and torch leave such a file behind without KVBM as well, on a busy machine at least, where vLLM
+    kills workers that are slow to end. It goes with the run's directory."""
+    return path.is_socket() or path.name.startswith(("torchinductor_", "vllm_dist_"))
 
 
 def _segments() -> set[str]:

@@ -113,6 +113,7 @@ class SchedulerHalf:
         self._submits = False  # the thread that schedules steps submits them too
         self._only_worker: WorkerHalf | None = None  # where it can be reached
         self._weight_changes: dict[int, int] = {}  # by rank, as far as they were heard of
+        self._stale: Any = None  # generation of vLLM's prefix cache at the last of them: it holds KV of old weights
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
@@ -267,15 +268,18 @@ class SchedulerHalf:
             return 0, False
         if self._only_worker is not None:
             self._hear_of_weights(0, self._only_worker.weight_changes)
+            if self.leader is None:
+                return 0, False
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
         state.match = None
+        state.local_tokens = computed_tokens
         lora = getattr(request, "lora_request", None)
         weights = None
         if lora is not None:
-            state.local_tokens, state.loaded = computed_tokens, range(0)
+            state.loaded = range(0)
             self._adapters.refresh()
             weights = self._keys.bind(request)
         if self._comes_back(state):
@@ -553,6 +557,8 @@ class SchedulerHalf:
         """A request has new block tables, and starts to compute behind so many tokens."""
         outside = state.outside
         state.new_tables(tables, computed)
+        if self._weight_changes and state.local_tokens and self._has_stale_blocks():
+            state.keep = False
         lora = getattr(state.request, "lora_request", None)
         if lora is None or self._adapters is None or self._keys is None:
             return
@@ -563,6 +569,10 @@ class SchedulerHalf:
         if outside and loaded and weights is not None and not self._groups.apart:
             blocks = tables[0][loaded.start : loaded.stop]
             self._uses.append(weights.used_by(blocks=blocks))
+
+    def _has_stale_blocks(self) -> bool:
+        """Whether vLLM's own prefix cache has not been reset since the weights changed, as far as can be seen."""
+        return self._stale is None or compat.prefix_cache_generation(self.block_pool) in (None, self._stale)
 
     def _describe(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Once they are on their way: blocks that no tier has, or is about to have, need no description."""
@@ -620,6 +630,8 @@ class SchedulerHalf:
                 self._faults.note(f"rank {report.rank}: {reason}", times)
             if report.weight_changes:
                 self._hear_of_weights(report.rank, report.weight_changes)
+                if self.leader is None:
+                    return
         if any(report.stores or report.spills for report in reports):
             self._spill_progress = time.monotonic()
         try:
@@ -637,8 +649,14 @@ class SchedulerHalf:
             logger.warning(
                 "The weights have changed in memory: KVBM forgets every block, and keeps nothing for the next engine"
             )
+        try:
+            self.reset()
+        except Exception as error:
+            self.switch_off(error)
+            return
+        self._stale = compat.prefix_cache_generation(self.block_pool)
+        # Only now: a worker follows plans again as soon as it reads that the leader knows of the change.
         self._weight_changes[rank] = changes
-        self.reset()
 
     def switch_off(self, error: Exception) -> None:
         """Books that are half written cannot be trusted, and must not wait for what was lost with the other half."""
