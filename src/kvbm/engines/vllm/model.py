@@ -86,12 +86,29 @@ def _packed_layers(models: list[torch.nn.Module]) -> Iterator[tuple[str, LinearB
             if isinstance(module, LinearBase):
                 if _is_packed(module):
                     yield f"{number}.{name.replace('.base_layer', '')}.weight", module
-            elif any("weight" in own and not tensor.numel() for own, tensor in _weights_in(module)):
-                raise UnreadableError(f"{name} ({type(module).__name__}) keeps its weights out of sight")
+            elif _hides_experts(module) or any(
+                "weight" in own and not tensor.numel() for own, tensor in _weights_in(module)
+            ):
+                raise UnreadableError(f"{name} ({type(module).__name__}): its weights are in no parameter or buffer")
 
 
-def _weights_in(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+def _hides_experts(module: torch.nn.Module) -> bool:
+    """Whether a module holds experts, and its tensors have less than one bit for each of their weights. vLLM keeps
+    experts in MXFP4 as objects of a kernel library, which are plain attributes."""
+    names = ("local_num_experts", "hidden_size", "intermediate_size_per_partition")
+    sizes = [getattr(module, name, None) for name in names]
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    seen = [tensor for _, tensor in _weights_in(module, recurse=True)]
+    if any(tensor.is_meta for tensor in seen):
+        return False  # of another stage of the pipeline
+    experts, hidden, intermediate = sizes
+    # At least two matrices an expert: one up, one down.
+    return sum(8 * tensor.nbytes for tensor in seen) < 2 * experts * hidden * intermediate
+
+
+def _weights_in(module: torch.nn.Module, recurse: bool = False) -> list[tuple[str, torch.Tensor]]:
+    named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     return [(name, tensor) for name, tensor in named if not any(word in name for word in _NO_WEIGHTS)]
 
 
@@ -113,7 +130,7 @@ def _columns(layer: LinearBase) -> Iterator[torch.Tensor]:
     """The weights of a packed layer, some columns at a time. Exact: all other products are zeros."""
     tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise UnreadableError(f"{layer.prefix} ({type(layer).__name__}) keeps its weights out of sight")
+        raise UnreadableError(f"{layer.prefix} ({type(layer).__name__}): its weights are in no parameter or buffer")
     inputs, _ = _sizes(layer)
     scale = getattr(layer, "input_scale", None)
     # A kernel with a fixed scale for its inputs would round small ones to zero: give it the largest it takes.
