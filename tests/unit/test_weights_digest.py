@@ -313,5 +313,20 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(world):
     assert isinstance(found[0], Exception)
 
 
+def test_a_rank_that_comes_late_hears_that_another_has_stopped_waiting(world):
+    """Else this one would go on with a cache that the other has given up."""
+    assert isinstance(world({0: "a"}, 2, seconds=0.2)[0], UnreadableError)
+    late = world({1: "b"}, 2)[1]
+    assert isinstance(late, UnreadableError)
+    assert str(late) == "another rank has stopped waiting"
+
+
+def test_a_rank_that_stops_waiting_as_the_last_one_comes_goes_by_what_the_others_found(world, monkeypatch):
+    for meeting in range(20):
+        monkeypatch.setattr(weights, "_meetings", iter([meeting] * 2))
+        found = world({0: "a", 1: "b"}, 2, seconds=0.001)
+        assert len({isinstance(each, Exception) for each in found.values()}) == 1, found
+
+
 def test_a_single_rank_exchanges_nothing():
     assert gather_in_world("a") == ["a"]

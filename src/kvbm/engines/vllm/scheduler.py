@@ -128,7 +128,12 @@ class SchedulerHalf:
             return
         ranks = {hello.rank for hello in hellos}
         if ranks != set(range(self._ranks)):
-            raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
+            logger.warning(
+                "KVBM stays out of the way: workers of ranks %s take part, expected 0 to %d, and the log of the other "
+                "workers says why. vLLM runs as if it were not configured.",
+                sorted(ranks), self._ranks - 1,
+            )  # fmt: skip
+            return
         layouts = {hello.layout for hello in hellos}
         by_rank = [hello.block_bytes for hello in hellos]
         kept = [hello.block_bytes / hello.shared_by for hello in hellos]
