@@ -647,8 +647,9 @@ class SchedulerHalf:
             self.switch_off(error)
 
     def _hear_of_weights(self, rank: int, changes: int) -> None:
-        """A rank has new weights, of which vLLM tells its connectors nothing: no block of the old ones may be found."""
-        if self._weight_changes.get(rank, 0) == changes:
+        """vLLM does not tell connectors about new weights, so the worker reports them. Drop every block computed with
+        the old ones."""
+        if self._weight_changes.get(rank, 0) >= changes:
             return
         if not self._weight_changes:
             logger.warning(
