@@ -59,3 +59,21 @@ def test_blocks_that_vllm_still_has_of_the_old_weights_are_not_stored(ranks, mak
     engine.check()
     assert sum(key in engine.pool for key in engine._requests[-1].block_hashes) >= len(LONGER) // 4
     engine.check_idle()
+
+
+def test_an_adapter_gets_no_hit_where_layers_are_in_several_groups(make_clockwork):
+    """Nothing checks the adapter again when the load is over and the request runs."""
+    from vllm.lora.request import LoRARequest
+
+    from kvbm.plans import Report
+
+    engine = make_clockwork(windows=(0, 8))
+    assert engine.half._groups.apart
+    engine.half._adapters.apply([Report(0, adapters={1: (1, "weights")})])
+    for name, lora in (("first", 1), ("second", 1), ("plain", 0), ("plain again", 0)):
+        engine.add(name, PROMPT, 4, lora_request=LoRARequest("a", 1, "/a") if lora else None)
+        engine.run()
+        engine.forget()
+        if lora:
+            assert (engine.onboarded, engine.pool.published) == (0, 0)
+    assert engine.onboarded > 0

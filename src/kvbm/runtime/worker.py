@@ -162,8 +162,8 @@ class Worker:
         self._early.add(load.id)
 
     def refuse(self, plans: Iterable[int], blocks: Iterable[int] = ()) -> None:
-        """Do not start these loads and stores of the current step. They are reported as missed: vLLM recomputes, and the
-        blocks stay in their tiers. ``blocks`` of the engine hold nothing usable."""
+        """Do not start these loads and stores of the current step. They are reported as missed: vLLM recomputes, and
+        the blocks stay in their tiers. ``blocks`` of the engine hold nothing usable."""
         self._refused.update(plans)
         self._lost_blocks.update(blocks)
 

@@ -291,7 +291,10 @@ class SchedulerHalf:
             return None, False
         if state.put_off and self._waits.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
-        if stuck or state.refused or compat.needs_every_token(request):
+        # With several groups the step in which a request runs does not check that the adapter is still the one that the
+        # loaded blocks depend on.
+        unchecked = lora is not None and self._groups.apart
+        if stuck or state.refused or unchecked or compat.needs_every_token(request):
             state.lookup = Lookup(computed_tokens, SKIPPED)
             return 0, False
         start = computed_tokens // self._block_size
@@ -571,7 +574,9 @@ class SchedulerHalf:
         trusted = self._adapters.admit(lora, weights, self.block_pool)
         if (state.local_tokens and not trusted) or computed > state.local_tokens + len(loaded) * self._block_size:
             state.keep = False  # it goes on from blocks of other weights, or of another connector
-        if outside and loaded and weights is not None and not self._groups.apart:
+        if self._groups.apart:
+            state.keep = False  # no request would find its blocks
+        elif outside and loaded and weights is not None:
             blocks = tables[0][loaded.start : loaded.stop]
             self._uses.append(weights.used_by(blocks=blocks))
 
