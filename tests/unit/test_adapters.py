@@ -52,7 +52,7 @@ class Pool:
 
 @pytest.fixture
 def adapters():
-    return Adapters(ranks=2, loads_in_any_step=True)
+    return Adapters(ranks=2, loads_in_any_step=True, max_loras=2)
 
 
 @pytest.fixture
@@ -114,6 +114,14 @@ def test_an_unknown_adapter_is_asked_for_once(adapters):
     assert adapters.take_wanted(computes=True) == []
     adapters.apply([report((1, 0, ""), rank=rank) for rank in range(2)])
     assert not adapters.ask(lora, others_run=True)  # the ranks have answered: it cannot be had
+
+
+def test_a_step_loads_no_more_adapters_than_fit_at_a_time(adapters):
+    loras = [request(number=number).lora_request for number in (1, 2, 3)]
+    assert all(adapters.ask(lora, others_run=True) for lora in loras)
+    assert len(adapters.take_wanted(computes=True)) == 2
+    assert all(adapters.ask(lora, others_run=True) for lora in loras)
+    assert len(adapters.take_wanted(computes=True)) == 1
 
 
 def test_ranks_that_load_only_in_empty_steps_keep_no_request_waiting_for_others():

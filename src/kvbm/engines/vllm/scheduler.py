@@ -162,7 +162,9 @@ class SchedulerHalf:
             for each in local:
                 each.before_close = self._flush
         worker = local[0] if self._ranks == 1 and local else None
-        self._adapters = Adapters(self._ranks, compat.loads_adapters_in_any_step(self._vllm_config), worker)
+        in_any_step = compat.loads_adapters_in_any_step(self._vllm_config)
+        lora = getattr(self._vllm_config, "lora_config", None)
+        self._adapters = Adapters(self._ranks, in_any_step, worker, getattr(lora, "max_loras", 1))
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
@@ -263,6 +265,8 @@ class SchedulerHalf:
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def new_request(self, request: Any) -> None:
+        if self._keys is not None:
+            self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
         self._requests[request.request_id] = RequestState(request)
         if self._ahead is not None:
             self._ahead.arrived(request, alone=not self._active)
