@@ -198,6 +198,18 @@ def test_what_an_engine_has_calibrated_since_its_start_does_not_count():
     assert of_model(model) == before
 
 
+def test_only_a_buffer_of_its_own_name_counts_as_calibrated():
+    model = torch.nn.Module()
+    model.amax_net = torch.nn.Linear(2, 2)
+    model.amax_net.register_buffer("table", torch.zeros(2))
+    model.weight_amax = torch.nn.Parameter(torch.zeros(2))
+    before = of_model(model)
+    for tensor in (model.amax_net.weight, model.amax_net.table, model.weight_amax):
+        tensor.data.view(-1)[0] += 1
+        assert of_model(model) != before
+        before = of_model(model)
+
+
 def test_a_layer_that_an_adapter_wraps_keeps_its_name():
     class Wrapper(torch.nn.Module):
         def __init__(self, layer):

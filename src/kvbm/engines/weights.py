@@ -160,9 +160,9 @@ def tensors_of(modules: Sequence[torch.nn.Module]) -> list[Named]:
     """
     found = []
     for number, module in enumerate(modules):
-        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-            if "amax" not in name:
-                found.append(Named(f"{number}.{name.replace('.base_layer.', '.')}", [tensor]))
+        buffers = ((name, tensor) for name, tensor in module.named_buffers() if "amax" not in name.rpartition(".")[2])
+        for name, tensor in itertools.chain(module.named_parameters(), buffers):
+            found.append(Named(f"{number}.{name.replace('.base_layer.', '.')}", [tensor]))
     return found
 
 
