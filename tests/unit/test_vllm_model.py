@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
 
-from kvbm.engines.vllm.model import digest_of_models
+from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
 from kvbm.engines.weights import UnreadableError
 
 
@@ -44,3 +46,71 @@ def test_experts_that_are_objects_of_a_kernel_library_are_refused(shown):
     w2 = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.uint8), requires_grad=False) if shown else object()
     with pytest.raises(UnreadableError, match=r"1 \(Experts\): its weights are in no parameter or buffer"):
         digest_of_models([model_with(object(), w2)])
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.loaded = 0
+
+    def load_weights(self):
+        self.loaded += 1
+
+
+class Runner:
+    """Of a module whose name begins as those of vLLM's workers do."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def get_model(self):
+        return self.model
+
+    def reload_weights(self):
+        self.model.load_weights()
+
+    def make_cache(self, models, changed):
+        watch_weights(models, changed)
+
+
+Runner.__module__ = "vllm.v1.worker.gpu_model_runner"
+
+
+class CustomRunner(Runner):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Runner, CustomRunner])
+def test_updates_of_vllms_and_of_custom_runners_are_noticed(kind):
+    runner, seen = kind(Model()), []
+    runner.make_cache([], lambda: seen.append(1))
+    runner.model.load_weights()
+    assert len(seen) == 2
+    runner.reload_weights()
+    assert len(seen) == 6  # before and after both of them
+    assert runner.model.loaded == 2
+
+
+def test_a_method_that_others_have_wrapped_is_watched_by_every_connector():
+    model, seen = Model(), []
+    model.load_weights = model.load_weights
+    watch_weights([model, model], lambda: seen.append("first"))
+    watch_weights([model], lambda: seen.append("second"))
+    model.load_weights()
+    assert sorted(seen) == ["first"] * 2 + ["second"] * 2
+    assert model.loaded == 1
+
+
+def test_models_are_known_only_when_every_registered_layer_belongs_to_one():
+    def of(*layers):
+        context = {str(i): layer for i, layer in enumerate(layers)}
+        return models_of(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context)))
+
+    model, lonely = Model(), torch.nn.Linear(2, 2)
+    assert of(model.layer) == [model]
+    assert of(model.layer, lonely) == []
+    assert of(lonely) == of() == []

@@ -41,7 +41,7 @@ def models_of(vllm_config: Any) -> list[torch.nn.Module]:
     layers = [layer for layer in registered if isinstance(layer, torch.nn.Module)]
     found = roots(layers) if layers else []
     known = {id(layer) for layer in layers}
-    return found if any(id(root) not in known for root in found) else []
+    return found if all(id(root) not in known for root in found) else []
 
 
 def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]) -> None:
@@ -51,12 +51,21 @@ def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]
     frame: Any = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if type(caller).__module__.startswith("vllm.v1.worker."):
+        if any(kind.__module__.startswith("vllm.v1.worker.") for kind in type(caller).__mro__):
             owners += [(caller, name) for name in _UPDATES]
+            owners += [(model, "load_weights") for model in _model_of(caller)]
         frame = frame.f_back
-    for owner, name in owners:
-        if hasattr(type(owner), name) and name not in vars(owner):
+    for owner, name in {(id(owner), name): (owner, name) for owner, name in owners}.values():
+        if hasattr(type(owner), name):
             object.__setattr__(owner, name, _noticed(getattr(owner, name), changed))
+
+
+def _model_of(runner: Any) -> list[Any]:
+    """The model of a worker or model runner, where :func:`models_of` may not find it."""
+    try:
+        return [runner.get_model()]
+    except Exception:
+        return []  # it has none, or none yet
 
 
 def _noticed(update: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
