@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase
 
 from kvbm.engines.weights import Named, UnreadableError, digest_of, roots, tensors_of
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import LinearBase
 
 # Columns that one call reads: enough for a matrix product to be efficient.
 COLUMNS = 256
@@ -90,6 +92,8 @@ def digest_of_models(models: list[torch.nn.Module]) -> str:
 
 def _packed_layers(models: list[torch.nn.Module]) -> Iterator[tuple[str, LinearBase]]:
     """Linear layers whose weights are in no parameter. Raises UnreadableError for those that cannot be read."""
+    from vllm.model_executor.layers.linear import LinearBase
+
     for number, model in enumerate(models):
         for name, module in model.named_modules():
             if isinstance(module, LinearBase):
