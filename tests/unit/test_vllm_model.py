@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 import torch
 
+from kvbm.engines.vllm import model as module
 from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
 from kvbm.engines.weights import UnreadableError
 
@@ -46,6 +47,40 @@ def test_experts_that_are_objects_of_a_kernel_library_are_refused(shown):
     w2 = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.uint8), requires_grad=False) if shown else object()
     with pytest.raises(UnreadableError, match=r"1 \(Experts\): its weights are in no parameter or buffer"):
         digest_of_models([model_with(object(), w2)])
+
+
+class Kernel:
+    """Takes one second for each 256 columns of 512 x 64 weights."""
+
+    now = 0.0
+
+    def apply(self, layer, units, bias):
+        Kernel.now += len(units) / 256 * layer.input_size * layer.output_size / (512 * 64)
+        return units[:, :1] + layer.value
+
+    @classmethod
+    def monotonic(cls):
+        return cls.now
+
+
+def packed_layer(inputs, outputs, value=1.0):
+    from vllm.model_executor.layers.linear import LinearBase
+
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    layer.input_size, layer.output_size, layer.value = inputs, outputs, value
+    layer.prefix, layer.params_dtype, layer.quant_method = "packed", torch.float32, Kernel()
+    return layer
+
+
+def test_packed_layers_that_take_too_long_to_read_are_refused(monkeypatch):
+    monkeypatch.setattr(module, "time", Kernel)
+    few = [torch.nn.Sequential(packed_layer(512, 64), packed_layer(256, 64, value)) for value in (1.0, 1.0, 2.0)]
+    first, same, other = (digest_of_models([model]) for model in few)
+    assert first == same != other
+    many = torch.nn.Sequential(*(packed_layer(512, 64) for _ in range(30)), packed_layer(512, 128))
+    with pytest.raises(UnreadableError, match="reading the packed weights back would take about 64 s"):
+        digest_of_models([many])
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------

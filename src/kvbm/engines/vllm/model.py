@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # Columns that one call reads: enough for a matrix product to be efficient.
 COLUMNS = 256
+
+# Seconds that reading all packed layers may take at start.
+MAX_READ_SECONDS = 60.0
 
 # Parts of a quantised layer that are no weights, by what their names hold.
 _NO_WEIGHTS = ("scale", "zero", "bias", "azp", "g_idx", "shape")
@@ -86,7 +90,10 @@ def digest_of_models(models: list[torch.nn.Module]) -> str:
     """Of the weights that these models compute with. Raises UnreadableError."""
     if not models:
         raise UnreadableError("the loaded model was not found in this process")
-    packed = [Named(name, _columns(layer)) for name, layer in _packed_layers(models)]
+    layers = list(_packed_layers(models))
+    if layers and (estimate := _estimate_seconds([layer for _, layer in layers])) > MAX_READ_SECONDS:
+        raise UnreadableError(f"reading the packed weights back would take about {estimate:.0f} s")
+    packed = [Named(name, _columns(layer)) for name, layer in layers]
     return digest_of([*tensors_of(models), *packed])
 
 
@@ -137,6 +144,20 @@ def _is_packed(layer: LinearBase) -> bool:
 def _sizes(layer: LinearBase) -> tuple[int, int]:
     inputs = getattr(layer, "input_size_per_partition", layer.input_size)
     return inputs, getattr(layer, "output_size_per_partition", layer.output_size)
+
+
+def _estimate_seconds(layers: list[LinearBase]) -> float:
+    """What reading these layers takes, from calls of the largest: each column costs a pass over the weights."""
+    sizes = [_sizes(layer) for layer in layers]
+    work = [inputs * inputs * outputs for inputs, outputs in sizes]
+    largest = work.index(max(work))
+    took = []
+    for _ in range(2):  # the first call of a kernel sets it up
+        began = time.monotonic()
+        next(_columns(layers[largest]), None)
+        took.append(time.monotonic() - began)
+    share = min(COLUMNS, sizes[largest][0]) / sizes[largest][0] * work[largest] / sum(work)
+    return min(took) / share
 
 
 def _columns(layer: LinearBase) -> Iterator[torch.Tensor]:
