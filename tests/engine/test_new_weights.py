@@ -77,3 +77,21 @@ def test_an_adapter_gets_no_hit_where_layers_are_in_several_groups(make_clockwor
         if lora:
             assert (engine.onboarded, engine.pool.published) == (0, 0)
     assert engine.onboarded > 0
+
+
+def test_a_request_of_a_name_that_was_used_before_has_keys_of_its_own(make_clockwork):
+    from vllm.lora.request import LoRARequest
+
+    from kvbm.plans import Report
+
+    engine = make_clockwork()
+    engine.half._adapters.apply([Report(0, adapters={1: (1, "weights")})])
+    keys, request = engine.half._keys, engine.add("r", PROMPT, 4, lora_request=LoRARequest("a", 1, "/a"))
+    keys.bind(request)
+    before = list(keys.of(request))
+    engine.half.new_request(request)
+    assert before
+    assert not keys.of(request)
+    keys.bind(request)
+    assert list(keys.of(request)) == before
+    engine.run()
