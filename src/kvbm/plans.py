@@ -100,7 +100,8 @@ class AdapterUse(msgspec.Struct, frozen=True, array_like=True):
     # Plans of this step that are refused otherwise.
     loads: list[int] = []
     stores: list[int] = []
-    # Blocks of the engine that an earlier load has filled, which are reported as lost otherwise.
+    # vLLM blocks filled by an earlier asynchronous load. If the adapter has changed since, the worker reports them as
+    # failed.
     blocks: list[int] = []
 
 
@@ -143,7 +144,7 @@ def joined(plans: Sequence[StepPlan]) -> StepPlan:
             fields[name] = dict(chain.from_iterable(part.items() for part in parts))
         else:
             fields[name] = list(chain.from_iterable(parts))
-    # What was planned before the leader has heard of new weights stays so.
+    # Take the lowest counts: one plan made before the leader knew of a change makes the whole step outdated.
     fields["changes_heard"] = min((plan.changes_heard for plan in plans), default=[])
     return StepPlan(**fields)
 

@@ -156,7 +156,7 @@ def test_without_a_model_to_be_found_nothing_outlives_the_engine(run_scenario, t
     assert list(tmp_path.iterdir()) == []
     story = run_scenario(STEPS, settings(tmp_path, cpu_cache_override_num_blocks=0), patch=broken)
     assert story["end"] == {"bypassed": True}
-    assert story.said("KVBM does nothing")
+    assert story.said("KVBM is off: the disk tier needs a fingerprint")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])

@@ -204,7 +204,7 @@ def test_without_a_model_to_be_found_nothing_outlives_the_server(backends, tmp_p
     backend.close()
     assert "Cannot fingerprint the weights; persistence is off: no loaded model was found" in caplog.text
     disk_only = backends(pool)
-    assert "KVBM does nothing" in caplog.text
+    assert "KVBM is off: the disk tier needs a fingerprint" in caplog.text
     assert disk_only.batch_set_v1(hashes(1), pool.alloc(PAGE)) == [False]
     assert disk_only.batch_exists(hashes(1)) == 0
     assert list(tmp_path.iterdir()) == []

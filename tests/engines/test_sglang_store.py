@@ -293,6 +293,35 @@ def test_what_was_cleared_is_gone_for_good(stores):
     assert stores(disk=64).has(keys(*range(20))) == [False] * 20
 
 
+@pytest.mark.parametrize("host", [0, 16])
+def test_pages_from_after_a_clear_are_not_found_by_the_next_start(stores, tmp_path, host):
+    """They may be of other weights than the next start loads."""
+    store = stores(host=host, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
+    put(store, range(8))
+    store.clear()
+    assert put(store, range(8)) == [True] * 8
+    assert get(store, range(8)) == list(range(8))
+    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    assert reader.count(keys(*range(8))) == 0
+    reader.close()
+    store.clear()
+    assert get(store, range(8)) == [None] * 8
+    store.close()
+    assert stores().has(keys(*range(8))) == [False] * 8
+
+
+def test_pages_that_are_being_put_during_a_clear_are_not_kept(stores, monkeypatch):
+    from kvbm.engines.sglang import store as module
+
+    store = stores(host=16, disk=0)
+
+    def gather(page, target):
+        store.clear()
+
+    monkeypatch.setattr(module, "gather", gather)
+    assert put(store, [1, 2]) == [False, False]
+
+
 def test_a_store_that_was_closed_has_nothing_and_keeps_nothing(stores):
     store = stores()
     put(store, [1])

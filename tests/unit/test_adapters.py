@@ -52,7 +52,7 @@ class Pool:
 
 @pytest.fixture
 def adapters():
-    return Adapters(ranks=2, loads_in_any_step=True)
+    return Adapters(ranks=2, loads_in_any_step=True, max_loras=2)
 
 
 @pytest.fixture
@@ -114,6 +114,14 @@ def test_an_unknown_adapter_is_asked_for_once(adapters):
     assert adapters.take_wanted(computes=True) == []
     adapters.apply([report((1, 0, ""), rank=rank) for rank in range(2)])
     assert not adapters.ask(lora, others_run=True)  # the ranks have answered: it cannot be had
+
+
+def test_a_step_loads_no_more_adapters_than_fit_at_a_time(adapters):
+    loras = [request(number=number).lora_request for number in (1, 2, 3)]
+    assert all(adapters.ask(lora, others_run=True) for lora in loras)
+    assert len(adapters.take_wanted(computes=True)) == 2
+    assert all(adapters.ask(lora, others_run=True) for lora in loras)
+    assert len(adapters.take_wanted(computes=True)) == 1
 
 
 def test_ranks_that_load_only_in_empty_steps_keep_no_request_waiting_for_others():
@@ -197,12 +205,27 @@ def test_weights_that_cannot_be_identified_give_no_keys(loads, caplog):
     assert adapters.weights(request().lora_request) is None
 
 
-def test_a_file_that_is_overwritten_does_not_change_weights_that_were_loaded(loads, tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_that_is_overwritten_does_not_change_weights_that_were_loaded(loads, tmp_path, packed):
     file = tmp_path / "weights"
     file.write_bytes(bytes(128))
     read = model()
-    read.loras["q_proj"].lora_a = torch.from_file(str(file), shared=True, size=32).reshape(4, 8)
+    mapped = torch.from_file(str(file), shared=True, size=32).reshape(4, 8)
+    read.loras["q_proj"].lora_a = [mapped, None] if packed else mapped
     loads.loaded(None, read)
     with file.open("r+b") as overwritten:
         overwritten.write(b"\1" * 128)
-    assert not read.loras["q_proj"].lora_a.any()
+    kept = read.loras["q_proj"].lora_a
+    assert not (kept[0] if packed else kept).any()
+
+
+def test_a_release_without_the_method_that_loads_adapters_costs_their_hits(monkeypatch, caplog):
+    import msgspec
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    monkeypatch.delattr(WorkerLoRAManager, "_load_adapter")
+    watching = AdapterLoads(CONFIG, rank=0)
+    assert "KVBM cannot see which LoRA adapters vLLM loads: AttributeError" in caplog.text
+    watching.load_wanted([msgspec.msgpack.encode(request().lora_request)])
+    assert watching.take_news() == {1: (0, "")}  # at once: no request waits for an answer
+    watching.close()

@@ -462,3 +462,15 @@ def test_what_stores_took_is_counted_when_they_went_well():
         leader.apply([Report(0, stores=[StoreResult(plan.id, ok, 0.5)])])
     assert leader.counts.stored_bytes == {HOST: 2000}
     assert leader.counts.stored_seconds == {HOST: 0.5}
+
+
+def test_a_reset_that_fails_half_way_leaves_no_block_to_be_found():
+    class Broken:
+        def reset(self):
+            raise OSError("the disk is gone")
+
+    leader = make(host="ab", disk="cd")
+    leader.spills = Broken()
+    with pytest.raises(OSError, match="gone"):
+        leader.reset()
+    assert found(leader, "abcd") == ""

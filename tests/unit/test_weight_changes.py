@@ -38,9 +38,9 @@ def test_a_worker_refuses_plans_until_the_leader_has_heard_of_new_weights():
     report, news = run(worker, StepPlan(loads=load))
     assert (report.loads[0].bad, news) == ([0], 1)
     report, news = run(worker, StepPlan(stores=store, changes_heard=[0]))
-    assert (report.stores[0].ok, news) == (False, 0)  # said once
-    report, _ = run(worker, StepPlan(stores=store, changes_heard=[1]))
-    assert report.stores[0].ok
+    assert (report.stores[0].ok, news) == (False, 1)  # again, until the leader has heard of it
+    report, news = run(worker, StepPlan(stores=store, changes_heard=[1]))
+    assert (report.stores[0].ok, news) == (True, 0)
     report, _ = run(worker, StepPlan(loads=load))
     assert report.loads[0].bad == []
     worker.weights_changed()

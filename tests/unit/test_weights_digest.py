@@ -198,6 +198,18 @@ def test_what_an_engine_has_calibrated_since_its_start_does_not_count():
     assert of_model(model) == before
 
 
+def test_only_a_buffer_of_its_own_name_counts_as_calibrated():
+    model = torch.nn.Module()
+    model.amax_net = torch.nn.Linear(2, 2)
+    model.amax_net.register_buffer("table", torch.zeros(2))
+    model.weight_amax = torch.nn.Parameter(torch.zeros(2))
+    before = of_model(model)
+    for tensor in (model.amax_net.weight, model.amax_net.table, model.weight_amax):
+        tensor.data.view(-1)[0] += 1
+        assert of_model(model) != before
+        before = of_model(model)
+
+
 def test_a_layer_that_an_adapter_wraps_keeps_its_name():
     class Wrapper(torch.nn.Module):
         def __init__(self, layer):
@@ -311,6 +323,21 @@ def test_every_rank_hears_of_all_digests_in_the_order_of_ranks(world):
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(world):
     found = world({0: "a"}, 2, seconds=0.2)
     assert isinstance(found[0], Exception)
+
+
+def test_a_rank_that_comes_late_hears_that_another_has_stopped_waiting(world):
+    """Else this one would go on with a cache that the other has given up."""
+    assert isinstance(world({0: "a"}, 2, seconds=0.2)[0], UnreadableError)
+    late = world({1: "b"}, 2)[1]
+    assert isinstance(late, UnreadableError)
+    assert str(late) == "another rank has stopped waiting"
+
+
+def test_a_rank_that_stops_waiting_as_the_last_one_comes_goes_by_what_the_others_found(world, monkeypatch):
+    for meeting in range(20):
+        monkeypatch.setattr(weights, "_meetings", iter([meeting] * 2))
+        found = world({0: "a", 1: "b"}, 2, seconds=0.001)
+        assert len({isinstance(each, Exception) for each in found.values()}) == 1, found
 
 
 def test_a_single_rank_exchanges_nothing():

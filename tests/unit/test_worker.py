@@ -186,6 +186,35 @@ def test_a_load_that_cannot_be_started_has_failed(worker, copier):
     assert outcome.arrived == {"request-1"}
 
 
+def test_a_load_under_way_fails_when_the_weights_change(worker, copier):
+    copier.ticket = FakeTicket(over=False)
+    step(worker, load())
+    worker.weights_changed()
+    copier.ticket.over = True
+    outcome = worker.poll()
+    assert (outcome.arrived, outcome.failed, outcome.bad_blocks) == ({"request-1"}, {"request-1"}, {7, 8})
+
+
+def test_nothing_that_was_fetched_ahead_outlives_a_refused_load(worker, copier):
+    """Its slots may hold other blocks when a later load names them."""
+    plan = StepPlan([load()])
+    worker.begin(plan)
+    assert copier.calls[-1][0] == "prefetch"
+    worker.refuse([1])
+    worker.start_loads(plan)
+    worker.poll()
+    assert copier.calls[-1][0] == "end_prefetch"
+
+
+def test_nothing_that_was_fetched_ahead_outlives_the_weights(worker, copier):
+    worker.prefetch([5, 6], 0)
+    worker.weights_changed()
+    assert copier.calls[-1][0] == "end_prefetch"
+    copier.fails = {"end_prefetch"}
+    worker.weights_changed()
+    assert any("end_prefetch broke" in fault for fault in worker.poll().report.faults)
+
+
 @pytest.mark.parametrize("in_step", [True, False])
 def test_a_load_and_a_store_that_are_refused_move_nothing(in_step, worker, copier):
     """Nothing is known against the blocks that were to be loaded: they may be found again."""

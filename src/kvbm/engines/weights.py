@@ -160,9 +160,9 @@ def tensors_of(modules: Sequence[torch.nn.Module]) -> list[Named]:
     """
     found = []
     for number, module in enumerate(modules):
-        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-            if "amax" not in name:
-                found.append(Named(f"{number}.{name.replace('.base_layer.', '.')}", [tensor]))
+        buffers = ((name, tensor) for name, tensor in module.named_buffers() if "amax" not in name.rpartition(".")[2])
+        for name, tensor in itertools.chain(module.named_parameters(), buffers):
+            found.append(Named(f"{number}.{name.replace('.base_layer.', '.')}", [tensor]))
     return found
 
 
@@ -240,7 +240,8 @@ _meetings = itertools.count()
 def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
     """Every rank's digest, by rank, through the store with which torch.distributed has set up its groups.
 
-    Not a collective: a rank that does not come costs ``seconds``, and leaves the engine's groups in order.
+    Not a collective: a rank that does not come costs ``seconds``, and leaves the engine's groups in order. All ranks
+    succeed or all raise: the first to have every digest, or to stop waiting, decides for all of them.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
@@ -248,7 +249,16 @@ def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
     meeting = next(_meetings)
     keys = [f"kvbm/weights/{meeting}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], f"={own}")
-    store.wait(keys, timedelta(seconds=seconds))
+    verdict = f"kvbm/weights/{meeting}/verdict"
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+        complete = True
+    except Exception:
+        complete = False
+    # Set once: the store compares and sets in one go, and returns what is there.
+    if store.compare_set(verdict, "", "complete" if complete else "gave up") != b"complete":
+        reason = "another rank has stopped waiting" if complete else f"not all ranks came within {seconds:g} s"
+        raise UnreadableError(reason)
     return [store.get(key).decode().removeprefix("=") for key in keys]
 
 

@@ -322,6 +322,7 @@ class Leader:
 
     def reset(self) -> None:
         """Forget every block. What is under way ends unpublished: it may be the KV of weights that are gone."""
+        self.manager.clear()  # first: no block is found, whatever fails after it
         self._tainted.update(self._stores)
         for load in (*self._loads.values(), *self._late.values()):
             load.keep = False
@@ -329,7 +330,6 @@ class Leader:
             self.spills.reset()
         if self.kept is not None:
             self.kept.reset()
-        self.manager.clear()
 
     def forget(self, tier: Tier, keys: Iterable[Key] | None = None) -> int:
         """Drop these blocks of one tier, or all of them, and return how many there were.

@@ -101,13 +101,21 @@ class Worker:
         self._plan = StepPlan()  # of the current step
         self._refused: set[int] = set()  # loads and stores of the current step that the engine's state forbids
         self._lost_blocks: set[int] = set()
-        self.weight_changes = self._changes_told = 0
+        self.weight_changes = 0
         self._outdated = False  # the leader plans with blocks of weights that are gone
 
     def weights_changed(self) -> None:
         """The engine has new weights. Plans are refused until the leader has heard of it and forgotten every block."""
         self.weight_changes += 1
         self._outdated = True
+        # Their requests would start to compute on KV of the old weights.
+        for load in self._loads.values():
+            if not load.plan.in_step:
+                load.spoil()
+        try:
+            self.end_prefetch()
+        except Exception as error:
+            self._fault("prefetch", error)
 
     @property
     def copies(self) -> str:
@@ -154,8 +162,8 @@ class Worker:
         self._early.add(load.id)
 
     def refuse(self, plans: Iterable[int], blocks: Iterable[int] = ()) -> None:
-        """Do not start these loads and stores of the current step: they end as failed, with nothing known against the
-        blocks in the tiers. ``blocks`` of the engine hold nothing usable."""
+        """Do not start these loads and stores of the current step. They are reported as missed: vLLM recomputes, and
+        the blocks stay in their tiers. ``blocks`` of the engine hold nothing usable."""
         self._refused.update(plans)
         self._lost_blocks.update(blocks)
 
@@ -174,6 +182,7 @@ class Worker:
                 self._refused.remove(load.id)
                 refused = self._loads[load.id] = Load(load)
                 refused.missed.update(range(len(load.blocks)))
+                self.end_prefetch()  # it may have been for this load, and its slots may soon hold other blocks
             elif load.in_step:
                 groups.setdefault(self._when(load), []).append(load)
             else:
@@ -330,9 +339,8 @@ class Worker:
                 self._faults[f"store: {reason}"] += 1
         stores += self._ended_hashes()
         spills = self._ended_spills()
-        news = self.weight_changes if self.weight_changes != self._changes_told else 0
+        news = self.weight_changes if self._outdated else 0  # until the leader has heard of it: a report may get lost
         report = Report(self.rank, loads, stores, dict(self._faults), spills, weight_changes=news)
-        self._changes_told = self.weight_changes
         self._faults.clear()
         return Outcome(report, arrived, failed, bad_blocks)
 

@@ -75,7 +75,10 @@ class KvbmStorage(HiCacheStorage):
             )
         self._weights = _read_weights() if self._config.has_disk_tier else ""
         if not self._weights and not self._config.has_host_tier:
-            logger.warning("KVBM does nothing: there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside the disk")
+            logger.warning(
+                "KVBM is off: the disk tier needs a fingerprint of the weights (see above), and there is no host tier. "
+                "Set DYN_KVBM_CPU_CACHE_GB to cache in host memory."
+            )
             self._half = None
         self._pools: dict[str, Any] = {}
         self._stores: dict[str, Store | Reader] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -75,6 +76,7 @@ class _Load(NamedTuple):
 
     plan: LoadPlan
     reads: list[Operation | None]  # one a copy of the plan; None: it is in host memory already
+    seal: bytes  # the manager's when it began
 
     @property
     def pages(self) -> int:
@@ -108,7 +110,8 @@ class Store:
         self._slab = HostSlab(slots * self._slot_bytes).carve(slots, self._slot_bytes)
         pools = {Tier.HOST: Pool(slots)}
         self._file: DiskFile | None = None
-        self._index: Index | None = None
+        self._index: Index | None = None  # what the next start finds; None after a clear
+        self._cleared_index: Index | None = None  # holds the cache until the store is closed
         self._shown: Shown | None = None
         try:
             if sizes.disk and (disk := self._open_disk(config, cache, sizes.disk, rank, shown)) is not None:
@@ -231,6 +234,7 @@ class Store:
                 fresh = [key for key in left if key not in near]
                 plan = self._manager.store(fresh, range(len(fresh))) if fresh else None
                 waits = plan is None and bool(fresh) and not here
+                seal = self._manager.seal
                 if waits and not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return False
             for key in here:
@@ -240,7 +244,7 @@ class Store:
                     gather(left.pop(fresh[i]), self._address(slot))
             with self._lock:
                 if plan is not None:
-                    published = self._manager.finish_store(plan.id, ok=True)
+                    published = self._manager.finish_store(plan.id, ok=self._manager.seal == seal)
                     self.counts.offloaded_blocks += len(published)
                     here += published
                 # In one go: nobody shall push them out in between.
@@ -257,9 +261,8 @@ class Store:
 
     def _spill(self, plan: SpillPlan) -> None:
         """Write pages of the host tier on to disk, behind everybody's back."""
-        file, index = self._file, self._index
+        file = self._file
         assert file is not None
-        assert index is not None
         write = file.write(plan.targets, [self._address(slot) for slot in plan.slots], plan.tags)
 
         def end() -> None:
@@ -267,7 +270,8 @@ class Store:
                 written = self._manager.finish_spill(plan.id, write.bad)
                 self.counts.spilled_blocks += len(written)
                 self.counts.failed_spill_blocks += len(write.bad)
-                index.put(written)
+                if self._index is not None:
+                    self._index.put(written)
                 if self._shown is not None:
                     self._shown.put(written)
                 self._changed.notify_all()
@@ -324,7 +328,8 @@ class Store:
             if not match.blocks or missing > near.available:
                 return None
             plan = self._manager.load(match, "", range(match.blocks), in_step=False, after=[])
-        return _Load(plan, [self._read(copy) for copy in plan.copies])
+            seal = self._manager.seal
+        return _Load(plan, [self._read(copy) for copy in plan.copies], seal)
 
     def _read(self, copy: Copy) -> Operation | None:
         if copy.tier is Tier.HOST or self._file is None:
@@ -362,7 +367,8 @@ class Store:
                 for copy in load.plan.copies:
                     self.counts.add_onboarded(copy.tier, sum(came[at : at + len(copy.blocks)]))
                     at += len(copy.blocks)
-                self.counts.promoted_blocks += self._manager.finish_load(load.plan.id, bad, missed, keep=not late)
+                keep = not late and self._manager.seal == load.seal
+                self.counts.promoted_blocks += self._manager.finish_load(load.plan.id, bad, missed, keep)
                 self._changed.notify_all()
 
         if late:
@@ -374,15 +380,24 @@ class Store:
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget every page, for good."""
+        """Forget every page, because the weights may have changed.
+
+        The name of the cache covers the weights that were loaded at start, so this process keeps nothing more for the
+        next start and shows nothing more to other ranks. Pages that are written from now on bear another seal: no entry
+        of an index that a crash leaves behind fits them.
+        """
         with self._changed:
             self._manager.clear()
+            self._manager.seal = os.urandom(8)
             if self._index is not None:
                 self._index.clear()
+                self._cleared_index, self._index = self._index, None
             if self._shown is not None:
                 self._shown.clear()
-        if self._index is not None:
-            self._index.flush()
+                self._shown.close()
+                self._shown = None
+        if self._cleared_index is not None:
+            self._cleared_index.flush()
 
     def close(self) -> None:
         """Finish what is under way and let go of memory and files. May be called twice."""
@@ -395,8 +410,9 @@ class Store:
         deadline = time.monotonic() + bounded.DISK_END_SECONDS
         self._thread.join(bounded.DISK_END_SECONDS)
         answered = self._file is None or self._file.close(max(1.0, deadline - time.monotonic()))
-        if self._index is not None:
-            self._index.close()
+        for index in (self._index, self._cleared_index):
+            if index is not None:
+                index.close()
         if self._shown is not None:
             self._shown.close()
         if answered:

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.lora.worker_manager import WorkerLoRAManager
 
 from kvbm.plans import AdapterUse, StepPlan
 
@@ -44,9 +43,16 @@ class AdapterLoads:
         self._last: dict[int, tuple[int, str]] = {}  # adapter -> (number of its load, digest)
         self._news: dict[int, tuple[int, str]] = {}  # what the leader has not been told
         self._failed = False
-        self._manager = _find_manager(lora_config)
+        self._manager: Any = None
+        try:
+            _watch_loads()
+            self._manager = _find_manager(lora_config)
+        except Exception as error:
+            logger.warning(
+                "KVBM cannot see which LoRA adapters vLLM loads: %s: %s. Requests with adapters are not cached.",
+                type(error).__name__, error,
+            )  # fmt: skip
         _observers[id(lora_config)] = self
-        _watch_loads()
 
     def close(self) -> None:
         if _observers.get(id(self._config)) is self:
@@ -106,8 +112,17 @@ def _detach(model: Any) -> None:
     parts = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
     for part in parts:
         for name, value in vars(part).items():
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.is_pinned():
-                setattr(part, name, value.clone())
+            setattr(part, name, _copied(value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.device.type == "cpu" and not value.is_pinned() else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
 
 
 def weights_digest(model: Any, lora_config: Any) -> str:
@@ -148,6 +163,8 @@ def _hash(hasher: Any, value: Any) -> None:
 
 def _find_manager(lora_config: Any) -> Any:
     """vLLM's LoRA manager of this worker. vLLM does not hand it to connectors, so it is looked up once, at start."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
     for found in gc.get_objects():
         if issubclass(type(found), WorkerLoRAManager) and getattr(found, "lora_config", None) is lora_config:
             return found
@@ -156,6 +173,8 @@ def _find_manager(lora_config: Any) -> Any:
 
 def _watch_loads() -> None:
     """Hear of every adapter that vLLM loads in this process from now on."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
     load = WorkerLoRAManager._load_adapter
     if hasattr(load, "kvbm_watched"):
         return

@@ -12,8 +12,8 @@ import msgspec
 from kvbm.engines.vllm import compat
 from kvbm.plans import AdapterUse, Report
 
-# A request whose adapter the leader does not know is asked to come again while the ranks load it, for at most so long.
-# They answer with the next step. vLLM would have loaded the adapter in that step as well.
+# Seconds that a request is deferred (`None` to vLLM) while the ranks load its adapter and report the digest. They
+# answer with the next step. vLLM would have loaded the adapter in that step as well.
 ASK_SECONDS = 5.0
 
 
@@ -33,7 +33,8 @@ class LocalRank(Protocol):
     """The only rank, where it is in this process."""
 
     def shares_thread(self) -> bool:
-        """Whether no step runs at this moment, so that it can be called."""
+        """True in the thread that submits this worker's steps. Kernels of the last step may still run; a load is
+        ordered behind them."""
 
     def take_adapter_news(self) -> dict[int, tuple[int, str]]: ...
 
@@ -44,12 +45,14 @@ class Adapters:
     """Called from vLLM's scheduler thread.
 
     ``loads_in_any_step``: whether ranks can load an adapter for the leader in a step that computes something.
+    ``max_loras``: adapters that they load in one step, in front of the requests that run.
     """
 
-    def __init__(self, ranks: int, loads_in_any_step: bool, local: LocalRank | None = None) -> None:
+    def __init__(self, ranks: int, loads_in_any_step: bool, local: LocalRank | None = None, max_loras: int = 1) -> None:
         self._ranks = ranks
         self._loads_in_any_step = loads_in_any_step
         self._local = local
+        self._max_loras = max_loras
         self._loads: dict[int, list[tuple[int, str]]] = {}  # adapter -> the last load of each rank
         self._known: dict[int, Weights] = {}
         self._ever_loaded: set[int] = set()
@@ -107,6 +110,8 @@ class Adapters:
             return False
         if others_run and not self._loads_in_any_step:
             return False
+        if len(self._wanted) >= self._max_loras:
+            return True  # in the next step
         self._asked[adapter] = time.monotonic() + ASK_SECONDS
         self._wanted[adapter] = encoded
         return True

@@ -113,6 +113,7 @@ class SchedulerHalf:
         self._submits = False  # the thread that schedules steps submits them too
         self._only_worker: WorkerHalf | None = None  # where it can be reached
         self._weight_changes: dict[int, int] = {}  # by rank, as far as they were heard of
+        self._stale: Any = None  # generation of vLLM's prefix cache at the last of them: it holds KV of old weights
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
         self._kv_cache_config = kv_cache_config
         self._feed: feed.EventFeed | None = None  # while vLLM publishes events
@@ -127,7 +128,12 @@ class SchedulerHalf:
             return
         ranks = {hello.rank for hello in hellos}
         if ranks != set(range(self._ranks)):
-            raise RuntimeError(f"workers of ranks {sorted(ranks)} answered, expected 0 to {self._ranks - 1}")
+            logger.warning(
+                "KVBM stays out of the way: workers of ranks %s take part, expected 0 to %d, and the log of the other "
+                "workers says why. vLLM runs as if it were not configured.",
+                sorted(ranks), self._ranks - 1,
+            )  # fmt: skip
+            return
         layouts = {hello.layout for hello in hellos}
         by_rank = [hello.block_bytes for hello in hellos]
         kept = [hello.block_bytes / hello.shared_by for hello in hellos]
@@ -156,7 +162,9 @@ class SchedulerHalf:
             for each in local:
                 each.before_close = self._flush
         worker = local[0] if self._ranks == 1 and local else None
-        self._adapters = Adapters(self._ranks, compat.loads_adapters_in_any_step(self._vllm_config), worker)
+        in_any_step = compat.loads_adapters_in_any_step(self._vllm_config)
+        lora = getattr(self._vllm_config, "lora_config", None)
+        self._adapters = Adapters(self._ranks, in_any_step, worker, getattr(lora, "max_loras", 1))
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
@@ -257,6 +265,8 @@ class SchedulerHalf:
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def new_request(self, request: Any) -> None:
+        if self._keys is not None:
+            self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
         self._requests[request.request_id] = RequestState(request)
         if self._ahead is not None:
             self._ahead.arrived(request, alone=not self._active)
@@ -267,22 +277,28 @@ class SchedulerHalf:
             return 0, False
         if self._only_worker is not None:
             self._hear_of_weights(0, self._only_worker.weight_changes)
+            if self.leader is None:
+                return 0, False
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
         state.match = None
+        state.local_tokens = computed_tokens
         lora = getattr(request, "lora_request", None)
         weights = None
         if lora is not None:
-            state.local_tokens, state.loaded = computed_tokens, range(0)
+            state.loaded = range(0)
             self._adapters.refresh()
             weights = self._keys.bind(request)
         if self._comes_back(state):
             return None, False
         if state.put_off and self._waits.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
-        if stuck or state.refused or compat.needs_every_token(request):
+        # With several groups the step in which a request runs does not check that the adapter is still the one that the
+        # loaded blocks depend on.
+        unchecked = lora is not None and self._groups.apart
+        if stuck or state.refused or unchecked or compat.needs_every_token(request):
             state.lookup = Lookup(computed_tokens, SKIPPED)
             return 0, False
         start = computed_tokens // self._block_size
@@ -553,6 +569,8 @@ class SchedulerHalf:
         """A request has new block tables, and starts to compute behind so many tokens."""
         outside = state.outside
         state.new_tables(tables, computed)
+        if self._weight_changes and state.local_tokens and self._has_stale_blocks():
+            state.keep = False
         lora = getattr(state.request, "lora_request", None)
         if lora is None or self._adapters is None or self._keys is None:
             return
@@ -560,9 +578,15 @@ class SchedulerHalf:
         trusted = self._adapters.admit(lora, weights, self.block_pool)
         if (state.local_tokens and not trusted) or computed > state.local_tokens + len(loaded) * self._block_size:
             state.keep = False  # it goes on from blocks of other weights, or of another connector
-        if outside and loaded and weights is not None and not self._groups.apart:
+        if self._groups.apart:
+            state.keep = False  # no request would find its blocks
+        elif outside and loaded and weights is not None:
             blocks = tables[0][loaded.start : loaded.stop]
             self._uses.append(weights.used_by(blocks=blocks))
+
+    def _has_stale_blocks(self) -> bool:
+        """Whether vLLM's own prefix cache has not been reset since the weights changed, as far as can be seen."""
+        return self._stale is None or compat.prefix_cache_generation(self.block_pool) in (None, self._stale)
 
     def _describe(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Once they are on their way: blocks that no tier has, or is about to have, need no description."""
@@ -620,6 +644,8 @@ class SchedulerHalf:
                 self._faults.note(f"rank {report.rank}: {reason}", times)
             if report.weight_changes:
                 self._hear_of_weights(report.rank, report.weight_changes)
+                if self.leader is None:
+                    return
         if any(report.stores or report.spills for report in reports):
             self._spill_progress = time.monotonic()
         try:
@@ -630,15 +656,22 @@ class SchedulerHalf:
             self.switch_off(error)
 
     def _hear_of_weights(self, rank: int, changes: int) -> None:
-        """A rank has new weights, of which vLLM tells its connectors nothing: no block of the old ones may be found."""
-        if self._weight_changes.get(rank, 0) == changes:
+        """vLLM does not tell connectors about new weights, so the worker reports them. Drop every block computed with
+        the old ones."""
+        if self._weight_changes.get(rank, 0) >= changes:
             return
         if not self._weight_changes:
             logger.warning(
                 "The weights have changed in memory: KVBM forgets every block, and keeps nothing for the next engine"
             )
+        try:
+            self.reset()
+        except Exception as error:
+            self.switch_off(error)
+            return
+        self._stale = compat.prefix_cache_generation(self.block_pool)
+        # Only now: a worker follows plans again as soon as it reads that the leader knows of the change.
         self._weight_changes[rank] = changes
-        self.reset()
 
     def switch_off(self, error: Exception) -> None:
         """Books that are half written cannot be trusted, and must not wait for what was lost with the other half."""

@@ -118,6 +118,8 @@ class Stores:
             self._told(state.request, known, first, end)
         if plan is None:
             return []
+        if getattr(grown[0].state.request, "lora_request", None) is None:
+            return [plan]  # none of them has an adapter
         adapters = {self._keys.bound_weights(state.request) for state, *_ in grown}
         uses += [weights.used_by(stores=[plan.id]) for weights in adapters if weights is not None]
         return [plan]

@@ -50,7 +50,7 @@ class WorkerHalf:
         lora = getattr(vllm_config, "lora_config", None)
         self._adapters = None if lora is None else AdapterLoads(lora, rank)
         self._name = (vllm_config.kv_transfer_config.engine_id, self.rank)
-        # Called before anything is closed: vLLM closes workers before the scheduler, and the leader flushes by then.
+        # vLLM shuts workers down before the scheduler, so the leader flushes from here, while workers can still copy.
         self.before_close: Callable[[], None] | None = None
 
     @property
@@ -72,7 +72,10 @@ class WorkerHalf:
             # First of all, so that no rank waits for one that has failed at something else.
             self._rank.cache = self._describe(models)
             if self._rank.cache is None and not self._config.has_host_tier:
-                logger.warning("KVBM does nothing: there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside the disk")
+                logger.warning(
+                    "KVBM is off: the disk tier needs a fingerprint of the weights (see above), and there is no host "
+                    "tier. Set DYN_KVBM_CPU_CACHE_GB to cache in host memory."
+                )
                 return
         try:
             self._rank.register(kv_caches, self._engine_blocks)
@@ -114,7 +117,8 @@ class WorkerHalf:
         return hello
 
     def shares_thread(self) -> bool:
-        """Whether the caller runs in the thread that runs this worker's steps."""
+        """True in the thread that submits this worker's steps. Kernels of the last step may still run; a load is
+        ordered behind them."""
         return threading.get_ident() == self._thread
 
     def take_adapter_news(self) -> dict[int, tuple[int, str]]:
