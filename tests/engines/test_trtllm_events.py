@@ -117,6 +117,7 @@ def test_what_an_engine_before_has_left_on_disk_is_told_when_somebody_asks_for_i
     pool = before.half.leader.manager.pools[Tier.DISK]
     before.until(lambda: before.poll() and len(pool.findable) == 4)
     before.close()
+    del before.model  # an engine's process has one model
     here, router = together("passthrough", **disk)
     assert here.leader.get_num_new_matched_tokens(request(2), 0)[0] == 32
     here.poll()

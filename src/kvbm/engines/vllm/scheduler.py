@@ -389,7 +389,7 @@ class SchedulerHalf:
         rest = request.num_tokens - computed
         whole = self._groups.apart or self._prefills_whole_prompts
         size = self._block_bytes * self._groups.moved(found.blocks) // max(found.blocks, 1)
-        return self._cost.decide(found, size, self._block_size, computed, rest, others, whole)
+        return self._cost.decide(found, size, self._block_size, computed, rest, others, whole=whole)
 
     def _others_go_on(self, request_id: str) -> bool:
         """Whether others would notice if the step took long. Who has its last token in a step under way would not."""
