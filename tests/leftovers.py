@@ -82,7 +82,7 @@ class Watch:
     def _new_segments(self) -> list[str]:
         """KVBM's segments that have appeared since the start, without those that a process outside of this run maps
         right now. Others are left alone: a semaphore that a vLLM beside this run is about to open looks unused."""
-        new = {name for name in _segments() - self.segments if "kvbm" in name}
+        new = {name for name in _segments() - self.segments if "kvbm" in name and not _is_foreign(SHARED_MEMORY / name)}
         if not new:
             return []
         for process in Path("/proc").glob("[0-9]*"):
