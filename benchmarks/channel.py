@@ -18,17 +18,18 @@ import tempfile
 import time
 from contextlib import closing
 
-from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, Tier
+from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, TierHello
 from kvbm.runtime.channel import InBandLeader, InBandWorker, ZmqLeader, ZmqWorker
+from kvbm.tiers.registry import NEAR
 
 
 def make_plan(number: int, blocks: int) -> StepPlan:
-    copy = Copy(Tier.HOST, list(range(1000, 1000 + blocks)), list(range(blocks)))
+    copy = Copy(NEAR.name, list(range(1000, 1000 + blocks)), list(range(blocks)))
     return StepPlan([LoadPlan(number, "cmpl-0123456789abcdef", [copy], in_step=False)])
 
 
 def serve(rank: int, pub_url: str, ack_url: str) -> None:
-    with closing(ZmqWorker(Hello(rank, 1, {Tier.HOST: 1}, "any"), pub_url, ack_url)) as worker:
+    with closing(ZmqWorker(Hello(rank, 1, "any", [TierHello(NEAR.name, 1)]), pub_url, ack_url)) as worker:
         worker.wait(60)
         worker.confirm()
         while worker.lost is None:

@@ -27,8 +27,9 @@ from typing import NamedTuple
 from kvbm.core.keys import KEY_BYTES, KeyChain, Namespace
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import Tier
+from kvbm.tiers import disk, host
 
+HOST, DISK = host.TIER.name, disk.TIER.name
 BATCH = 256  # blocks one step of an engine completes: 4,096 tokens
 
 # What must hold on any machine an engine runs on. A key is the name of a row below.
@@ -98,9 +99,9 @@ def strange_keys(count: int, seed: int) -> Iterator[list[bytes]]:
 
 def fill(pool: Pool, count: int, seed: int) -> None:
     for keys in strange_keys(count, seed):
-        slots = pool.allocate(keys)
+        slots = pool.reserve(keys)
         assert slots is not None
-        pool.publish(slots)
+        pool.commit(slots)
 
 
 def vllm_style(tokens: list[int], block_size: int) -> list[bytes]:
@@ -162,9 +163,9 @@ class Bench:
         pool = Pool(max(self.blocks, self.rounds * self.prompt_blocks))
         strangers = (pool.size - self.rounds * self.prompt_blocks) // self.rounds
         for seed, prompt in enumerate(prompts):
-            pool.publish(pool.allocate(self.keys(prompt)) or [])
+            pool.commit(pool.reserve(self.keys(prompt)) or [])
             fill(pool, strangers, seed)
-        manager = BlockManager({Tier.HOST: pool})
+        manager = BlockManager({HOST: pool})
 
         def whole(prompt: list[int]) -> None:
             assert manager.lookup(self.keys(prompt)).blocks == self.prompt_blocks
@@ -176,9 +177,9 @@ class Bench:
         other = [clock(lambda p=prompt: vllm_style(p, self.namespace.block_size)) for prompt in prompts]
 
         host, disk = Pool(self.prompt_blocks), Pool(self.prompt_blocks)
-        host.publish(host.allocate(known[0][::2]) or [])
-        disk.publish(disk.allocate(known[0][1::2]) or [])
-        mixed = BlockManager({Tier.HOST: host, Tier.DISK: disk})
+        host.commit(host.reserve(known[0][::2]) or [])
+        disk.commit(disk.reserve(known[0][1::2]) or [])
+        mixed = BlockManager({HOST: host, DISK: disk})
         alternating = [clock(lambda: mixed.lookup(known[0])) for _ in prompts]
 
         said = f"{self.tokens:,} tokens"
@@ -197,7 +198,7 @@ class Bench:
         batches = min(self.rounds * 16, max(1, self.blocks // BATCH // 2))
 
         def step(keys: list[bytes]) -> None:
-            pool.publish(pool.allocate(keys) or [])
+            pool.commit(pool.reserve(keys) or [])
 
         size = min(BATCH, self.blocks)
         publish = [clock(lambda k=keys: step(k)) for keys in strange_keys(batches * size, seed=2)]
@@ -215,7 +216,7 @@ class Bench:
         """A whole prompt through the manager, into and out of a full tier."""
         pool = Pool(max(self.blocks, 2 * self.prompt_blocks))
         fill(pool, pool.size, seed=5)
-        manager = BlockManager({Tier.HOST: pool})
+        manager = BlockManager({HOST: pool})
         engine = list(range(self.prompt_blocks))
         stores, loads = [], []
 
@@ -246,7 +247,7 @@ class Bench:
         sizes = [self.prompt_blocks * factor // 4 for factor in (1, 2, 4, 8)]
         pool = Pool(max(self.blocks, self.rounds * sizes[-1]))
         fill(pool, pool.size, seed=6)
-        manager = BlockManager({Tier.HOST: pool})
+        manager = BlockManager({HOST: pool})
         cost: dict[str, list[Row]] = {"look up": [], "store": []}
         for blocks in sizes:
             prompts = [self.prompt(blocks * self.namespace.block_size) for _ in range(self.rounds)]

@@ -25,7 +25,7 @@ import msgspec
 
 from kvbm.core.keys import KEY_BYTES
 from kvbm.core.pool import Pool
-from kvbm.plans import Tier
+from kvbm.tiers.registry import NEAR
 
 BLOCKS_A_SECOND = 100_000
 MOST_PERCENT = 10.0  # of a core, for that many blocks a second
@@ -49,7 +49,7 @@ class Bench:
         pool = Pool(self.blocks)
         for _ in range(0, self.blocks, self.step):
             keys = [self.random.randbytes(KEY_BYTES) for _ in range(min(self.step, pool.free))]
-            pool.publish(pool.allocate(keys) or [])
+            pool.commit(pool.reserve(keys) or [])
         return pool
 
     def feed(self, pool: Pool) -> object:
@@ -58,16 +58,16 @@ class Bench:
         from kvbm.engines.vllm.feed import EventFeed
 
         spec = FullAttentionSpec.__new__(FullAttentionSpec)  # only its kind is asked for
-        return EventFeed({Tier.HOST: pool}, self.block_size, SimpleNamespace(kv_cache_spec=spec))
+        return EventFeed({NEAR.name: pool}, self.block_size, SimpleNamespace(kv_cache_spec=spec))
 
     def churn(self, pool: Pool, planned: Callable[[SimpleNamespace], None], ended: Callable[[], None]) -> float:
         """Seconds of CPU of all steps; called when blocks are on their way, and when they have been published."""
         start = time.thread_time()
         for request in self.requests:
-            slots = pool.allocate(request.block_hashes)
+            slots = pool.reserve(request.block_hashes)
             assert slots is not None
             planned(request)
-            pool.publish(slots)
+            pool.commit(slots)
             ended()
         return time.thread_time() - start
 
@@ -78,7 +78,7 @@ class Bench:
         pool = self.full()
         feed = self.feed(pool)
         for request in [self.request() for _ in range(self.blocks // self.step + 1)]:  # all described, all told
-            pool.publish(pool.allocate(request.block_hashes) or [])
+            pool.commit(pool.reserve(request.block_hashes) or [])
             feed.follow(request, request.block_hashes, 0, self.step)
             feed.take(None)
         stored = removed = size = 0

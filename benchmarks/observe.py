@@ -41,8 +41,9 @@ from kvbm.observe.requests import LOADED, NOT_FOUND, Admission, RequestLog
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import Identity
 from kvbm.observe.source import LeaderSource
-from kvbm.plans import LoadResult, Report, StoreResult, Tier
+from kvbm.plans import LoadResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
+from kvbm.tiers.registry import NEAR, priors
 
 BLOCKS = 512  # of a request: 8k tokens
 RANKS = 2
@@ -57,9 +58,9 @@ class Bookkeeping:
 
     def __init__(self) -> None:
         self.log = RequestLog()
-        self.cost = CostModel()
+        self.cost = CostModel(priors())
         sizes = [600_000] * RANKS
-        self.leader = Leader(BlockManager({Tier.HOST: Pool(100_000)}), RANKS, 1 << 20, sizes, self.cost, self.log)
+        self.leader = Leader(BlockManager({NEAR.name: Pool(100_000)}), RANKS, 1 << 20, sizes, self.cost, self.log)
         identity = Identity(
             kvbm="0", engine="none", engine_version="0", model="benchmark", ranks=RANKS, block_tokens=16,
             block_bytes=sum(sizes), engine_blocks=10_000,
@@ -90,7 +91,7 @@ class Bookkeeping:
 
     def _admit(self, name: str, found: int, plan: int | None) -> None:
         self.log.admitted(
-            Admission(name, 16 * BLOCKS + 1, 0, BLOCKS, None, {Tier.HOST: found} if found else {}, found, 16,
+            Admission(name, 16 * BLOCKS + 1, 0, BLOCKS, None, {NEAR.name: found} if found else {}, found, 16,
                       LOADED if found else NOT_FOUND, "", True, 0.2, 0.1, 0.3), plan,
         )  # fmt: skip
 

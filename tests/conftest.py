@@ -11,12 +11,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hypothesis import settings
 
 from leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary
 from processes import Process
 
 # What these tests import comes with the extra of the same name; `make test-observe` installs it.
 collect_ignore = [] if importlib.util.find_spec("playwright") else ["observe"]
+
+# A busy machine stops a test for longer than Hypothesis's deadline of 200 ms.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 # Tests make directories for caches, and a cache is refused below one that a group can write to.
 os.umask(0o022)

@@ -103,16 +103,16 @@ class Engine:
         return round(time.monotonic() - began, 3)
 
     def counts(self) -> Row:
-        from kvbm.plans import Tier
+        from kvbm.tiers import disk
 
         counts, cost = self._half.leader.counts, self._half._cost
         return {
-            "spilled": counts.spilled_blocks,
-            "passed_over": counts.refused_spill_blocks,
-            "from_disk": counts.onboarded_blocks.get(Tier.DISK, 0),
+            "spilled": sum(counts.moved_blocks.values()),
+            "passed_over": sum(counts.refused_move_blocks.values()),
+            "from_disk": counts.onboarded_blocks.get(disk.TIER.name, 0),
             "given_up": counts.missed_load_blocks,
             "bad": counts.failed_load_blocks,
-            "disk_gbps": round(cost.rate(Tier.DISK).bytes_per_second / 1e9, 3),
+            "disk_gbps": round(cost.rate(disk.TIER.name).bytes_per_second / 1e9, 3),
             "prefill_tokens_per_s": round(cost.prefill_tokens_per_second),
         }
 

@@ -2,42 +2,38 @@
 
 The leader decides, the workers move bytes. A *step plan* travels down with every engine step (inside the engine's own
 metadata, or over :mod:`kvbm.runtime.channel`); a *report* travels up from each rank. Both are msgpack, never pickle, so
-that nothing read from a socket can run code. Slots and blocks are plain integers: a slot is a place in a tier, a block
-is a place in the engine's own KV cache, and the same number means the same place on every rank.
+nothing read from a socket can run code. Slots and blocks are plain integers: a slot is a place in a tier, a block is a
+place in the engine's own KV cache, and the same number means the same place on every rank. Tiers go by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
+# A tier's name, as its folder under kvbm/tiers declares it, for example in metrics and logs.
+TierName = str
 
-class Tier(IntEnum):
-    """Where bytes lie, fastest first."""
-
-    DEVICE = 1
-    HOST = 2
-    DISK = 3
-    OBJECT = 4
+# The engine's own KV cache, as the source or target of a transfer. Not a tier: the engine manages it.
+DEVICE = "device"
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
     """One stretch of blocks on one tier: ``slots[i]`` of the tier belongs to ``blocks[i]`` of the engine.
 
-    Tiers below host memory are not next to the engine: their blocks pass through host slots.
+    The copier reaches the near tier only. Blocks of every other tier are staged through slots of the near tier.
     """
 
-    tier: Tier
+    tier: TierName
     slots: list[int]
     blocks: list[int]
-    # Host slots to pass through. As many as there are blocks: each block has its own and stays. Fewer: they are used in
-    # turn, and nothing stays. None: there was no room, and the blocks cannot come.
+    # Near slots to stage through. One for each block: the blocks stay there. Fewer: the slots are used in turn, and
+    # nothing stays. None: no slot was free, and the blocks cannot come.
     via: list[int] = []
-    # Keys of the blocks: a tier that outlives the engine makes sure that its slots hold just these.
+    # Keys of the blocks: a tier that outlives the engine verifies that its slots hold exactly these.
     tags: list[bytes] = []
 
 
@@ -51,13 +47,13 @@ class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
     in_step: bool
     # Store plans that still read the engine blocks this load is about to overwrite.
     after: list[int] = []
-    # Whether attention may wait for its own layer only. Not when the step could be replayed from a full CUDA graph, in
-    # which no layer asks: then the whole load comes before the step. Means nothing outside of a step.
+    # Whether attention may wait for its own layer only. False where the step could be replayed from a full CUDA graph,
+    # in which no layer asks: the whole load then comes before the step. Has no meaning outside of a step.
     layered: bool = False
-    # How many tokens of the request are left to compute: what a load by layer can hide behind.
+    # Tokens of the request that are left to compute: the work a load by layer can hide behind.
     tokens: int = 0
-    # Seconds after which what has not come from a tier below host memory is given up; 0: never.
-    within: float = 0.0
+    # Seconds after which the worker gives up blocks that have not come from a staged tier; 0: never.
+    deadline_seconds: float = 0.0
 
     @property
     def blocks(self) -> list[int]:
@@ -71,10 +67,12 @@ class StorePlan(msgspec.Struct, frozen=True, array_like=True):
     copy: Copy
 
 
-class SpillPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Copy blocks from host slots on to slots of the disk."""
+class MovePlan(msgspec.Struct, frozen=True, array_like=True):
+    """Copy blocks from slots of one tier to slots of another."""
 
     id: int
+    source: TierName
+    target: TierName
     slots: list[int]
     targets: list[int]
     tags: list[bytes]
@@ -113,13 +111,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Stores that must have read their source before this step writes: their blocks have been handed to another request.
     fences: list[int] = []
     recompute: list[Recompute] = []
-    spills: list[SpillPlan] = []
-    # Stores that must be over before anything of this step begins: somebody else writes to their blocks, and not in the
-    # engine's order.
-    settle: list[int] = []
-    # Stores that every rank has confirmed, and whether they are good: where host memory outlives the engine, those that
-    # are shall be found by the next one.
-    keeps: dict[int, bool] = {}
+    moves: list[MovePlan] = []
+    # Stores that must be over before anything of this step begins: another connector writes to their blocks, and not in
+    # the engine's order.
+    drain_stores: list[int] = []
+    # Stores that every rank has confirmed, and whether they are good. Where the near tier outlives the engine, a worker
+    # records the checksums of the good ones, so that the next engine finds them.
+    verdicts: dict[int, bool] = {}
     # Adapters that the step's loads and stores depend on.
     adapters: list[AdapterUse] = []
     # Adapters that the leader wants to know, as the engine describes them: every rank loads each unless it has it, and
@@ -130,13 +128,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     def __bool__(self) -> bool:
         return bool(
-            self.loads or self.stores or self.fences or self.recompute or self.spills or self.settle or self.keeps
-            or self.adapters or self.wanted
+            self.loads or self.stores or self.fences or self.recompute or self.moves or self.drain_stores
+            or self.verdicts or self.adapters or self.wanted
         )  # fmt: skip
 
 
-def joined(plans: Sequence[StepPlan]) -> StepPlan:
-    """What several plans ask for, in their order: none may be passed over."""
+def merge_plans(plans: Sequence[StepPlan]) -> StepPlan:
+    """One plan that asks for everything that these do, in their order."""
     fields: dict[str, Any] = {}
     for name in StepPlan.__struct_fields__:
         parts = [getattr(plan, name) for plan in plans]
@@ -155,13 +153,14 @@ class LoadResult(msgspec.Struct, frozen=True, array_like=True):
     id: int
     bad: list[int] = []
     seconds: float = 0.0  # how long the copy took, where that is known
-    # Positions that did not arrive either, with nothing known against their blocks: there was no room, or no time left.
+    # Positions that did not arrive either, with nothing known against their blocks: no slot was free, or the deadline
+    # passed.
     missed: list[int] = []
-    # The host slots of the plan are still being written to, by reads that were given up. One more result will follow:
-    # the engine is not concerned, but the slots must not be used before it.
-    late: bool = False
-    # How long each tier took, where a load is not from host memory alone.
-    tier_seconds: dict[Tier, float] = {}
+    # Tiers whose abandoned reads still write to the plan's near slots. One more result follows: the engine is not
+    # concerned, but the slots must not be used before it.
+    late: list[TierName] = []
+    # How long each tier took, where a load is not from the near tier alone.
+    tier_seconds: dict[TierName, float] = {}
 
 
 class StoreResult(msgspec.Struct, frozen=True, array_like=True):
@@ -172,8 +171,8 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0  # as a load's
 
 
-class SpillResult(msgspec.Struct, frozen=True, array_like=True):
-    """A spill that is over on one rank. ``bad`` holds the positions that were not written."""
+class MoveResult(msgspec.Struct, frozen=True, array_like=True):
+    """A move that is over on one rank. ``bad`` holds the positions that were not written."""
 
     id: int
     bad: list[int] = []
@@ -188,7 +187,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     stores: list[StoreResult] = []
     # Reasons of failures seen on this rank, for the log and the counters: reason -> how often.
     faults: dict[str, int] = {}
-    spills: list[SpillResult] = []
+    moves: list[MoveResult] = []
     # Adapters that have new weights on this rank, or were asked for: adapter -> (number of the load, digest of the
     # weights). The number changes whenever the weights do, and never comes back. 0: the rank does not have them.
     adapters: dict[int, tuple[int, str]] = {}
@@ -196,8 +195,24 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     weight_changes: int = 0
 
     def __bool__(self) -> bool:
-        parts = (self.loads, self.stores, self.faults, self.spills, self.adapters, self.weight_changes)
+        parts = (self.loads, self.stores, self.faults, self.moves, self.adapters, self.weight_changes)
         return any(map(bool, parts))
+
+
+class TierHello(msgspec.Struct, frozen=True, array_like=True):
+    """One tier as a rank has opened it."""
+
+    name: TierName
+    slots: int  # 0 for a tier that is addressed by key
+    # Measured at start: bytes a second, and seconds that any read takes. None where nothing was measured.
+    rate: tuple[float, float] | None = None
+    # Names the store behind the tier, for example its cache directory: every rank must have opened the same one.
+    store: str = ""
+    # Of a near tier that outlives the engine: one bit a slot, set for the slots whose content matches the index of the
+    # last engine. Empty where the tier does not outlive it.
+    intact: bytes = b""
+    # Digest of that index: the bits have no meaning beside a different one.
+    index: bytes = b""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -205,21 +220,19 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     block_bytes: int
-    slots: dict[Tier, int]
     layout: str
+    tiers: list[TierHello]  # the near tier first
     # How many ranks keep these bytes once among them: more than one where every rank has the same KV.
     shared_by: int = 1
-    # What a measurement at start has found of tiers: bytes a second, and seconds that any load takes.
-    rates: dict[Tier, tuple[float, float]] = {}
-    # Of host memory that outlives the engine: a bit a slot, 1 for those that hold what the index of the last engine
-    # says they do. Empty where it does not.
-    kept: bytes = b""
-    # What tells that index from any other: the bits mean nothing beside a different one.
-    compared: bytes = b""
-    # The name of the directory that its blocks on disk lie in, where it has a disk.
-    disk: str = ""
     # The digest of the weights that all ranks have agreed on; empty where nothing outlives the engine.
     weights: str = ""
+
+    def tier(self, name: TierName) -> TierHello | None:
+        return next((tier for tier in self.tiers if tier.name == name), None)
+
+    @property
+    def slots(self) -> dict[TierName, int]:
+        return {tier.name: tier.slots for tier in self.tiers}
 
 
 _T = TypeVar("_T")
@@ -233,7 +246,7 @@ def _decoder(kind: type[_T]) -> Callable[[bytes], _T]:
     def checked(data: bytes) -> _T:
         try:
             return decode(data)
-        except (UnicodeDecodeError, RecursionError) as error:  # what msgspec lets through
+        except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through
             raise msgspec.DecodeError(str(error)) from error
 
     return checked

@@ -33,8 +33,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvbm.core.keys import in_group
 from kvbm.engines.vllm import compat
-from kvbm.plans import StepPlan, Tier
+from kvbm.plans import StepPlan
 from kvbm.vllm_integration.connector import DynamoConnector
+from tiernames import DISK, HOST
 
 BLOCK = 4
 LAYERS = ("layer.0", "layer.1", "layer.2")  # of every group
@@ -357,7 +358,7 @@ class Clockwork:
 
     @property
     def pool(self) -> Any:
-        return self.half.leader.manager.pools[Tier.HOST]
+        return self.half.leader.manager.catalogs[HOST]
 
     @property
     def counts(self) -> Any:
@@ -365,7 +366,7 @@ class Clockwork:
 
     @property
     def onboarded(self) -> int:
-        return self.counts.onboarded_blocks.get(Tier.HOST, 0)
+        return self.counts.onboarded_blocks.get(HOST, 0)
 
     def check(self) -> None:
         """Every answer is right, and so is every block that could be found."""
@@ -384,20 +385,20 @@ class Clockwork:
                     names = in_group(names, group)
                 for i, name in enumerate(names):
                     known[name] = values[i * BLOCK : (i + 1) * BLOCK], group
-        for tier, pool in self.half.leader.manager.pools.items():
-            if tier is Tier.DISK and self.disk_lies:
+        for tier, pool in self.half.leader.manager.catalogs.items():
+            if tier == DISK and self.disk_lies:
                 continue  # it claims to have written what it has not: nobody can know before it is read
             for key, slot in pool._published.items():
                 values, group = known[key]
                 for rank in self.ranks:
-                    for layer in (rank.kept if tier is Tier.HOST else rank.kept_on_disk)(slot, group):
-                        assert layer == values, f"{tier.name} slot {slot} of rank {rank.rank} holds the wrong KV"
+                    for layer in (rank.kept if tier == HOST else rank.kept_on_disk)(slot, group):
+                        assert layer == values, f"{tier} slot {slot} of rank {rank.rank} holds the wrong KV"
 
     def check_idle(self) -> None:
         leader = self.half.leader
         assert not leader.busy
         assert not self.half._requests
-        for pool in leader.manager.pools.values():
+        for pool in leader.manager.catalogs.values():
             assert (pool.pinned, pool.writing, pool.lent) == (0, 0, 0)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self.scheduler.kv_cache_config.num_blocks - 1

@@ -333,13 +333,13 @@ class Scenario:
 
     def state(self) -> dict:
         """What the leader holds. Needs the scheduler in this process."""
-        from kvbm.plans import Tier
+        from kvbm.tiers import disk
 
         half = self.half
         if half is None or half.leader is None:
             return {"bypassed": True}
         leader = half.leader
-        pool = leader.manager.pools[Tier.HOST]
+        pool = leader.manager.near
         return {
             "bypassed": False,
             "size": pool.size,
@@ -359,19 +359,17 @@ class Scenario:
             "tainted_store_blocks": leader.counts.tainted_store_blocks,
             "onboarded": sum(leader.counts.onboarded_blocks.values()),
             "offloaded": leader.counts.offloaded_blocks,
-            "from_disk": leader.counts.onboarded_blocks.get(Tier.DISK, 0),
+            "from_disk": leader.counts.onboarded_blocks.get(disk.TIER.name, 0),
             "missed_load_blocks": leader.counts.missed_load_blocks,
-            "spilled": leader.counts.spilled_blocks,
-            "failed_spill_blocks": leader.counts.failed_spill_blocks,
-            "disk_size": leader.manager.pools[Tier.DISK].size if Tier.DISK in leader.manager.pools else 0,
+            "spilled": sum(leader.counts.moved_blocks.values()),
+            "failed_spill_blocks": sum(leader.counts.failed_move_blocks.values()),
+            "disk_size": getattr(leader.manager.catalogs.get(disk.TIER.name), "size", 0),
             "engine_hashes": half._keys.reuses_engine_hashes,
         }
 
     def held(self, prompts: list, salts: list | None = None) -> list[list[bool]]:
         """Which blocks of each prompt KVBM would find."""
-        from kvbm.plans import Tier
-
-        pool = self.half.leader.manager.pools[Tier.HOST]
+        pool = self.half.leader.manager.near
         found = []
         for i, tokens in enumerate(prompts):
             request = self._request(f"held-{i}", tokens, salts[i] if salts else None)
@@ -402,9 +400,8 @@ class Scenario:
     def names(self) -> list[int]:
         """What vLLM's events call the blocks that host memory holds."""
         from kvbm.engines.vllm.feed import _external
-        from kvbm.plans import Tier
 
-        return _external(list(self.half.leader.manager.pools[Tier.HOST].findable))
+        return _external(list(self.half.leader.manager.near.findable))
 
     def order(self, order: dict) -> dict:
         """Give the leader an order from outside, as `kvbm control` does."""

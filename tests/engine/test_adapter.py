@@ -329,14 +329,15 @@ def test_an_engine_in_which_not_all_ranks_take_part_runs_without_a_cache(specs, 
     from clockwork import make_config, make_request
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-    from kvbm.plans import Hello, Tier
+    from kvbm.plans import Hello, TierHello
     from kvbm.vllm_integration.connector import DynamoConnector
+    from tiernames import HOST
 
     config = make_config(model, {"cpu_cache_gb": 1})
     config.parallel_config.world_size = 2
     connector = DynamoConnector(config, KVConnectorRole.SCHEDULER, groups(specs.full))
     caplog.set_level(logging.WARNING, logger="kvbm")
-    connector._half.meet([Hello(1, 64, {Tier.HOST: 8}, "")])
+    connector._half.meet([Hello(1, 64, "", [TierHello(HOST, 8)])])
     assert "KVBM stays out of the way: workers of ranks [1] take part, expected 0 to 1" in caplog.text
     assert connector._half.leader is None
     assert connector.get_num_new_matched_tokens(make_request("r", TOKENS), 0) == (0, False)

@@ -8,8 +8,9 @@ from engines import numbers
 from kvbm.core.cost import NEVER, RECOMPUTE
 from kvbm.core.manager import Run
 from kvbm.engines.vllm import scheduler
-from kvbm.plans import LoadResult, Tier
+from kvbm.plans import LoadResult
 from kvbm.transfer import turns
+from tiernames import DISK, HOST
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +35,7 @@ def ask_twice(engine):
 def believe(engine, load_seconds, token_seconds=None):
     """Teach it that host memory takes so long to bring anything, and the engine so long to compute a token."""
     for _ in range(60):
-        engine.half._cost.observe_load(Tier.HOST, 1, load_seconds)
+        engine.half._cost.observe_load(HOST, 1, load_seconds)
         if token_seconds is not None:
             engine.half._cost.observe_prefill(1000, 1000 * token_seconds)
 
@@ -79,11 +80,11 @@ def test_loads_and_steps_teach_what_they_took(overlap, ranks, make_engine):
     cost = engine.half._cost
     ask_twice(engine)
     assert cost._step.count > 10
-    assert cost._tiers[Tier.HOST].fixed.count + cost._tiers[Tier.HOST].byte.count == 3  # the priors and one load
-    assert 0 < engine.counts.loaded_seconds[Tier.HOST] < 30
+    assert cost._tiers[HOST].fixed.count + cost._tiers[HOST].byte.count == 3  # the priors and one load
+    assert 0 < engine.counts.loaded_seconds[HOST] < 30
     block_bytes = 3 * 4 * 8 * ranks
-    assert engine.counts.loaded_bytes == {Tier.HOST: 10 * block_bytes}
-    assert engine.counts.stored_bytes[Tier.HOST] == engine.counts.offloaded_blocks * block_bytes
+    assert engine.counts.loaded_bytes == {HOST: 10 * block_bytes}
+    assert engine.counts.stored_bytes[HOST] == engine.counts.offloaded_blocks * block_bytes
     assert not engine.half._steps._under_way
 
 
@@ -241,12 +242,12 @@ def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, t
     engine.add("first", PROMPT)
     engine.run()
     engine.forget()
-    engine.half.leader.forget(Tier.HOST)
+    engine.half.leader.forget(HOST)
     engine.add("from disk", PROMPT)
     assert not fetched
     engine.run(50_000)
     engine.check()
-    assert engine.counts.onboarded_blocks[Tier.DISK] == 10
+    assert engine.counts.onboarded_blocks[DISK] == 10
     engine.forget()
     engine.add("from host memory", PROMPT)
     assert len(fetched) == 1
@@ -546,11 +547,11 @@ def test_a_prompt_comes_back_to_its_last_block_while_others_are_stored(bring_bac
     """Then its slots are compared with its keys once more, and all of them are known."""
 
     def change(engine, prompt):
-        onboard, pool = engine.half.leader.onboard, engine.half.leader.manager.pools[Tier.HOST]
+        onboard, pool = engine.half.leader.onboard, engine.half.leader.manager.catalogs[HOST]
 
         def stored_before(*load):
-            pool.publish(pool.allocate([b"another"]))
-            pool.drop(b"another")
+            pool.commit(pool.reserve([b"another"]))
+            pool.drop([b"another"])
             return onboard(*load)
 
         monkeypatch.setattr(engine.half.leader, "onboard", stored_before)
@@ -567,7 +568,7 @@ def test_a_last_block_that_lies_in_another_tier_is_computed(bring_back, monkeypa
 
         def look(keys, start, limit, **options):
             found = lookup(keys, start, limit, **options)
-            return found._replace(runs=[Run(Tier.DISK, [0])]) if limit == start + 1 else found
+            return found._replace(runs=[Run(DISK, [0])]) if limit == start + 1 else found
 
         monkeypatch.setattr(manager, "lookup", look)
 

@@ -13,11 +13,10 @@ import subprocess
 import pytest
 from engines import EngineFailedError, do, generate, numbers, prompt
 
-from kvbm.plans import Tier
+from tiernames import DISK
 
 pytestmark = pytest.mark.engine
 
-HOST, DISK = Tier.HOST, Tier.DISK
 BLOCK = 4
 
 
@@ -45,7 +44,7 @@ def test_what_was_kept_comes_from_disk_after_a_restart(overlap, ranks, make_engi
     first.add("first", PROMPT)
     first.run()
     first.check()
-    assert first.counts.spilled_blocks == first.counts.offloaded_blocks > 0
+    assert sum(first.counts.moved_blocks.values()) == first.counts.offloaded_blocks > 0
     first.close()
     second = make_engine(overlap=overlap, ranks=ranks)
     assert second.pool.published == 0
@@ -93,7 +92,7 @@ def test_with_the_filter_only_what_was_found_again_is_on_disk(make_engine):
     for name in ("first", "second"):
         engine.add(name, PROMPT, 1)
         engine.run()
-        assert engine.counts.spilled_blocks == (10 if name == "second" else 0)
+        assert sum(engine.counts.moved_blocks.values()) == (10 if name == "second" else 0)
         engine.forget()
     engine.check()
     engine.check_idle()
@@ -106,7 +105,7 @@ def test_without_a_host_tier_blocks_go_straight_to_disk(ranks, make_engine):
     engine.add("first", PROMPT)
     engine.run()
     engine.check()
-    assert engine.counts.spilled_blocks == engine.counts.offloaded_blocks > 0
+    assert sum(engine.counts.moved_blocks.values()) == engine.counts.offloaded_blocks > 0
     engine.close()
     engine = make_engine(kvbm, ranks=ranks)
     engine.add("second", PROMPT)
@@ -152,7 +151,7 @@ def test_a_cleared_cache_is_not_found_by_the_next_engine(make_engine):
     first.add("second", PROMPT)
     first.run()
     first.check()
-    assert first.counts.spilled_blocks > 10
+    assert sum(first.counts.moved_blocks.values()) > 10
     first.close()
     second = make_engine()
     second.add("third", PROMPT)
@@ -171,7 +170,7 @@ def test_another_size_of_the_disk_keeps_what_fits(size, make_engine):
     first.close()
     second = make_engine({"disk_cache_override_num_blocks": size})
     second.check_pool()
-    assert second.half.leader.manager.pools[DISK].published == min(size, 40)
+    assert second.half.leader.manager.catalogs[DISK].published == min(size, 40)
     for i in range(4):
         second.add(f"r{i}", numbers(30 + i, 42), 1)
     second.run(50_000)
@@ -332,7 +331,7 @@ def test_a_disk_that_hangs_holds_up_nobody(run_scenario, baseline, tmp_path):
     assert found["ends"]["other"] < found["ends"]["from disk"]
     assert found["ends"]["from disk"] >= GIVEN_UP
     assert story["given up"]["missed_load_blocks"] == 12
-    assert story.said("the disk was given up: nothing came for 5 s")
+    assert story.said("gave up waiting for the disk tier: nothing came for 5 s")
     assert story.tokens("next") == alone[:2]
     end = story["end"]
     assert end["spilled"] > 0  # late, and written all the same
@@ -366,7 +365,7 @@ def test_a_disk_that_stalls_for_five_seconds_costs_no_token(ranks, run_scenario,
     assert found["tokens"] == {"from disk": alone[0], "other": alone[4]}
     assert found["ends"]["other"] < found["ends"]["from disk"]
     assert story["given up"]["missed_load_blocks"] == 12
-    assert story.said("the disk was given up: nothing came for 1 s")
+    assert story.said("gave up waiting for the disk tier: nothing came for 1 s")
     assert story.tokens("next") == alone[:2]
     end = story["end"]
     assert end["spilled"] > 0  # late, and written all the same
@@ -419,7 +418,8 @@ def test_a_full_filesystem_costs_hits_and_no_token(kind, ranks, run_scenario, ba
     end = story["end"]
     assert end["failed_spill_blocks"] > 0
     assert story.said("ENOSPC")
-    assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
+    # Blocks may wait for the end of the breaker's pause, but no rank owes an answer.
+    assert (end["requests"], end["pinned"], end["writing"]) == (0, 0, 0)
 
 
 def test_more_disk_than_there_is_is_refused_at_start(run_scenario, tmp_path):

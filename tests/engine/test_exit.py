@@ -11,9 +11,9 @@ import threading
 import pytest
 from engines import do, generate, numbers, prompt
 
-from kvbm.plans import Tier
 from kvbm.runtime import flush
 from kvbm.storage.disk import DiskFile, FileIO
+from tiernames import DISK
 
 pytestmark = pytest.mark.engine
 
@@ -77,7 +77,7 @@ def lookup_after_restart(make_engine, **options):
     engine.add("again", PROMPT)
     engine.run(50_000)
     engine.check()
-    return engine.counts.onboarded_blocks.get(Tier.DISK, 0)
+    return engine.counts.onboarded_blocks.get(DISK, 0)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -85,8 +85,8 @@ def lookup_after_restart(make_engine, **options):
 def test_what_the_last_step_has_computed_is_found_after_a_restart(ranks, order, make_engine, said):
     first = make_engine(ranks=ranks)
     answer(first)
-    assert first.counts.spilled_blocks == 0  # no step was left to write it
-    assert end(first, order).spilled_blocks == BLOCKS
+    assert sum(first.counts.moved_blocks.values()) == 0  # no step was left to write it
+    assert sum(end(first, order).moved_blocks.values()) == BLOCKS
     assert said == []
     assert lookup_after_restart(make_engine, ranks=ranks) == BLOCKS
 
@@ -97,7 +97,7 @@ def test_copies_that_have_not_ended_are_waited_for(order, make_engine, said):
     first = make_engine({"inject_faults": "slow-store,disk-slow-write:seconds=0.3"})
     answer(first)
     assert first.counts.offloaded_blocks == 0
-    assert end(first, order).spilled_blocks == BLOCKS
+    assert sum(end(first, order).moved_blocks.values()) == BLOCKS
     assert said == []
     assert lookup_after_restart(make_engine) == BLOCKS
 
@@ -107,7 +107,7 @@ def test_more_than_the_queue_takes_at_once_is_flushed_in_turns(make_engine):
     for i in range(2):
         answer(first, f"request {i}", numbers(10 + i, 42))
     counts = end(first, "workers first")
-    assert (counts.spilled_blocks, counts.refused_spill_blocks) == (20, 0)
+    assert (sum(counts.moved_blocks.values()), sum(counts.refused_move_blocks.values())) == (20, 0)
 
 
 def test_with_the_filter_the_end_writes_what_was_found_again(make_engine, said):
@@ -116,7 +116,7 @@ def test_with_the_filter_the_end_writes_what_was_found_again(make_engine, said):
     first.run()
     answer(first, "found again")  # by vLLM itself
     counts = end(first, "workers first")
-    assert counts.spilled_blocks == counts.filtered_spill_blocks == BLOCKS
+    assert sum(counts.moved_blocks.values()) == sum(counts.filtered_move_blocks.values()) == BLOCKS
     assert said == []
 
 
@@ -137,7 +137,7 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_the_deadline(order, m
     for thread in threading.enumerate():
         if thread.name.startswith("kvbm-disk"):
             thread.join(60)
-    assert counts.spilled_blocks == 0  # the disk has written them since, and no index names them
+    assert sum(counts.moved_blocks.values()) == 0  # the disk has written them since, and no index names them
 
 
 def test_what_no_worker_can_confirm_is_told(make_engine, gate, monkeypatch, said):
@@ -149,7 +149,7 @@ def test_what_no_worker_can_confirm_is_told(make_engine, gate, monkeypatch, said
         first.submit()
         first.process()
     gate.set()
-    assert end(first, "workers first").spilled_blocks == 0
+    assert sum(end(first, "workers first").moved_blocks.values()) == 0
     assert said == [
         "disk tier: 4 blocks were lost at exit (4 being written): the engine ended its workers before they had "
         "confirmed these blocks; since the start, blocks were passed over at least once: 6 skipped because the disk "
@@ -163,20 +163,20 @@ def test_writes_that_ended_while_vllm_slept_are_heard_when_it_wakes_up_to_end(ma
     monkeypatch.setattr("kvbm.engines.vllm.scheduler.time", clock)
     engine = make_engine()
     answer(engine)
-    while not engine.half.leader.spills.pending_blocks:
+    while not engine.half.leader.edges[0].pending_blocks:
         engine.turn()
     assert engine.scheduler.has_requests()
     clock.now += 2.1
     engine.run()  # gives up on the disk
-    assert engine.counts.spilled_blocks == 0
+    assert sum(engine.counts.moved_blocks.values()) == 0
     gate.set()
-    operations = list(engine.ranks[0].connector._half._worker._spills.values())
+    operations = list(engine.ranks[0].connector._half._worker._moves.values())
     assert all(operation.wait(60) for operation in operations)
     assert not engine.scheduler.has_requests()
     clock.now += 10
     assert engine.scheduler.has_requests()
     engine.run()
-    assert engine.counts.spilled_blocks == BLOCKS
+    assert sum(engine.counts.moved_blocks.values()) == BLOCKS
 
 
 def test_a_disk_that_still_hangs_when_vllm_wakes_up_is_given_up_again(make_engine, gate, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_disk_that_still_hangs_when_vllm_wakes_up_is_given_up_again(make_engin
     monkeypatch.setattr("kvbm.engines.vllm.scheduler.time", clock)
     engine = make_engine()
     answer(engine)
-    while not engine.half.leader.spills.pending_blocks:
+    while not engine.half.leader.edges[0].pending_blocks:
         engine.turn()
     clock.now += 10
     for _ in range(2):

@@ -160,7 +160,7 @@ def test_changes_that_nobody_will_be_told_of_are_not_collected(make_clockwork, m
 
     engine = make_clockwork()
     half = engine.half
-    half._feed = EventFeed(half.leader.manager.pools, 16, half._kv_cache_config.kv_cache_groups[0])
+    half._feed = EventFeed(half.leader.manager.catalogs, 16, half._kv_cache_config.kv_cache_groups[0])
     assert engine.pool.on_change is not None
     monkeypatch.setattr(EventFeed, "take", broken)
     assert half.take_events() == []

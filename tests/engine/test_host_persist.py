@@ -8,8 +8,8 @@ import shutil
 import pytest
 from engines import EngineFailedError, do, generate, numbers, prompt
 
-from kvbm.plans import Tier
 from kvbm.storage import caches
+from tiernames import DISK, HOST
 
 pytestmark = pytest.mark.engine
 
@@ -173,8 +173,8 @@ def test_disk_and_host_are_both_there_again(make_engine, tmp_path):
     second.add("third", numbers(2, 42))
     second.run(50_000)
     second.check()
-    assert second.counts.onboarded_blocks[Tier.DISK] > 0
-    assert second.counts.onboarded_blocks[Tier.HOST] > 0
+    assert second.counts.onboarded_blocks[DISK] > 0
+    assert second.counts.onboarded_blocks[HOST] > 0
     second.check_idle()
 
 

@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import observed
 
+from kvbm.core.counts import Counts
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import connector as module
 from kvbm.engines.vllm.connector import DynamoConnector
 from kvbm.engines.vllm.scheduler import SchedulerHalf
 from kvbm.engines.vllm.stats import SHOWN, KvbmPromMetrics, KvbmStats, figures, since
-from kvbm.runtime.counts import Counts
 
 pytestmark = pytest.mark.engine
 

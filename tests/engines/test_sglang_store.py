@@ -26,9 +26,9 @@ from kvbm.engines.sglang.store import Sizes, Store
 from kvbm.observe.findings import explain
 from kvbm.observe.metrics import render
 from kvbm.observe.snapshot import Identity
-from kvbm.plans import Tier
 from kvbm.storage import caches
 from kvbm.storage.index import KEY_MAP
+from tiernames import DISK, HOST
 
 PAGE = 3 * 4096 - 512  # no multiple of a disk's block
 CACHE = {"engine": "sglang", "model": "test", "shape": "x"}
@@ -120,7 +120,7 @@ def test_what_was_wanted_last_stays_longest(stores):
     put(store, range(32))
     get(store, range(8))
     put(store, range(100, 124))
-    disk = store._manager.pools[Tier.DISK]
+    disk = store._manager.catalogs[DISK]
     assert [number for number in range(32) if keys(number)[0] in disk] == list(range(8))
 
 
@@ -128,7 +128,7 @@ def test_a_page_is_written_once(stores):
     store = stores()
     put(store, [1, 2])
     put(store, [1, 2, 3])
-    assert store.counts.offloaded_blocks == store.counts.spilled_blocks == 3
+    assert store.counts.offloaded_blocks == sum(store.counts.moved_blocks.values()) == 3
 
 
 def test_three_threads_ask_read_and_write_at_once(stores):
@@ -164,7 +164,7 @@ def test_three_threads_ask_read_and_write_at_once(stores):
         thread.join()
     assert not wrong
     assert sum(get(store, [number]) == [number] for number in numbers[-1000:]) > 500
-    assert store.counts.spilled_blocks > 9000
+    assert sum(store.counts.moved_blocks.values()) > 9000
 
 
 # -- the disk ---------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_nothing_is_left_pinned(stores):
     while store._manager.busy and time.monotonic() < end:
         time.sleep(0.01)
     assert not store._manager.busy
-    assert [(pool.pinned, pool.writing) for pool in store._manager.pools.values()] == [(0, 0), (0, 0)]
+    assert [(pool.pinned, pool.writing) for pool in store._manager.catalogs.values()] == [(0, 0), (0, 0)]
 
 
 def figures(store):
@@ -357,7 +357,7 @@ def test_what_happens_to_pages_can_be_seen(stores):
     store = stores(host=8, disk=64)
     put(store, range(20))
     end = time.monotonic() + 60
-    while store.counts.spilled_blocks < 20 and time.monotonic() < end:
+    while sum(store.counts.moved_blocks.values()) < 20 and time.monotonic() < end:
         time.sleep(0.01)
     store.count(keys(*range(25)))
     store.count(keys(99))
@@ -561,8 +561,8 @@ def test_ctypes_copies_what_it_is_told():
 
 
 def test_tiers_are_what_was_asked_for(stores):
-    assert set(stores(host=0, disk=8)._manager.pools) == {Tier.HOST, Tier.DISK}
-    assert set(stores(host=8, disk=0, cache={**CACHE, "model": "b"})._manager.pools) == {Tier.HOST}
+    assert set(stores(host=0, disk=8)._manager.catalogs) == {HOST, DISK}
+    assert set(stores(host=8, disk=0, cache={**CACHE, "model": "b"})._manager.catalogs) == {HOST}
 
 
 LIMITED = """
@@ -582,7 +582,7 @@ def test_a_disk_that_is_full_at_start_costs_nothing_later(stores, tmp_path):
     assert all(put(store, range(10)))
     store.close()
     command = [sys.executable, "-c", LIMITED, tmp_path]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
     said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True, timeout=120)
     assert "[True, True] [1, 2]" in said
     assert "there is no disk tier" in said
@@ -623,4 +623,4 @@ def test_a_store_that_fails_to_open_lets_its_files_go(stores):
 
     with pytest.raises(RuntimeError, match="no key map"):
         stores(disk=64, shown=fail)
-    assert Tier.DISK in stores(disk=64).tiers
+    assert DISK in stores(disk=64).tiers

@@ -463,7 +463,7 @@ def test_an_offer_that_is_not_taken_up_holds_its_blocks_for_a_while_only(engine,
     here = engine().register()
     here.keep(request(1), BLOCKS)
     here.leader.get_num_new_matched_tokens(request(2), 0)
-    pool = next(iter(here.half.leader.manager.pools.values()))
+    pool = next(iter(here.half.leader.manager.catalogs.values()))
     assert pool.pinned == 4
     monkeypatch.setattr(sys.modules["kvbm.engines.trtllm.leader"], "OFFER_SECONDS", 0.0)
     here.poll()

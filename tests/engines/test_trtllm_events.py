@@ -11,7 +11,7 @@ import test_trtllm_adapter as adapter
 import zmq
 from test_trtllm_adapter import BLOCKS, SIZE, free_pair, request
 
-from kvbm.plans import Tier
+from tiernames import DISK
 
 pytestmark = pytest.mark.simulated
 modules, engine = adapter.modules, adapter.engine
@@ -114,7 +114,7 @@ def test_what_an_engine_before_has_left_on_disk_is_told_when_somebody_asks_for_i
     }  # fmt: skip
     before = engine(ranks=1, **disk).register()
     before.keep(request(1), BLOCKS)
-    pool = before.half.leader.manager.pools[Tier.DISK]
+    pool = before.half.leader.manager.catalogs[DISK]
     before.until(lambda: before.poll() and len(pool.findable) == 4)
     before.close()
     del before.model  # an engine's process has one model
@@ -153,7 +153,7 @@ def test_a_fault_in_telling_ends_the_telling_and_nothing_else(together, monkeypa
     monkeypatch.setattr(here.half._outside._outlet, "pump", broken)
     here.keep(request(1), BLOCKS)
     assert here.half._outside._outlet is None
-    assert all(pool.on_change is None for pool in here.half.leader.manager.pools.values())
+    assert all(pool.on_change is None for pool in here.half.leader.manager.catalogs.values())
     assert "routers will not learn of new ones" in caplog.text
     assert here.leader.get_num_new_matched_tokens(request(2), 0)[0] == 32
 

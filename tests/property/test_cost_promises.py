@@ -7,13 +7,15 @@ from hypothesis import strategies as st
 
 from kvbm.core.cost import CostModel, Rate
 from kvbm.core.manager import Match, Run
-from kvbm.plans import Tier
+from tiernames import DISK, HOST, OBJECT
 
-TIERS = (Tier.HOST, Tier.DISK, Tier.OBJECT)
+TIERS = (HOST, DISK, OBJECT)
 
 bandwidths = st.floats(1e6, 1e12)
 fixed = st.floats(0, 1)
-rates = st.fixed_dictionaries({tier: st.builds(Rate, bandwidths, fixed) for tier in TIERS})
+# In the order of the tiers: the near one comes first.
+each_rate = st.tuples(*(st.builds(Rate, bandwidths, fixed) for _ in TIERS))
+rates = each_rate.map(lambda drawn: dict(zip(TIERS, drawn, strict=True)))
 runs = st.lists(st.tuples(st.sampled_from(TIERS), st.integers(1, 3000)), max_size=6)
 modes = st.sampled_from(["auto", "sync", "async"])
 
@@ -26,7 +28,7 @@ def settings(draw):
         "layers_from": draw(st.sampled_from([1, 100, inf])),
         "attention_span": draw(st.floats(1, 1e6) | st.just(inf)),
         "mode": draw(modes),
-        "rates": draw(rates),
+        "priors": draw(rates),
     }
 
 
@@ -61,7 +63,7 @@ def test_a_decision_is_never_slower_than_recomputing_by_its_own_estimate(setting
     assert decision.recompute_seconds == model.compute_seconds(request[3], request[4])
     if decision.blocks:
         assert decision.seconds < decision.recompute_seconds
-        if any(run.tier is not Tier.HOST for run in match.cut(decision.blocks).runs):
+        if any(run.tier is not HOST for run in match.cut(decision.blocks).runs):
             assert not decision.in_step
         elif settings["mode"] != "auto":
             assert decision.in_step is (settings["mode"] == "sync")
@@ -88,9 +90,9 @@ def test_asking_changes_nothing(settings, request, step, token):
 @given(settings(), requests(), seconds, tokens, st.sampled_from(TIERS), st.floats(1, 1000))
 def test_a_faster_tier_never_turns_a_load_into_a_refusal(settings, request, step, token, tier, factor):
     slow = build(settings, step, token).decide(*request)
-    old = settings["rates"][tier]
-    faster = {**settings["rates"], tier: Rate(old.bytes_per_second * factor, old.fixed_seconds / factor)}
-    fast = build({**settings, "rates": faster}, step, token).decide(*request)
+    old = settings["priors"][tier]
+    faster = {**settings["priors"], tier: Rate(old.bytes_per_second * factor, old.fixed_seconds / factor)}
+    fast = build({**settings, "priors": faster}, step, token).decide(*request)
     assert fast.blocks > 0 or slow.blocks == 0
     if not request[-1]:  # with others running it may be the slower for their sake
         assert fast.seconds <= slow.seconds * (1 + 1e-9)
@@ -153,13 +155,13 @@ def test_no_history_makes_it_break_its_word(settings, history, request):
 @given(st.integers(1, 1 << 40), st.floats(1e-6, 1e3), rates)
 def test_what_is_believed_of_a_tier_comes_closer_to_what_is_seen(size, took, rates):
     """After a load the next one like it is expected to take something between what was expected and what it took."""
-    model = CostModel(rates=rates)
+    model = CostModel(rates)
 
     def expected():
-        rate = model.rate(Tier.HOST)
+        rate = model.rate(HOST)
         return rate.fixed_seconds + size / rate.bytes_per_second
 
     before = expected()
-    model.observe_load(Tier.HOST, size, took)
+    model.observe_load(HOST, size, took)
     low, high = sorted((before, took))
     assert low * (1 - 1e-9) <= expected() <= high * (1 + 1e-9)

@@ -15,7 +15,7 @@ import pytest
 from kvbm.core.pool import Pool
 from kvbm.events import ledger as ledger_module
 from kvbm.events.ledger import Ledger, Run, Stored
-from kvbm.plans import Tier
+from tiernames import DISK, HOST
 
 HISTORIES = 1000
 SIZE = 2  # tokens in a block
@@ -58,7 +58,7 @@ class World:
 class Subscriber:
     def __init__(self, world, strict):
         self.world, self.strict = world, strict
-        self.views = {Tier.HOST: set(), Tier.DISK: set()}
+        self.views = {HOST: set(), DISK: set()}
         self.expected = 0
 
     def forget(self):
@@ -91,7 +91,7 @@ class History:
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
         self.world = World(rng)
-        self.pools = {Tier.HOST: Pool(rng.randint(1, 7)), Tier.DISK: Pool(rng.randint(1, 9))}
+        self.pools = {HOST: Pool(rng.randint(1, 7)), DISK: Pool(rng.randint(1, 9))}
         self.undescribed = set()  # found again on disk after a restart, and not seen in a request since
         if rng.random() < 0.5:
             self.restart()
@@ -107,7 +107,7 @@ class History:
         self.away = False
 
     def restart(self):
-        disk = self.pools[Tier.DISK]
+        disk = self.pools[DISK]
         keys = list(dict.fromkeys(self.rng.choices(self.world.keys(self.rng.choice(self.world.chains)), k=3)))
         self.undescribed = set(keys[: disk.adopt([(key, slot) for slot, key in enumerate(keys)])])
 
@@ -117,10 +117,10 @@ class History:
         """A request computes blocks: those that host memory lacks are on their way, and all of them described."""
         chain = self.rng.choice(self.world.chains)
         keys = self.world.keys(chain)[: self.rng.randint(1, 4)]
-        pool = self.pools[Tier.HOST]
+        pool = self.pools[HOST]
         fresh = [key for key in keys if not pool.holds(key)][: pool.available]
-        if fresh and (slots := pool.allocate(fresh)) is not None:
-            self.writers.append((Tier.HOST, slots))
+        if fresh and (slots := pool.reserve(fresh)) is not None:
+            self.writers.append((HOST, slots))
         self.describe(chain, keys)
 
     def describe(self, chain, keys):
@@ -139,20 +139,20 @@ class History:
         if self.writers:
             tier, slots = self.writers.pop(self.rng.randrange(len(self.writers)))
             kept = slots if self.rng.random() < 0.8 else []
-            self.pools[tier].publish(kept)
+            self.pools[tier].commit(kept)
             if not kept:
                 self.pools[tier].abandon(slots)
 
     def spill(self):
-        host, disk = self.pools[Tier.HOST], self.pools[Tier.DISK]
+        host, disk = self.pools[HOST], self.pools[DISK]
         keys = [key for key in host.findable if not disk.holds(key)][: min(3, disk.available)]
-        if keys and (slots := disk.allocate(keys)) is not None:
-            self.writers.append((Tier.DISK, slots))
+        if keys and (slots := disk.reserve(keys)) is not None:
+            self.writers.append((DISK, slots))
 
     def drop(self):
         pool = self.pools[self.rng.choice(list(self.pools))]
         if pool.findable:
-            pool.drop(self.rng.choice(sorted(pool.findable)))
+            pool.drop([self.rng.choice(sorted(pool.findable))])
 
     def pin(self):
         pool = self.pools[self.rng.choice(list(self.pools))]
@@ -168,7 +168,7 @@ class History:
 
     def lend(self):
         """Slots that pass for a moment to something nobody shall find."""
-        pool = self.pools[Tier.HOST]
+        pool = self.pools[HOST]
         pool.take_back(pool.lend(2))
 
     def clear(self):
@@ -284,12 +284,12 @@ def test_whoever_replays_the_events_agrees_with_the_pools(part):
 def test_what_is_not_taken_does_not_pile_up():
     """Nobody takes anything for a long time: what is kept stays within what the pools can hold."""
     pool = Pool(8)
-    ledger = Ledger({Tier.HOST: pool}, SIZE)
+    ledger = Ledger({HOST: pool}, SIZE)
     for i in range(5000):
         keys = (b"%d" % i,)
-        slots = pool.allocate(keys)
+        slots = pool.reserve(keys)
         ledger.describe(Run(keys, keys, None, [0] * SIZE))
-        pool.publish(slots)
+        pool.commit(slots)
     (book,) = ledger._books
     assert book.pending <= book.most
     assert sum(len(keys) for _, keys in book.journal) == book.pending
@@ -310,17 +310,17 @@ def test_what_is_not_taken_does_not_pile_up():
 def test_descriptions_go_with_the_blocks():
     """Nothing is kept of a block that no tier has, stored or not."""
     pool = Pool(4)
-    ledger = Ledger({Tier.HOST: pool}, SIZE)
-    slots = pool.allocate([b"a", b"b"])
+    ledger = Ledger({HOST: pool}, SIZE)
+    slots = pool.reserve([b"a", b"b"])
     ledger.describe(Run((b"a", b"b"), (b"A", b"B"), None, [0] * 2 * SIZE))
     pool.abandon(slots)
     assert ledger.take() == []
     assert not ledger._runs
     assert not ledger._names
     keys = (b"c",)
-    slots = pool.allocate(keys)
+    slots = pool.reserve(keys)
     ledger.describe(Run(keys, keys, None, [0] * SIZE))
-    pool.publish(slots)
+    pool.commit(slots)
     assert len(ledger.take()) == 1
     pool.clear()
     assert [event.names for event in ledger.take()] == [[b"c"]]

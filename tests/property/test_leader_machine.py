@@ -14,11 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import LoadResult, Report, SpillResult, StoreResult, Tier
+from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
-from kvbm.runtime.spills import Spills
+from tiernames import DISK, HOST
 
-HOST, DISK = Tier.HOST, Tier.DISK
 # Three prompts of six blocks that share their first two.
 PROMPTS = [[b"a", b"b", *(f"{name}{i}".encode() for i in range(4))] for name in "xyz"]
 KEYS = sorted({key for prompt in PROMPTS for key in prompt})
@@ -27,6 +26,14 @@ ENGINE_BLOCKS = 10
 prompts = st.integers(0, 2)
 places = st.integers(0, 5)
 some = st.integers(0, 15)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def breakers_stay_closed():
+    """The histories are without time; tests/unit/test_breaker.py and test_edges.py show what failures in a row do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbm.core.breaker.MAX_FAILURES", 1_000_000)
+        yield
 
 
 class Load:
@@ -89,7 +96,9 @@ class LeaderMachine(RuleBasedStateMachine):
         self.manager = BlockManager({HOST: Pool(host), DISK: Pool(disk)}, passage)
         self.leader = Leader(self.manager, ranks, max_pending_blocks=pending)
         self.index = Book()
-        self.leader.spills = Spills(self.manager, ranks, self.leader.counts, index=self.index, max_pending_blocks=3)
+        self.manager.catalogs[DISK].journal = self.index
+        self.leader.add_edge(DISK, None, max_pending_blocks=3)
+        self.edge = self.leader.edges[0]
         self.loads, self.stores, self.spills = {}, {}, {}
         self.late = {}  # loads that are over for the engine
         self.found = {HOST: {}, DISK: {}}  # key -> slot
@@ -110,18 +119,18 @@ class LeaderMachine(RuleBasedStateMachine):
         return [*self.loads.values(), *self.late.values()]
 
     @property
-    def resting(self):
+    def suspended(self):
         return any(load.late for load in self.all_loads)
 
     def pinned(self, tier):
-        pins = Counter(slot for load in self.all_loads for t, slot in load.slots if t is tier)
-        if tier is HOST:
+        pins = Counter(slot for load in self.all_loads for t, slot in load.slots if t == tier)
+        if tier == HOST:
             pins.update(slot for spill in self.spills.values() for slot in spill.slots)
         return pins
 
     def writing(self, tier):
         """key -> slot of what is being written."""
-        if tier is DISK:
+        if tier == DISK:
             return {k: s for spill in self.spills.values() for k, s in zip(spill.keys, spill.targets, strict=True)}
         stored = {k: s for store in self.stores.values() for k, s in zip(store.keys, store.slots, strict=True)}
         return stored | {load.keys[i]: slot for load in self.all_loads for i, slot in load.via.items()}
@@ -131,22 +140,22 @@ class LeaderMachine(RuleBasedStateMachine):
 
     def in_use(self, tier):
         """Slots that no plan may be given now."""
-        return {*self.pinned(tier), *self.writing(tier).values(), *(self.lent() if tier is HOST else ())}
+        return {*self.pinned(tier), *self.writing(tier).values(), *(self.lent() if tier == HOST else ())}
 
-    def expected_match(self, keys, patient=True):
+    def expected_match(self, keys, wait_for_writers=True):
         """(tier, slot) of every block of the longest prefix, each in the fastest tier that has it."""
         found = []
         for key in keys:
-            tiers = (HOST,) if self.resting else (HOST, DISK)
+            tiers = (HOST,) if self.suspended else (HOST, DISK)
             tier = next((tier for tier in tiers if key in self.found[tier]), None)
-            if tier is None or (tier is DISK and patient and key in self.writing(HOST)):
+            if tier is None or (tier == DISK and wait_for_writers and key in self.writing(HOST)):
                 break
             found.append((tier, self.found[tier][key]))
         return found
 
     def adopt_evictions(self, tier, free, taken):
         """The tier has given ``taken`` slots; of those it evicted for that, none may have been in use."""
-        now = self.manager.pools[tier]._published
+        now = self.manager.catalogs[tier]._published
         gone = [key for key in self.found[tier] if key not in now]
         assert len(gone) == max(0, taken - free)
         pinned = self.pinned(tier)
@@ -222,7 +231,7 @@ class LeaderMachine(RuleBasedStateMachine):
         if spill.waiting:
             return
         del self.spills[plan]
-        self.over.append(SpillResult(plan))
+        self.over.append(MoveResult(plan))
         for i, (key, slot, target) in enumerate(zip(spill.keys, spill.slots, spill.targets, strict=True)):
             if i not in spill.bad and self.found[HOST].get(key) == slot:
                 self.publish(DISK, [key], [target])
@@ -237,7 +246,7 @@ class LeaderMachine(RuleBasedStateMachine):
 
     def assert_good(self, rank, load):
         for i, ((tier, slot), key) in enumerate(zip(load.slots, load.keys, strict=True)):
-            wanted = key if tier is HOST else load.tags[i]
+            wanted = key if tier == HOST else load.tags[i]
             assert self.written[rank, tier, slot] == wanted, "a rank was told to read what is not there"
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -249,7 +258,7 @@ class LeaderMachine(RuleBasedStateMachine):
         self.plan_store(keys, [(base + i) % ENGINE_BLOCKS for i in range(len(keys))])
 
     def plan_store(self, keys, blocks):
-        pool = self.manager.pools[HOST]
+        pool = self.manager.catalogs[HOST]
         writing = self.writing(HOST)
         fresh = [key for key in keys if key not in self.found[HOST] and key not in writing]
         free = pool.free
@@ -270,7 +279,7 @@ class LeaderMachine(RuleBasedStateMachine):
             return None
         taken = [keys[blocks.index(block)] for block in plan.copy.blocks]
         slots = plan.copy.slots
-        assert plan.copy.tier is HOST
+        assert plan.copy.tier == HOST
         assert taken == fresh[: len(taken)]
         assert len(taken) >= min(len(fresh), free)
         gone = self.adopt_evictions(HOST, free, len(taken))
@@ -305,16 +314,16 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @rule()
     def spill(self):
-        waiting = list(self.leader.spills._waiting)
+        waiting = list(self.edge._waiting)
         pending = sum(len(spill.slots) for spill in self.spills.values())
-        free, used = self.manager.pools[DISK].free, self.in_use(DISK)
-        most = self.leader.spills._max_pending
-        plan = self.leader.spill()
+        free, used = self.manager.catalogs[DISK].free, self.in_use(DISK)
+        most = self.edge._max_pending
+        plan = next(iter(self.leader.plan_moves()), None)
         assert pending + (len(plan.slots) if plan else 0) <= most
         if plan is None:
             return
         assert not self.lost
-        assert not self.resting
+        assert not self.suspended
         here, there = self.found[HOST], {**self.found[DISK], **self.writing(DISK)}
         fresh = [key for key in waiting[: most - pending] if key in here and key not in there]
         keys = fresh[: len(plan.slots)]
@@ -328,42 +337,40 @@ class LeaderMachine(RuleBasedStateMachine):
                 assert self.written[rank, HOST, slot] == key
                 self.written[rank, DISK, target] = None
 
-    @precondition(lambda self: not self.lost and not self.resting)
+    @precondition(lambda self: not self.lost and not self.suspended)
     @rule(prompt=prompts, at=places)
     def disk_fills(self, prompt, at):
         """Up to three blocks of a prompt come to the slower tier by themselves, as after a restart."""
-        pool = self.manager.pools[DISK]
+        pool = self.manager.catalogs[DISK]
         writing = self.writing(DISK)
         keys = [key for key in PROMPTS[prompt][at : at + 3] if key not in self.found[DISK] and key not in writing]
         free = pool.free
-        slots = pool.allocate(keys)
+        slots = pool.reserve(keys)
         if slots is None:
             return
         self.adopt_evictions(DISK, free, len(keys))
-        pool.publish(slots)
+        pool.commit(slots)
         self.publish(DISK, keys, slots)
-        if not self.was_reset:
-            self.index.put(list(zip(keys, slots, strict=True)))
         for rank in self.ranks:
             for slot, key in zip(slots, keys, strict=True):
                 self.written[rank, DISK, slot] = key + self.seal
 
-    def lookup(self, which, patient=True):
+    def lookup(self, which, wait_for_writers=True):
         """A match, what it must hold and where: where there is something to find, if there is anything at all."""
         starts = [(prompt, at) for prompt in PROMPTS for at in range(6)]
         hits = [(prompt, at) for prompt, at in starts if self.expected_match(prompt[at : at + 1])] or starts
         prompt, at = hits[which % len(hits)]
-        match = self.manager.lookup(prompt, at, patient=patient)
-        slots = self.expected_match(prompt[at:], patient)
+        match = self.manager.lookup(prompt, at, wait_for_writers=wait_for_writers)
+        slots = self.expected_match(prompt[at:], wait_for_writers)
         end = at + len(slots)
         assert [(run.tier, slot) for run in match.runs for slot in run.slots] == slots
         assert match.pending == any(key in self.writing(tier) for key in prompt[end : end + 1] for tier in (HOST, DISK))
         return match, prompt[at:end], slots
 
-    @rule(which=st.integers(0, 17), base=some, in_step=st.booleans(), patient=st.booleans())
-    def onboard(self, which, base, in_step, patient):
-        match, keys, slots = self.lookup(which, patient)
-        in_step &= all(tier is HOST for tier, _ in slots)
+    @rule(which=st.integers(0, 17), base=some, in_step=st.booleans(), wait_for_writers=st.booleans())
+    def onboard(self, which, base, in_step, wait_for_writers):
+        match, keys, slots = self.lookup(which, wait_for_writers)
+        in_step &= all(tier == HOST for tier, _ in slots)
         self.plan_load(match, keys, slots, base, in_step)
 
     @rule(which=st.integers(0, 17), cut=st.integers(1, 6))
@@ -384,8 +391,8 @@ class LeaderMachine(RuleBasedStateMachine):
 
     def plan_load(self, match, keys, slots, base, in_step):
         blocks = [(base + i) % ENGINE_BLOCKS for i in range(len(keys))]
-        pool = self.manager.pools[HOST]
-        free, used = pool.free, self.in_use(HOST) | {slot for tier, slot in slots if tier is HOST}
+        pool = self.manager.catalogs[HOST]
+        free, used = pool.free, self.in_use(HOST) | {slot for tier, slot in slots if tier == HOST}
         plan = self.leader.onboard(match, "request", blocks, in_step)
         assert plan.blocks == blocks
         assert plan.after == self.fences(blocks)
@@ -395,7 +402,7 @@ class LeaderMachine(RuleBasedStateMachine):
         for copy in plan.copies:
             positions = range(at, at + len(copy.slots))
             at += len(copy.slots)
-            if copy.tier is HOST:
+            if copy.tier == HOST:
                 assert not copy.via
                 assert not copy.tags
                 continue
@@ -432,20 +439,21 @@ class LeaderMachine(RuleBasedStateMachine):
         for rank, result in results:
             if isinstance(result, StoreResult) and result.id in self.stores:
                 self.end_store(rank, result.id, result.ok)
-            if isinstance(result, SpillResult) and result.id in self.spills:
+            if isinstance(result, MoveResult) and result.id in self.spills:
                 self.end_spill(rank, result.id, result.bad)
 
     def result(self, plan, fails, position=0):
         """``fails``: "", "bad", "missed" or "late"."""
         if plan in self.loads:
             load = self.loads[plan]
-            from_disk = [i for i, (tier, _) in enumerate(load.slots) if tier is DISK]
+            from_disk = [i for i, (tier, _) in enumerate(load.slots) if tier == DISK]
             if fails in ("missed", "late") and from_disk:
                 missed = from_disk[position % len(from_disk) :]
-                return LoadResult(plan, missed=missed, late=fails == "late" and bool(load.via or load.lent))
+                late = fails == "late" and (load.via or load.lent)
+                return LoadResult(plan, missed=missed, late=[DISK] if late else [])
             return LoadResult(plan, [position % len(load.keys)] if fails and load.keys else [])
         if plan in self.spills:
-            return SpillResult(plan, [position % len(self.spills[plan].keys)] if fails else [])
+            return MoveResult(plan, [position % len(self.spills[plan].keys)] if fails else [])
         return StoreResult(plan, ok=not fails)
 
     def open(self):
@@ -479,7 +487,7 @@ class LeaderMachine(RuleBasedStateMachine):
         ]
         self.answer(results[::-1] if backwards else results)
 
-    @precondition(lambda self: self.resting)
+    @precondition(lambda self: self.suspended)
     @rule(which=some, how=st.sampled_from(["all", "none", "bad"]))
     def a_late_read_ends(self, which, how):
         late = [(rank, plan) for plan, load in (*self.loads.items(), *self.late.items()) for rank in sorted(load.late)]
@@ -521,8 +529,8 @@ class LeaderMachine(RuleBasedStateMachine):
         for load in self.all_loads:
             load.keep = False
         self.found = {HOST: {}, DISK: {}}
-        assert self.manager.seal not in (b"", self.seal)
-        self.seal = self.manager.seal
+        assert self.manager.generation not in (b"", self.seal)
+        self.seal = self.manager.generation
         self.was_reset = True
 
     @rule(which=st.integers(0, 99))
@@ -556,13 +564,13 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @invariant()
     def exactly_the_good_blocks_are_found(self):
-        for tier, pool in self.manager.pools.items():
+        for tier, pool in self.manager.catalogs.items():
             assert pool._published == self.found[tier]
             assert not self.failed[tier] & pool._published.keys()
             assert len(set(pool._published.values())) == len(pool._published)
             for key, slot in self.found[tier].items():
                 for rank in self.ranks:
-                    assert self.written[rank, tier, slot] == (key if tier is HOST else key + self.seal)
+                    assert self.written[rank, tier, slot] == (key if tier == HOST else key + self.seal)
 
     @invariant()
     def the_next_engine_would_find_what_this_one_finds(self):
@@ -573,12 +581,12 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_in_exactly_one_state(self):
-        for tier, pool in self.manager.pools.items():
+        for tier, pool in self.manager.catalogs.items():
             pinned = self.pinned(tier)
             assert [pinned[slot] for slot in range(pool.size)] == list(pool._pins)
             assert pool._writing == self.writing(tier)
             assert pool._doomed == pinned.keys() - set(self.found[tier].values())
-            assert pool._lent == set(self.lent() if tier is HOST else ())
+            assert pool._lent == set(self.lent() if tier == HOST else ())
             held = [*pool._free, *pool._writing.values(), *pool._published.values(), *pool._doomed, *pool._lent]
             assert sorted(held) == list(range(pool.size))
             assert pool.pinned == len(pinned)
@@ -588,9 +596,9 @@ class LeaderMachine(RuleBasedStateMachine):
     def the_leader_knows_what_is_under_way(self):
         assert self.leader.stores_under_way == bool(self.stores)
         assert self.manager.busy == bool(self.stores or self.all_loads or self.spills)
-        assert self.leader.busy == (self.manager.busy or bool(self.leader.spills._waiting))
+        assert self.leader.busy == (self.manager.busy or bool(self.edge._waiting))
         assert self.leader.fences(range(ENGINE_BLOCKS)) == self.fences(range(ENGINE_BLOCKS))
-        assert self.manager.resting == ({DISK} if self.resting else set())
+        assert self.manager.suspended == ({DISK} if self.suspended else set())
 
     def teardown(self):
         """When every rank has answered, nothing is pinned, half written or remembered."""
@@ -598,21 +606,21 @@ class LeaderMachine(RuleBasedStateMachine):
             return
         while waiting := self.open():
             self.answer([(rank, self.result(plan, fails="")) for rank, plan in waiting])
-        while self.resting:
+        while self.suspended:
             self.a_late_read_ends(0, "all")
         self.exactly_the_good_blocks_are_found()
         assert not self.manager.busy
         assert not self.leader._tainted
         assert not self.leader._reading
         assert not self.leader._late
-        assert self.leader._pending_blocks == self.leader.spills.pending_blocks == 0
-        for pool in self.manager.pools.values():
+        assert self.leader._pending_blocks == self.edge.pending_blocks == 0
+        for pool in self.manager.catalogs.values():
             assert (pool.pinned, pool.writing, pool.lent) == (0, 0, 0)
             assert pool.free + pool.published == pool.available == pool.size
 
 
 def kind_of(result):
-    return {LoadResult: "loads", StoreResult: "stores", SpillResult: "spills"}[type(result)]
+    return {LoadResult: "loads", StoreResult: "stores", MoveResult: "moves"}[type(result)]
 
 
 TestLeader = LeaderMachine.TestCase

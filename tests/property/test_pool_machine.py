@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbm.core.pool import Pool
+from tiernames import Gone
 
 KEYS = [bytes([i]) for i in range(12)]
 FREE, WRITING, PUBLISHED, DOOMED, LENT = "free", "writing", "published", "doomed", "lent"
@@ -28,18 +29,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.key = [None] * size  # of slots being written or published
         self.pins = [0] * size
         self.order = []  # evictable slots, the first to go first
+        self.time = 0
+        self.used_at = [0] * size
+        self.used_by_others = set()  # pinned slots that were used since they were pinned
         self.evictions = 0
         self.writers = []  # lists of slots, each of one allocation
         self.readers = []  # lists of slots, each of one pin
         self.borrowers = []  # lists of slots, each lent at once
         self.gone, self.told = [], []  # keys that were evicted or dropped, and those we were told of
-        self.pool.on_gone = self.told.extend
+        self.pool.journal = Gone(self.told.extend)
 
     def slot_of(self, key, state):
         return next((slot for slot, k in enumerate(self.key) if k == key and self.state[slot] == state), None)
 
     def set_free(self, slot):
         self.state[slot], self.key[slot] = FREE, None
+        self.used_by_others.discard(slot)
 
     def use(self, slots):
         """These slots have just been used, the last of them goes first."""
@@ -47,6 +52,8 @@ class PoolMachine(RuleBasedStateMachine):
             if slot in self.order:
                 self.order.remove(slot)
             self.order.append(slot)
+            self.time += 1
+            self.used_at[slot] = self.time
 
     # -- rules --------------------------------------------------------------------------------------------------------
 
@@ -55,9 +62,9 @@ class PoolMachine(RuleBasedStateMachine):
         keys = (KEYS + KEYS)[at : at + count]
         if any(key in self.key for key in keys):
             with pytest.raises(ValueError, match="already holds"):
-                self.pool.allocate(keys)
+                self.pool.reserve(keys)
             return
-        slots = self.pool.allocate(keys)
+        slots = self.pool.reserve(keys)
         free = self.state.count(FREE)
         if count > free + len(self.order):
             assert slots is None
@@ -100,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
     def finish_writing(self, which, well):
         slots = self.writers.pop(which % len(self.writers))
         if well:
-            self.pool.publish(slots)
+            self.pool.commit(slots)
             for slot in slots:
                 self.state[slot] = PUBLISHED
             self.use(slots)
@@ -134,10 +141,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.readers.append(slots)
 
     @precondition(lambda self: self.readers)
-    @rule(which=some)
-    def unpin(self, which):
+    @rule(which=some, used=st.booleans())
+    def unpin(self, which, used=True):
         slots = self.readers.pop(which % len(self.readers))
-        self.pool.unpin(slots)
+        self.pool.unpin(slots, used)
         idle = []
         for slot in slots:
             self.pins[slot] -= 1
@@ -146,25 +153,36 @@ class PoolMachine(RuleBasedStateMachine):
                     self.set_free(slot)
                 else:
                     idle.append(slot)
-        self.use(idle)
+            elif used:
+                self.use_pinned([slot])
+        again = [slot for slot in idle if used or slot in self.used_by_others]
+        self.use(again)
+        self.order += [slot for slot in idle if slot not in again]
+        self.order.sort(key=self.used_at.__getitem__)
+        self.used_by_others.difference_update(idle)
+
+    def use_pinned(self, slots):
+        self.used_by_others.update(slot for slot in slots if self.state[slot] == PUBLISHED)
 
     @rule(which=some)
     def pin_what_cannot_be_found(self, which):
         slots = [slot for slot, state in enumerate(self.state) if state != PUBLISHED]
         if slots:
-            with pytest.raises(ValueError, match="no published block"):
+            with pytest.raises(KeyError):
                 self.pool.pin([*self.order, slots[which % len(slots)]])
 
     @rule(at=some, count=few)
     def touch(self, at, count):
         keys = (KEYS + KEYS)[at : at + count]
         self.pool.touch(keys)
-        slots = [self.slot_of(key, PUBLISHED) for key in keys]
-        self.use([slot for slot in slots if slot is not None and not self.pins[slot]])
+        slots = [slot for slot in (self.slot_of(key, PUBLISHED) for key in keys) if slot is not None]
+        self.use([slot for slot in slots if not self.pins[slot]])
+        self.use_pinned([slot for slot in slots if self.pins[slot]])
 
     def forget(self, slot):
         if self.pins[slot]:
             self.state[slot], self.key[slot] = DOOMED, None
+            self.used_by_others.discard(slot)
         else:
             self.order.remove(slot)
             self.set_free(slot)
@@ -172,7 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=some)
     def drop(self, which):
         slot = self.slot_of(KEYS[which], PUBLISHED)
-        assert self.pool.drop(KEYS[which]) == (slot is not None)
+        assert self.pool.drop([KEYS[which]]) == (slot is not None)
         if slot is not None:
             self.gone.append(KEYS[which])
             self.forget(slot)
@@ -213,11 +231,12 @@ class PoolMachine(RuleBasedStateMachine):
         pool = self.pool
         assert list(pool._pins) == self.pins
         policy = deepcopy(pool._policy)
-        assert [policy.take() for _ in range(len(policy))] == self.order
+        assert [policy.evict() for _ in range(len(policy))] == self.order
         assert set(self.order) == {s for s, state in enumerate(self.state) if state == PUBLISHED and not self.pins[s]}
         assert pool.pinned == sum(pins > 0 for pins in self.pins)
         assert pool.available == pool.free + len(self.order)
         assert pool.evictions == self.evictions
+        assert pool._hit_while_pinned == self.used_by_others
 
     def teardown(self):
         """When every writer and reader is done, nothing is left pinned or half written."""

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from kvbm.core.policy import FrequencyFilter
-from kvbm.core.policy.admission import MOST
+from kvbm.core.policy.admission import MAX_FREQUENCY, FrequencyFilter
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -90,7 +89,7 @@ def test_after_a_long_pause_nothing_is_remembered(clock):
     counted = FrequencyFilter(clock, decay_seconds=1)
     for _ in range(20):
         counted.hit([A])
-    assert counted.frequency(A) == MOST
+    assert counted.frequency(A) == MAX_FREQUENCY
     clock.now += 10.0**9
     assert len(counted) == 0
     counted.admit([A])
@@ -148,7 +147,7 @@ def test_the_same_numbers_as_the_plainest_way_to_count(clock):
                 due = clock.now + 10
             plain[key] = 1
         if hit:
-            plain[key] = min(plain[key] * 2, MOST)
+            plain[key] = min(plain[key] * 2, MAX_FREQUENCY)
         assert counted.frequency(key) == plain[key]
         assert len(counted) == len(plain)
         assert len(counted._ends) + len(counted._old) <= 2 * 50

@@ -13,8 +13,9 @@ from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import ahead
 from kvbm.engines.vllm.ahead import Ahead
-from kvbm.plans import LoadPlan, Tier
+from kvbm.plans import LoadPlan
 from kvbm.runtime.leader import Leader
+from tiernames import DISK, HOST
 
 BLOCK = 4
 
@@ -36,11 +37,11 @@ class Here:
     """A host tier with a block a letter, and a worker who does what it is told."""
 
     def __init__(self, letters="abcdefgh", disk=""):
-        pools = {Tier.HOST: Pool(32), Tier.DISK: Pool(32)}
+        pools = {HOST: Pool(32), DISK: Pool(32)}
         for pool, held in zip(pools.values(), (letters, disk), strict=True):
-            pool.publish(pool.allocate(keys(held)))
+            pool.commit(pool.reserve(keys(held)))
         self.leader = Leader(BlockManager(pools), ranks=1)
-        self.pool = pools[Tier.HOST]
+        self.pool = pools[HOST]
         self.faults = Faults()
         self.does = []
         self.able = True
@@ -138,7 +139,7 @@ def test_what_would_not_be_loaded_from_host_memory_is_neither_fetched_nor_held(w
     if why == "on the device":
         here.on_device.add(b"a")
     elif why == "being written":
-        here.pool.allocate([b"e"])
+        here.pool.reserve([b"e"])
     here.most = 3 if why == "computed" else 99
     here.able = why != "the worker"
     here.ahead.arrived(request(name), alone=True)

@@ -26,12 +26,12 @@ from kvbm.plans import (
     Hello,
     LoadPlan,
     LoadResult,
+    MoveResult,
     Report,
-    SpillResult,
     StepPlan,
     StorePlan,
     StoreResult,
-    Tier,
+    TierHello,
     encode,
 )
 from kvbm.runtime import channel
@@ -47,16 +47,16 @@ from kvbm.runtime.channel import (
     agree,
 )
 from kvbm.runtime.leader import Leader
+from tiernames import DISK, HOST
 
 pytestmark = pytest.mark.timeout(60)
 
 ANY = "tcp://127.0.0.1:0"
 FAST = Timing(round=0.05, progress=0.1, beat=0.04, silence=30.0)
-HOST, DISK = Tier.HOST, Tier.DISK
 
 
 def hello(rank, slots=100, layout="NHD", **more):
-    return Hello(rank, 4096, {HOST: slots, **more}, layout)
+    return Hello(rank, 4096, layout, [TierHello(name, count) for name, count in {HOST: slots, **more}.items()])
 
 
 def plan(number):
@@ -69,7 +69,7 @@ def plan(number):
 
 
 def report(rank, number):
-    loads, stores, spills = [LoadResult(number, [0])], [StoreResult(number, ok=False)], [SpillResult(number)]
+    loads, stores, spills = [LoadResult(number, [0])], [StoreResult(number, ok=False)], [MoveResult(number)]
     results = loads, stores, {"why": number}, spills, {number: (number, "digest")}, number
     assert len(results) + 1 == len(Report.__struct_fields__)  # or what is merged is not looked at as a whole
     return Report(rank, *results)
@@ -287,14 +287,16 @@ def test_the_poorest_rank_sets_the_slots():
 
 def test_a_tier_that_one_rank_lacks_is_left_out(caplog):
     offers = [{HOST: 5, DISK: 9}, {HOST: 6}, {HOST: 6, DISK: 0}]
-    agreed = agree([Hello(rank, rank, slots, "a") for rank, slots in enumerate(offers)])
+    agreed = agree(
+        [Hello(rank, rank, "a", [TierHello(*tier) for tier in slots.items()]) for rank, slots in enumerate(offers)]
+    )
     assert agreed == Agreement({HOST: 5}, "a", [0, 1, 2])
-    assert "DISK is not used: ranks 1, 2" in caplog.text
+    assert "the disk tier is not used: ranks 1, 2" in caplog.text
 
 
 def test_no_tier_in_common_is_an_error():
     with pytest.raises(ChannelError, match="DYN_KVBM_CPU_CACHE_GB"):
-        agree([Hello(0, 1, {HOST: 5}, "a"), Hello(1, 1, {DISK: 5}, "a")])
+        agree([Hello(0, 1, "a", [TierHello(HOST, 5)]), Hello(1, 1, "a", [TierHello(DISK, 5)])])
 
 
 def test_leader_and_worker_agree_whoever_comes_first():
@@ -993,7 +995,7 @@ def test_reports_beyond_the_window_are_merged_and_none_is_missing(monkeypatch):
         until(lambda: got.extend(leader.receive()) or sum(len(one.loads) for one in got) >= 100)
         assert [load.id for one in got for load in one.loads] == list(range(100))
         assert [store.id for one in got for store in one.stores] == list(range(100))
-        assert [spill.id for one in got for spill in one.spills] == list(range(100))
+        assert [move.id for one in got for move in one.moves] == list(range(100))
         assert sum(one.faults["why"] for one in got) == sum(range(100))
         assert len(got) < 20
 
@@ -1016,12 +1018,12 @@ def keys(letters):
 
 def make_leader(ranks=2, known=""):
     pool = Pool(16)
-    pool.publish(pool.allocate(keys(known)))
+    pool.commit(pool.reserve(keys(known)))
     return Leader(BlockManager({HOST: pool}), ranks)
 
 
 def idle(leader):
-    pool = leader.manager.pools[HOST]
+    pool = leader.manager.catalogs[HOST]
     return not leader.busy and not leader.manager.busy and pool.pinned == 0 and pool.writing == 0
 
 

@@ -13,14 +13,14 @@ import pytest
 
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, StoreResult, Tier
+from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, StoreResult, TierHello
 from kvbm.runtime.channel import Agreement, Timing, ZmqLeader, ZmqWorker
 from kvbm.runtime.leader import Leader
+from tiernames import HOST
 
 pytestmark = pytest.mark.timeout(120)
 
 ANY = "tcp://127.0.0.1:0"
-HOST = Tier.HOST
 RANKS = 3
 TIMING = Timing(round=0.1, beat=0.1, silence=20.0)
 IMPATIENT = Timing(round=0.1, beat=0.1, silence=4.0)
@@ -29,7 +29,7 @@ IMPATIENT = Timing(round=0.1, beat=0.1, silence=4.0)
 def serve(rank, pub_url, ack_url, count, timing, seen):
     """A worker process: answers every plan at once; tells the test which it has seen, and why it ended."""
     faulthandler.dump_traceback_later(100, exit=True)  # whatever happens, it does not outlive the test
-    hello = Hello(rank, 1000 + rank, {HOST: 50 + rank}, "NHD")
+    hello = Hello(rank, 1000 + rank, "NHD", [TierHello(HOST, 50 + rank)])
     with closing(ZmqWorker(hello, pub_url, ack_url, timeout=60, timing=timing)) as worker:
         agreement = worker.wait()
         worker.confirm()
@@ -129,7 +129,7 @@ def test_a_worker_may_come_late():
 
 def test_a_killed_worker_is_noticed_and_what_it_owed_has_failed():
     pool = Pool(50)
-    pool.publish(pool.allocate([b"a", b"b"]))
+    pool.commit(pool.reserve([b"a", b"b"]))
     leader = Leader(BlockManager({HOST: pool}), RANKS)
     with started(timing=IMPATIENT) as (channel, workers):
         exchange(channel, 20)
@@ -188,7 +188,7 @@ def test_a_worker_that_wakes_up_too_late_learns_that_it_was_given_up():
     "unclosed",
     [
         "ZmqLeader(2, 'ipc://{there}/pub', 'ipc://{there}/ack')",
-        "ZmqWorker(Hello(0, 1, {{2: 1}}, 'a'), 'ipc://{there}/pub', 'ipc://{there}/ack')",
+        "ZmqWorker(Hello(0, 1, 'a', []), 'ipc://{there}/pub', 'ipc://{there}/ack')",
     ],
 )
 def test_a_process_that_forgets_to_close_still_ends(unclosed, tmp_path):

@@ -19,8 +19,8 @@ from kvbm.core.keys import Scope
 from kvbm.core.pool import Pool
 from kvbm.events import launch
 from kvbm.events.outlet import Outlet
-from kvbm.plans import Tier
 from servers import free_port
+from tiernames import HOST
 
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(settings.__file__)))
 
@@ -44,9 +44,9 @@ def test_our_own_events_are_for_processes_of_the_same_user():
         "print('heard' if socket.poll(int(sys.argv[3]) * 1000) else 'nothing')\ncontext.destroy(linger=0)"
     )
     pool = Pool(1)
-    outlet = Outlet({Tier.HOST: pool}, block_size=2, rank=77)
+    outlet = Outlet({HOST: pool}, block_size=2, rank=77)
     key = b"k" * 32
-    pool.publish(pool.allocate([key]))
+    pool.commit(pool.reserve([key]))
     outlet.follow([key], [1, 2], 0, 1, Scope())
     # The stranger comes first and waits until our own user has heard something.
     listeners = [

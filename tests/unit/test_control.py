@@ -16,10 +16,10 @@ import pytest
 from kvbm.cli.main import main
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import Tier
 from kvbm.runtime import control
 from kvbm.runtime.control import Controller, ControlServer, OrderError, addresses, ask, look
 from kvbm.runtime.leader import Leader
+from tiernames import DISK, HOST, Gone
 
 HOST_KEYS = [bytes([i]) * 32 for i in range(6)]
 DISK_KEYS = [bytes([i]) * 32 for i in range(4, 8)]
@@ -32,10 +32,10 @@ def number(key):
 @pytest.fixture
 def leader():
     host, disk = Pool(8), Pool(10)
-    host.publish(host.allocate(HOST_KEYS))
-    disk.publish(disk.allocate(DISK_KEYS))
+    host.commit(host.reserve(HOST_KEYS))
+    disk.commit(disk.reserve(DISK_KEYS))
     host.pin([host.find(HOST_KEYS[0])])
-    return Leader(BlockManager({Tier.HOST: host, Tier.DISK: disk}), ranks=1)
+    return Leader(BlockManager({HOST: host, DISK: disk}), ranks=1)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def server(controller):
 
 
 def held(leader):
-    return {tier.name: set(pool.findable) for tier, pool in leader.manager.pools.items()}
+    return {tier: set(pool.findable) for tier, pool in leader.manager.catalogs.items()}
 
 
 def test_status_counts_every_slot_once(server):
@@ -67,19 +67,19 @@ def test_status_counts_every_slot_once(server):
 @pytest.mark.parametrize("tier", ["host", "G2", "HOST"])
 def test_a_tier_is_emptied_and_the_others_are_not(tier, server, leader):
     assert ask(server.address, {"do": "reset", "tier": tier}) == {"reset_blocks": 6}
-    assert held(leader) == {"HOST": set(), "DISK": set(DISK_KEYS)}
+    assert held(leader) == {HOST: set(), DISK: set(DISK_KEYS)}
     # A block that somebody is reading cannot be found any more, and its slot is free when they are done.
-    assert leader.manager.pools[Tier.HOST].pinned == 1
+    assert leader.manager.catalogs[HOST].pinned == 1
 
 
 def test_everything_is_emptied(server, leader):
     assert ask(server.address, {"do": "reset"}) == {"reset_blocks": 10}
-    assert held(leader) == {"HOST": set(), "DISK": set()}
+    assert held(leader) == {HOST: set(), DISK: set()}
 
 
 def test_an_emptied_tier_is_told_of_once_and_not_block_by_block(server, leader):
     told = []
-    leader.manager.pools[Tier.HOST].on_gone = lambda keys: told.append(set(keys))
+    leader.manager.catalogs[HOST].journal = Gone(lambda keys: told.append(set(keys)))
     ask(server.address, {"do": "reset", "tier": "host"})
     assert told == [set(HOST_KEYS)]
 
@@ -90,7 +90,7 @@ def test_single_blocks_are_forgotten_by_any_of_their_names(server, leader):
     assert answer["reset_blocks"] == [number(key) for key in HOST_KEYS[1:4]]
     assert answer["not_found_blocks"] == [12345]
     assert answer["not_reset_blocks"] == []
-    assert held(leader)["HOST"] == {HOST_KEYS[0], *HOST_KEYS[4:]}
+    assert held(leader)[HOST] == {HOST_KEYS[0], *HOST_KEYS[4:]}
 
 
 def test_single_blocks_are_forgotten_in_every_tier_and_no_others(server, leader):
@@ -98,14 +98,14 @@ def test_single_blocks_are_forgotten_in_every_tier_and_no_others(server, leader)
     answer = ask(server.address, {"do": "reset", "blocks": blocks})
     assert answer == {"reset_blocks": blocks[:3], "not_found_blocks": [17], "not_reset_blocks": []}
     gone = {HOST_KEYS[1], HOST_KEYS[4], DISK_KEYS[3]}
-    assert held(leader) == {"HOST": set(HOST_KEYS) - gone, "DISK": set(DISK_KEYS) - gone}
+    assert held(leader) == {HOST: set(HOST_KEYS) - gone, DISK: set(DISK_KEYS) - gone}
 
 
 def test_a_block_that_was_being_written_comes_in_after_a_reset(server, leader):
     plan = leader.offload([b"n" * 32], [7])
     ask(server.address, {"do": "reset"})
     leader.manager.finish_store(plan.id, ok=True)
-    assert held(leader)["HOST"] == {b"n" * 32}
+    assert held(leader)[HOST] == {b"n" * 32}
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_an_order_waits_for_the_engine_and_status_does_not(leader):
             done.start()
             time.sleep(0.3)
             assert done.is_alive()
-            assert leader.manager.pools[Tier.HOST].published == 6
+            assert leader.manager.catalogs[HOST].published == 6
         done.join(10)
-        assert leader.manager.pools[Tier.HOST].published == 0
+        assert leader.manager.catalogs[HOST].published == 0
         with turn:
             assert ask(server.address, {"do": "status"})["pools"]["host"]["empty_blocks"] == 7
     finally:

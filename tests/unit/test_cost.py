@@ -17,9 +17,7 @@ from kvbm.core.cost import (
     Rate,
 )
 from kvbm.core.manager import Match, Run
-from kvbm.plans import Tier
-
-HOST, DISK, OBJECT = Tier.HOST, Tier.DISK, Tier.OBJECT
+from tiernames import DISK, HOST, OBJECT, PRIORS
 
 # Qwen3-8B in bf16: 36 layers of 64 KiB a block of 16 tokens.
 BLOCK = 36 * (64 << 10)
@@ -27,7 +25,7 @@ PROMPT = 32_768
 WHOLE = PROMPT // 16 - 1  # the last block is left to compute
 
 
-def match(*runs: tuple[Tier, int]) -> Match:
+def match(*runs: tuple[str, int]) -> Match:
     return Match(0, [Run(tier, list(range(blocks))) for tier, blocks in runs], False, [])
 
 
@@ -39,7 +37,7 @@ def taught(model: CostModel, *, step: float, prefill: list[tuple[int, float, int
         for tokens, seconds, computed in prefill:
             model.observe_prefill(tokens, seconds, computed)
         for tier, rate in gigabytes.items():
-            model.observe_load(Tier[tier], 4_830_000_000, 4.83 / rate)
+            model.observe_load(tier.lower(), 4_830_000_000, 4.83 / rate)
     return model
 
 
@@ -47,11 +45,11 @@ def h200(mode="auto", **gigabytes: float) -> CostModel:
     """32k tokens in 1.3 s, four steps of 8k; a decoding step takes 10 ms."""
     # Shares of the four steps as attention makes them: what the model below is told, in the proportions it expects.
     prefill = [(8192, 1.305 * share, 8192 * i) for i, share in enumerate((0.155, 0.217, 0.282, 0.346))]
-    model = CostModel(step_tokens=8192, attention_span=4 * 4096, mode=mode)
+    model = CostModel(PRIORS, step_tokens=8192, attention_span=4 * 4096, mode=mode)
     return taught(model, step=0.010, prefill=prefill, **(gigabytes or {"HOST": 51, "DISK": 2.9}))
 
 
-def decide(model: CostModel, *runs: tuple[Tier, int], others: bool = False, computed: int = 0, prompt: int = PROMPT):
+def decide(model: CostModel, *runs: tuple[str, int], others: bool = False, computed: int = 0, prompt: int = PROMPT):
     return model.decide(match(*runs), BLOCK, 16, computed, prompt - computed, others)
 
 
@@ -125,7 +123,7 @@ def test_only_what_is_computed_in_that_step_hides_a_load():
     """0.5 s to load half a prompt, 0.5 s to compute the other half: in one step under each other, in many hardly."""
     seconds = {}
     for step_tokens in (1024, 65_536):
-        model = taught(CostModel(step_tokens=step_tokens), step=0.01, prefill=[(8192, 0.26, 0)], HOST=4.83)
+        model = taught(CostModel(PRIORS, step_tokens=step_tokens), step=0.01, prefill=[(8192, 0.26, 0)], HOST=4.83)
         seconds[step_tokens] = decide(model, (HOST, 1024)).seconds
     assert seconds[65_536] == pytest.approx(0.51, abs=0.02)
     assert seconds[1024] == pytest.approx(0.98, abs=0.02)
@@ -144,13 +142,13 @@ def test_later_tokens_are_worth_more():
 
 def test_where_a_wait_outside_would_not_pay_the_step_is_the_better_place():
     """A small model, which computes 300,000 tokens a second: a load of 1 ms is neither short nor worth a step."""
-    model = taught(CostModel(), step=0.004, prefill=[(8192, 8192 / 3e5 + 0.004, 0)], HOST=51)
+    model = taught(CostModel(PRIORS), step=0.004, prefill=[(8192, 8192 / 3e5 + 0.004, 0)], HOST=51)
     decision = model.decide(match((HOST, 64)), 1 << 20, 16, 0, 2000, others_running=True)
     assert decision[:3] == (64, True, NO_TIME_TO_WAIT)
 
 
 def test_a_load_that_no_layer_waits_for_adds_to_the_step():
-    hidden, in_front = CostModel(layers_from=1), CostModel(layers_from=100)
+    hidden, in_front = CostModel(PRIORS, layers_from=1), CostModel(PRIORS, layers_from=100)
     for model in (hidden, in_front):
         taught(model, step=0.010, prefill=[(8192, 0.3, 0)], HOST=1)
     assert model.compute_seconds(0, 170) < 0.02
@@ -168,7 +166,7 @@ def test_a_load_that_no_layer_waits_for_adds_to_the_step():
 )
 def test_a_slow_engine_takes_everything(runs, others):
     """150 tokens a second; the slowest store brings a block of 128 tokens in 0.2 s."""
-    model = CostModel(step_tokens=2048, attention_span=4 * 576)
+    model = CostModel(PRIORS, step_tokens=2048, attention_span=4 * 576)
     taught(model, step=0.05, prefill=[(128, 0.9, 0)], HOST=3, DISK=0.4, OBJECT=0.03)
     decision = model.decide(match(*runs), 5_900_000, 128, 0, 2048, others)
     assert decision.blocks == sum(blocks for _, blocks in runs)
@@ -195,7 +193,7 @@ def test_a_forced_mode_does_not_force_a_slow_load(mode):
 
 
 def test_a_forced_load_is_taken_whole_and_where_it_belongs():
-    model = CostModel(load="always")
+    model = CostModel(PRIORS, load="always")
     taught(model, step=0.010, prefill=[(8192, 0.3, 0)], HOST=51, DISK=0.01)
     assert decide(model, (DISK, WHOLE))[:3] == (WHOLE, False, SLOW_TIER)
     assert decide(model, (HOST, 3), (DISK, 1), (HOST, 2))[:3] == (6, False, SLOW_TIER)
@@ -205,7 +203,7 @@ def test_a_forced_load_is_taken_whole_and_where_it_belongs():
 
 
 def test_a_forbidden_load_is_never_taken():
-    model = CostModel(load="never")
+    model = CostModel(PRIORS, load="never")
     for tier in (HOST, DISK, OBJECT):
         assert decide(model, (tier, WHOLE))[:3] == (0, False, NEVER)
     assert decide(model).reason == NOTHING_FOUND
@@ -219,20 +217,20 @@ def test_nothing_found():
 
 
 def test_what_nothing_is_known_of_is_tried():
-    model = CostModel()
+    model = CostModel(PRIORS)
     for tier in (HOST, DISK, OBJECT):
         assert decide(model, (tier, WHOLE)).blocks == (0 if tier is OBJECT else WHOLE)
 
 
 def test_rates_measured_at_start_replace_the_priors():
-    model = CostModel(rates={DISK: Rate(0.1e9, 0.01)})
+    model = CostModel({**PRIORS, DISK: Rate(0.1e9, 0.01)})
     assert model.rate(DISK) == pytest.approx((0.1e9, 0.01))
     assert decide(model, (DISK, WHOLE)).blocks == 0
     assert decide(model, (HOST, WHOLE)).blocks == WHOLE
 
 
 def test_a_measurement_at_start_counts_like_one_load():
-    model = CostModel()
+    model = CostModel(PRIORS)
     model.start_from(DISK, Rate(0.5e9, 0.001))
     assert decide(model, (DISK, WHOLE)).blocks == 0
     for _ in range(20):
@@ -241,7 +239,7 @@ def test_a_measurement_at_start_counts_like_one_load():
 
 
 def test_large_loads_teach_the_bandwidth_and_small_ones_the_fixed_part():
-    model = CostModel()
+    model = CostModel(PRIORS)
     for _ in range(60):
         model.observe_load(DISK, 16_000_000, 0.004 + 0.008)
         model.observe_load(DISK, 4096, 0.004)
@@ -258,7 +256,7 @@ def test_one_outlier_does_not_change_the_picture():
 def test_a_first_load_that_waits_for_something_else_does_not_shut_the_host_tier(seconds):
     """A kernel is compiled, the machine swaps: whatever it was, it says nothing about host memory."""
     for blocks in (1, 64, WHOLE):
-        model = CostModel(step_tokens=8192, attention_span=4 * 4096)
+        model = CostModel(PRIORS, step_tokens=8192, attention_span=4 * 4096)
         model.observe_load(HOST, blocks * BLOCK, seconds)
         assert decide(model, (HOST, WHOLE)).blocks == WHOLE
         assert decide(model, (HOST, 16), prompt=300).blocks == 16
@@ -266,7 +264,7 @@ def test_a_first_load_that_waits_for_something_else_does_not_shut_the_host_tier(
 
 
 def test_a_first_step_that_took_forever_does_not_shut_the_host_tier():
-    model = CostModel(step_tokens=8192, attention_span=4 * 4096)
+    model = CostModel(PRIORS, step_tokens=8192, attention_span=4 * 4096)
     model.observe_step(20.0)
     model.observe_prefill(8192, 0.05)
     assert decide(model, (HOST, 64), prompt=1100).blocks == 64
@@ -303,7 +301,7 @@ def test_a_tier_whose_prior_is_too_slow_stays_refused():
 
 def test_a_step_that_hardly_took_longer_with_a_prompt_in_it_shows_how_cheap_that_was():
     """A tiny model: 4,096 tokens in 1.5 times what a decoding step takes cost at most a step, whatever was believed."""
-    model = CostModel()
+    model = CostModel(PRIORS)
     for _ in range(40):
         model.observe_step(0.002)
         model.observe_prefill(4096, 0.003)
@@ -320,7 +318,7 @@ def test_a_step_with_few_prompt_tokens_teaches_nothing_about_prompts():
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_times_that_cannot_be_are_ignored(seconds):
-    model = CostModel()
+    model = CostModel(PRIORS)
     before = (model.rate(HOST), model.step_seconds, model.prefill_tokens_per_second)
     model.observe_load(HOST, 1 << 30, seconds)
     model.observe_load(HOST, 0, 1.0)
@@ -332,8 +330,8 @@ def test_times_that_cannot_be_are_ignored(seconds):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"step_tokens": 0}, {"attention_span": 0}, {"attention_span": float("nan")}, {"rates": {HOST: Rate(0, 0)}}],
+    [{"step_tokens": 0}, {"attention_span": 0}, {"attention_span": float("nan")}, {"priors": {HOST: Rate(0, 0)}}],
 )
 def test_impossible_numbers_are_refused_at_once(wrong):
     with pytest.raises(ValueError):
-        CostModel(**wrong)
+        CostModel(**{"priors": PRIORS, **wrong})

@@ -27,6 +27,7 @@ from kvbm.storage import directory
 from kvbm.storage.directory import CacheRefused, open_trusted, private_directory
 from kvbm.storage.disk import ALIGNMENT, DiskFile
 from kvbm.storage.index import Index, slab_path
+from tiernames import HOST
 
 STRANGER = 65534
 WHAT = {"model": "some-model", "block_size": 16}
@@ -294,7 +295,7 @@ def refused_rank(caplog, **values):
 def test_the_disk_tier_alone_is_lost(tmp_path, caplog):
     shared = folder(tmp_path / "shared", 0o777)
     with refused_rank(caplog, disk_cache_override_num_blocks=4, disk_cache_dir=str(shared)) as (config, hello):
-        assert [tier.name for tier in hello.slots] == ["HOST"]
+        assert list(hello.slots) == [HOST]
         assert DiskTier.open(config, [hello], WHAT) is None
     assert f"goes on without a disk tier: {shared} belongs to" in caplog.text
     assert list(shared.iterdir()) == []
@@ -303,7 +304,7 @@ def test_the_disk_tier_alone_is_lost(tmp_path, caplog):
 def test_a_host_tier_in_such_a_place_ends_with_the_engine(tmp_path, caplog):
     shared = folder(tmp_path / "shared", 0o777)
     with refused_rank(caplog, host_persist=True, host_persist_dir=str(shared)) as (_, hello):
-        assert [tier.name for tier in hello.slots] == ["HOST"]
+        assert list(hello.slots) == [HOST]
     assert f"this engine's host tier will not survive a restart: {shared} belongs to" in caplog.text
     assert "set KVBM_HOST_PERSIST_DIR to" in caplog.text
     assert list(shared.iterdir()) == []

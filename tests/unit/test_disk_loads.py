@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from kvbm import config as settings
-from kvbm.plans import Copy, LoadPlan, SpillPlan, StepPlan, StorePlan, Tier
-from kvbm.runtime.disk import Ascent, Disk, Stretch, behind, joined, measure
+from kvbm.plans import Copy, LoadPlan, MovePlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
 from kvbm.storage.disk import DiskFile, FileIO
+from kvbm.tiers.disk.open import measure
+from kvbm.tiers.staged_read import StagedRead, StagedStore, Stretch, expected_if_late, merge_copies
 from kvbm.transfer.base import Ticket
+from tiernames import DISK, HOST, OBJECT
 
-HOST, DISK = Tier.HOST, Tier.DISK
 BLOCKS, SLOTS = 32, 16
 CACHE = {"model": "m", "block_size": 4, "pipeline_parallel": 1}
 
@@ -77,8 +78,8 @@ class Engine:
             hosts = list(range(len(part)))
             self.step(stores=[StorePlan(at + 1, Copy(HOST, hosts, hosts))])
             self.until(lambda o: o.report.stores)
-            self.step(spills=[SpillPlan(at + 2, hosts, part, tags(*part))])
-            ((result,), _) = self.until(lambda o: o.report.spills)
+            self.step(moves=[MovePlan(at + 2, HOST, DISK, hosts, part, tags(*part))])
+            ((result,), _) = self.until(lambda o: o.report.moves)
             assert result.bad == []
             assert result.seconds > 0
         self.cache.zero_()
@@ -100,8 +101,14 @@ def make(tmp_path):
         each.rank.close()
 
 
-def load(slots, blocks, via, id=77, within=0.0, first=()):
-    return LoadPlan(id, "r", [*first, Copy(DISK, slots, blocks, via, tags(*slots))], in_step=False, within=within)
+def load(slots, blocks, via, id=77, deadline_seconds=0.0, first=()):
+    return LoadPlan(
+        id,
+        "r",
+        [*first, Copy(DISK, slots, blocks, via, tags(*slots))],
+        in_step=False,
+        deadline_seconds=deadline_seconds,
+    )
 
 
 def test_a_rank_says_how_much_disk_it_has(make):
@@ -131,7 +138,7 @@ def test_a_filesystem_that_is_full_at_start_costs_the_disk_and_nothing_later(mak
 def test_a_rank_says_how_fast_its_disk_is(make):
     for _ in range(2):  # new, and with blocks from the engine before
         engine = make()
-        rate, fixed = engine.hello.rates[DISK]
+        rate, fixed = engine.hello.tier(DISK).rate
         assert 1e6 < rate < 1e12
         assert 0 <= fixed < 1
         engine.fill([3, 4])
@@ -145,7 +152,7 @@ def test_what_went_to_disk_comes_back_through_host_memory(make):
     engine.until(lambda o: o.report.stores)
     engine.step(loads=[load([3, 4, 9], [20, 21, 30], [7, 5, 6])])
     result, outcome = engine.loaded()
-    assert (result.bad, result.missed, result.late) == ([], [], False)
+    assert (result.bad, result.missed, result.late) == ([], [], [])
     assert result.tier_seconds.keys() == {DISK}
     assert outcome.arrived == {"r"}
     assert all(engine.holds(block, slot) for block, slot in ((20, 3), (21, 4), (30, 9)))
@@ -221,8 +228,8 @@ def test_blocks_that_cannot_be_read_are_bad_and_the_others_arrive(make):
 
 def test_blocks_that_cannot_be_written_are_named(make):
     engine = make(inject_faults="disk-write:every=2")
-    engine.step(spills=[SpillPlan(5, [0, 1, 2], [10, 20, 30], tags(1, 2, 3))])
-    ((result,), outcome) = engine.until(lambda o: o.report.spills)
+    engine.step(moves=[MovePlan(5, HOST, DISK, [0, 1, 2], [10, 20, 30], tags(1, 2, 3))])
+    ((result,), outcome) = engine.until(lambda o: o.report.moves)
     assert len(result.bad) in (1, 2)
     assert outcome.report.faults == {"spill: ENOSPC No space left on device": 1}
 
@@ -244,19 +251,19 @@ def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, ma
     patience = 100 if within else 0.1
     engine = make(inject_faults="disk-slow-read", disk_load_timeout_secs=patience)
     began = time.monotonic()
-    engine.step(loads=[load([3, 4], [20, 21], [7, 5], within=within)])
+    engine.step(loads=[load([3, 4], [20, 21], [7, 5], deadline_seconds=within)])
     result, outcome = engine.loaded()
     assert time.monotonic() - began >= 0.1
-    assert (result.bad, result.missed, result.late) == ([], [0, 1], True)
+    assert (result.bad, result.missed, result.late) == ([], [0, 1], [DISK])
     assert outcome.arrived == {"r"}
     assert outcome.bad_blocks == {20, 21}
     (fault,) = outcome.report.faults
-    assert fault.startswith("disk load: the disk was given up: ")
+    assert fault.startswith("disk load: gave up waiting for the disk tier: ")
     assert result.tier_seconds[DISK] >= 0.1
     assert not engine.rank.worker.poll().report.loads
     stall.over.set()
     last, outcome = engine.loaded()
-    assert (last.id, last.bad, last.missed, last.late) == (77, [], [], False)
+    assert (last.id, last.bad, last.missed, last.late) == (77, [], [], [])
     assert not outcome.arrived
     assert not outcome.bad_blocks
     assert torch.all(engine.cache == 0)  # what came late has not touched the engine's blocks
@@ -268,7 +275,7 @@ def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, ma
 def test_a_step_never_waits_for_a_disk_that_hangs(make, stall):
     engine = make(inject_faults="disk-slow-read,disk-slow-write", disk_load_timeout_secs=0.2)
     for number in range(60):  # the disk answers to none of them, so a step that waited for it would not end
-        plans = {"spills": [SpillPlan(1, [0], [1], tags(1))]} if number == 0 else {}
+        plans = {"moves": [MovePlan(1, HOST, DISK, [0], [1], tags(1))]} if number == 0 else {}
         if number == 1:
             plans = {"loads": [load([3], [20], [4])]}
         plans["stores"] = [StorePlan(1000 + number, Copy(HOST, [8], [9]))]
@@ -277,7 +284,7 @@ def test_a_step_never_waits_for_a_disk_that_hangs(make, stall):
     assert stall.begun.is_set()
 
 
-def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypatch, stall):
+def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypatch, stall, caplog):
     engine = make()
     engine.fill([3])
     engine.rank.close()
@@ -287,6 +294,7 @@ def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypat
     assert stall.begun.wait(60)
     address = engine.rank._slab.address + 7 * 12288
     engine.rank.close()
+    assert "has not answered for 0 s" in caplog.text
     gc.collect()
     stall.over.set()
     deadline = time.monotonic() + 60
@@ -303,7 +311,7 @@ def test_memory_that_a_disk_may_still_write_to_is_not_given_back(make, monkeypat
         Copy(DISK, [1], [20], [SLOTS], tags(1)),
         Copy(DISK, [1], [20], [1]),
         Copy(DISK, [1], [BLOCKS], [1], tags(1)),
-        Copy(Tier.OBJECT, [1], [20], [1], tags(1)),
+        Copy(OBJECT, [1], [20], [1], tags(1)),
     ],
     ids=["slot", "negative", "host slot", "no tags", "block", "tier"],
 )
@@ -318,20 +326,20 @@ def test_a_plan_outside_of_the_tiers_moves_nothing(copy, make):
 def test_a_step_without_a_forward_pass_writes_to_disk_too(make):
     """vLLM starts no stores in such a step, and asks for results all the same."""
     engine = make()
-    plan = StepPlan(spills=[SpillPlan(5, [0, 1], [10, 20], tags(1, 2))])
+    plan = StepPlan(moves=[MovePlan(5, HOST, DISK, [0, 1], [10, 20], tags(1, 2))])
     engine.rank.worker.begin(plan)
     engine.rank.worker.start_loads(plan)
-    ((result,), _) = engine.until(lambda o: o.report.spills)
+    ((result,), _) = engine.until(lambda o: o.report.moves)
     assert (result.id, result.bad) == (5, [])
     time.sleep(0.05)
-    assert not engine.rank.worker.poll().report.spills
+    assert not engine.rank.worker.poll().report.moves
 
 
 @pytest.mark.parametrize(("slots", "targets"), [([SLOTS], [1]), ([1], [64]), ([-1], [1]), ([], [])])
 def test_a_spill_outside_of_the_tiers_writes_nothing(slots, targets, make):
     engine = make()
-    outcome = engine.step(spills=[SpillPlan(5, slots, targets, tags(*targets))])
-    assert outcome.report.spills[0].bad == list(range(len(slots)))
+    outcome = engine.step(moves=[MovePlan(5, HOST, DISK, slots, targets, tags(*targets))])
+    assert outcome.report.moves[0].bad == list(range(len(slots)))
     assert len(outcome.report.faults) == 1
 
 
@@ -402,14 +410,14 @@ class FakeTicket(Ticket):
 @pytest.fixture
 def disk():
     made = []
-    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, close=lambda seconds: True)
+    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, close=lambda: True)
 
     def read(slots, addresses, tags):
         made.append(FakeOperation(slots, [address // file.slot_bytes for address in addresses]))
         return made[-1]
 
     file.read = read
-    disk = Disk(file, 0, patience=1.0, clock=lambda: 0.0)
+    disk = StagedStore(DISK, file, 0, file.slot_bytes, stall_seconds=1.0, clock=lambda: 0.0)
     disk.made = made
     return disk
 
@@ -420,7 +428,7 @@ def stretch(count, hosts, first=0):
 
 
 def test_the_whole_match_is_read_ahead(disk):
-    ascent = Ascent(disk, stretch(5, [4, 3, 2, 1, 0]))
+    ascent = StagedRead(disk, stretch(5, [4, 3, 2, 1, 0]))
     ascent.advance(None)
     assert [operation.slots for operation in disk.made] == [[10, 11], [12, 13], [14]]
     assert [operation.hosts for operation in disk.made] == [[4, 3], [2, 1], [0]]
@@ -434,7 +442,7 @@ def test_a_host_slot_is_read_into_again_only_when_the_copy_from_it_is_over(disk)
         sent.append((slots, blocks))
         return tickets[-1]
 
-    ascent = Ascent(disk, stretch(4, [8, 9]))
+    ascent = StagedRead(disk, stretch(4, [8, 9]))
     ascent.advance(send)
     assert [operation.hosts for operation in disk.made] == [[8], [9]]
     disk.made[0].over = True
@@ -451,13 +459,13 @@ def test_a_host_slot_is_read_into_again_only_when_the_copy_from_it_is_over(disk)
 def reading(disk, count, read, seconds):
     """A stretch of which the first so many blocks have come, so many seconds after the disk began on it."""
     disk.clock = lambda: 100.0
-    ascent = Ascent(disk, stretch(count, list(range(count))))
+    ascent = StagedRead(disk, stretch(count, list(range(count))))
     ascent.advance(None)  # begins everything
     ascent.advance(None)  # and sees that it has
     for operation in disk.made[: read // 2]:
         operation.over = True
     ascent.advance(lambda slots, blocks: FakeTicket())
-    return behind([ascent], 10.0, 100.0 + seconds)
+    return expected_if_late([ascent], 10.0, 100.0 + seconds)
 
 
 @pytest.mark.parametrize(
@@ -480,13 +488,13 @@ def test_a_load_that_falls_behind_computing_is_seen_early(read, seconds, expecte
 
 def test_a_load_that_waits_for_its_turn_is_not_behind(disk, monkeypatch):
     monkeypatch.setattr(FakeOperation, "began", 0.0)
-    ascent = Ascent(disk, stretch(100, list(range(100))))
+    ascent = StagedRead(disk, stretch(100, list(range(100))))
     ascent.advance(None)
-    assert behind([ascent], 1.0, 1000.0) is None
+    assert expected_if_late([ascent], 1.0, 1000.0) is None
 
 
 def test_what_was_given_up_is_not_read_any_more_and_not_taken_for_bad(disk):
-    ascent = Ascent(disk, stretch(6, list(range(6))))
+    ascent = StagedRead(disk, stretch(6, list(range(6))))
     ascent.advance(None)
     ascent.give_up("late")
     assert all(operation.cancelled for operation in disk.made)
@@ -500,7 +508,7 @@ def test_what_was_given_up_is_not_read_any_more_and_not_taken_for_bad(disk):
 
 def test_a_read_that_ends_just_after_it_was_given_up_has_not_arrived(disk):
     """The engine's blocks were not written: whoever counts on them must hear so, though the host slot is good."""
-    ascent = Ascent(disk, stretch(2, [0, 1], first=5))
+    ascent = StagedRead(disk, stretch(2, [0, 1], first=5))
     ascent.advance(None)
     ascent.give_up("late")
     disk.made[0].over = True
@@ -514,7 +522,7 @@ def test_a_read_that_ends_just_after_it_was_given_up_has_not_arrived(disk):
 
 def test_what_was_read_before_it_was_given_up_is_still_copied(disk):
     ticket = FakeTicket()
-    ascent = Ascent(disk, stretch(4, [0, 1, 2, 3]))
+    ascent = StagedRead(disk, stretch(4, [0, 1, 2, 3]))
     ascent.advance(None)
     disk.made[0].over = True
     ascent.advance(lambda slots, blocks: ticket)
@@ -529,7 +537,7 @@ def test_what_was_read_before_it_was_given_up_is_still_copied(disk):
 
 def test_a_copy_that_fails_is_no_fault_of_the_disk(disk):
     ticket = FakeTicket()
-    ascent = Ascent(disk, stretch(2, [0, 1]))
+    ascent = StagedRead(disk, stretch(2, [0, 1]))
     ascent.advance(None)
     disk.made[0].over = ticket.over = ticket.failed = True
     ascent.advance(lambda slots, blocks: ticket)
@@ -540,7 +548,7 @@ def test_a_copy_that_fails_is_no_fault_of_the_disk(disk):
 def test_a_match_that_changes_tiers_at_every_block_is_read_in_few_pieces():
     copies = [(2 * i, Copy(DISK, [i], [50 + i], [20 + i], tags(i))) for i in range(5)]
     turns = (10, Copy(DISK, [7, 8, 9], [1, 2, 3], [30], tags(7, 8, 9)))
-    whole, ring = joined([*copies[:3], turns, *copies[3:]])
+    whole, ring = merge_copies([*copies[:3], turns, *copies[3:]])
     assert whole == Stretch(
         [0, 2, 4, 6, 8], [0, 1, 2, 3, 4], [50, 51, 52, 53, 54], [20, 21, 22, 23, 24], tags(*range(5))
     )
@@ -550,25 +558,25 @@ def test_a_match_that_changes_tiers_at_every_block_is_read_in_few_pieces():
 def test_a_step_with_a_draft_model_writes_to_disk_once(make):
     """vLLM asks for results first then, and has the stores started afterwards."""
     engine = make()
-    worker, disk = engine.rank.worker, engine.rank.worker._disk
+    worker, disk = engine.rank.worker, engine.rank.worker._tiers[DISK]
     writes, write = [], disk.write
     disk.write = lambda *arguments: (writes.append(arguments), write(*arguments))[1]
-    plan = StepPlan(spills=[SpillPlan(5, [0, 1], [10, 20], tags(1, 2))])
+    plan = StepPlan(moves=[MovePlan(5, HOST, DISK, [0, 1], [10, 20], tags(1, 2))])
     worker.begin(plan)
     worker.start_loads(plan)
     engine.last = worker.poll()
     worker.start_stores(plan)
-    ((result,), _) = engine.until(lambda o: o.report.spills)
+    ((result,), _) = engine.until(lambda o: o.report.moves)
     assert (result.id, result.bad, len(writes)) == (5, [], 1)
 
 
 def test_a_step_that_nobody_ends_has_its_spills_written_with_the_next(make):
     engine = make()
-    engine.rank.worker.begin(StepPlan(spills=[SpillPlan(5, [0], [10], tags(1))]))
-    engine.step(spills=[SpillPlan(6, [1], [20], tags(2))])
+    engine.rank.worker.begin(StepPlan(moves=[MovePlan(5, HOST, DISK, [0], [10], tags(1))]))
+    engine.step(moves=[MovePlan(6, HOST, DISK, [1], [20], tags(2))])
     found = []
     while len(found) < 2:
-        results, _ = engine.until(lambda o: o.report.spills)
+        results, _ = engine.until(lambda o: o.report.moves)
         found += results
     assert sorted((result.id, result.bad) for result in found) == [(5, []), (6, [])]
 
@@ -588,7 +596,7 @@ class _Stuck(FileIO):
 
 def test_what_was_to_be_tried_on_a_disk_that_hangs_is_not_written_later(tmp_path, monkeypatch):
     """It would come on top of the blocks that lie there by then."""
-    monkeypatch.setattr("kvbm.runtime.disk._MEASURE_SECONDS", 0.05)
+    monkeypatch.setattr("kvbm.tiers.disk.open._MEASURE_SECONDS", 0.05)
     size, io = 256 << 10, _Stuck()
     file = DiskFile(tmp_path / "rank-0.slab", 128, size, threads=1, io=io)
     assert measure(file) is None

@@ -18,6 +18,7 @@ from kvbm.cli.main import build_parser
 from kvbm.engines.sglang.__main__ import extra_config
 from kvbm.engines.sglang.__main__ import main as sglang_extra_config
 from kvbm.observe.metrics import METRICS
+from kvbm.tiers.registry import TIERS
 
 PROJECT = Path(__file__).parents[2]
 DOCS = PROJECT / "docs"
@@ -34,6 +35,14 @@ def findings() -> set[str]:
     return names
 
 
+def tier_findings() -> list[str]:
+    """Patterns of the names that contain the name of a tier."""
+    text = (PROJECT / "src/kvbm/observe/findings.py").read_text()
+    names = re.findall(r'name=f"([^"]+)"', text)
+    assert names
+    return [re.sub(r"{[a-z.]+}", f"(?:{'|'.join(TIERS)})", name) for name in names]
+
+
 def test_every_finding_is_in_troubleshooting():
     text = (DOCS / "troubleshooting.md").read_text()
     names = findings()
@@ -46,8 +55,13 @@ def test_every_finding_in_troubleshooting_exists():
     cells = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", text, re.M)
     named = {name for cell in cells for name in re.findall(r"`([a-z-]+)`", cell)}
     source = "".join(path.read_text() for path in (PROJECT / "src/kvbm").rglob("*.py"))
-    made = {"host-smaller-than-device", "disk-smaller-than-device", "fallocate-missing"}
-    assert sorted(name for name in named - made if f'"{name}"' not in source) == []
+    of_tiers = re.compile("|".join(tier_findings()))
+    assert sorted(name for name in named if f'"{name}"' not in source and not of_tiers.fullmatch(name)) == []
+
+
+def test_every_finding_about_a_tier_is_in_troubleshooting():
+    text = (DOCS / "troubleshooting.md").read_text()
+    assert [pattern for pattern in tier_findings() if not re.search(f"`{pattern}`", text)] == []
 
 
 def test_every_metric_is_in_observability():

@@ -93,7 +93,10 @@ def test_a_slow_disk_is_named_with_its_speed():
         ("loads-too-slow", {"saved": Saved(saved_seconds=1.0, lost_seconds=3.0, loads=9)}),
         ("host-smaller-than-device", {"tiers": [tier(observed.HOST, slots=99)]}),
         ("disk-smaller-than-host", {"tiers": [observed.HOST, tier(observed.DISK, slots=399)]}),
-        ("disk-filter", {"tiers": [observed.HOST, tier(observed.DISK, free=1000)], "refused_blocks": {"filter": 5000}}),
+        (
+            "disk-filter",
+            {"tiers": [observed.HOST, tier(observed.DISK, free=1000)], "refused_blocks": {"disk filter": 5000}},
+        ),
         ("queue-full", {"refused_blocks": {"queue full": 100}}),
     ],
 )

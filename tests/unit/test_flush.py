@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from kvbm import config as settings
-from kvbm.plans import StepPlan, Tier
+from kvbm.plans import StepPlan
 from kvbm.runtime import flush as module
 from kvbm.runtime.flush import flush, unwritten
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import DiskTier, make_manager
+from tiernames import DISK
 
 BLOCKS, SLOTS = 32, 16
 CACHE = {"model": "m", "block_size": 4, "pipeline_parallel": 1}
@@ -39,7 +40,7 @@ class Engine:
         hellos = [rank.open() for rank in self.ranks]
         self.disk = DiskTier.open(config, hellos, CACHE)
         self.leader = Leader(make_manager(hellos, self.disk), ranks)
-        self.disk.serve(config, self.leader, 1)
+        self.disk.serve(config, self.leader)
         self.workers = [rank.worker for rank in self.ranks]
 
     def store(self, keys):
@@ -59,7 +60,7 @@ class Engine:
 
     @property
     def on_disk(self):
-        return set(self.leader.manager.pools[Tier.DISK].findable)
+        return set(self.leader.manager.catalogs[DISK].findable)
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_disk_that_does_not_answer_in_time_costs_its_blocks(make, stall):
     assert unwritten(engine.leader, in_time=False, confirmable=True) == (
         f"4 blocks were lost at exit (4 being written): the disk did not take them within {module.FLUSH_SECONDS:g} s"
     )
-    engine.workers[0].hurry_disk()
+    engine.workers[0].hurry_stores()
     engine.ranks[0].close()  # does not wait for the disk as long as it usually does
     assert not stall.over.is_set()
     stall.over.set()
@@ -131,6 +132,20 @@ def test_a_block_that_one_rank_cannot_write_is_not_in_the_index(make):
     assert not make(2).on_disk
 
 
+def test_a_disk_whose_writes_keep_failing_is_not_waited_for(make, monkeypatch):
+    monkeypatch.setattr("kvbm.core.breaker.FIRST_PAUSE_SECONDS", 600.0)
+    engine = make(inject_faults="disk-write:every=1")
+    for key in KEYS[:3]:
+        engine.store([key])
+        assert engine.flush()
+    engine.store(KEYS[3:5])
+    assert engine.flush()
+    assert unwritten(engine.leader, in_time=True, confirmable=True) == (
+        "2 blocks were lost at exit (2 queued for the disk): writes to the disk kept failing; since the start, blocks "
+        "were passed over at least once: 3 not written because the disk failed"
+    )
+
+
 def test_answers_that_were_lost_with_the_last_step_are_not_waited_for(make):
     """vLLM had a step under way when it ended: its results hold the only confirmation that there will ever be."""
     engine = make()
@@ -153,7 +168,7 @@ def test_workers_that_have_ended_before_the_leader_have_confirmed_nothing(make):
     while not engine.leader.counts.offloaded_blocks:
         assert time.monotonic() < deadline
         engine.leader.apply([engine.workers[0].poll().report])
-    engine.leader.spill()
+    engine.leader.plan_moves()
     assert unwritten(engine.leader, in_time=True, confirmable=False) == (
         "2 blocks were lost at exit (2 being written): the engine ended its workers before they had confirmed these "
         "blocks; since the start, blocks were passed over at least once: 2 skipped because the disk was behind "
@@ -177,4 +192,4 @@ def test_with_the_filter_blocks_that_are_not_bound_for_the_disk_are_not_missed(m
     assert unwritten(engine.leader, in_time=True, confirmable=False) == ""
     assert engine.flush()
     assert not engine.on_disk
-    assert engine.leader.counts.filtered_spill_blocks == 4
+    assert sum(engine.leader.counts.filtered_move_blocks.values()) == 4

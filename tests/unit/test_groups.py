@@ -12,7 +12,7 @@ from kvbm.core import keys as core_keys
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.vllm.groups import SeveralGroups
-from kvbm.plans import Tier
+from tiernames import DISK, HOST
 
 BLOCK = 4
 KEYS = [bytes([i]) * 32 for i in range(12)]
@@ -33,12 +33,12 @@ def needed(windows, start, end):
     return found
 
 
-def manager_with(pieces, tier=Tier.HOST):
-    manager = BlockManager({Tier.HOST: Pool(200), Tier.DISK: Pool(200)})
-    pool = manager.pools[tier]
-    slots = pool.allocate([in_group(KEYS[i], group) for group, i in pieces])
+def manager_with(pieces, tier=HOST):
+    manager = BlockManager({HOST: Pool(200), DISK: Pool(200)})
+    pool = manager.catalogs[tier]
+    slots = pool.reserve([in_group(KEYS[i], group) for group, i in pieces])
     if slots:
-        pool.publish(slots)
+        pool.commit(slots)
     return manager
 
 
@@ -72,7 +72,7 @@ def test_what_vllm_has_made_room_for_is_loaded_to_the_right_places(seed):
     found = groups.find(manager, KEYS, start, end)
     match, blocks = groups.place(manager, found, tables, end - start)
     slots = [slot for run in match.runs for slot in run.slots]
-    pool = manager.pools[Tier.HOST]
+    pool = manager.catalogs[HOST]
     assert len(slots) == len(blocks) == len(wanted)
     for slot, block in zip(slots, blocks, strict=True):
         (group,) = (g for g in range(3) if block in tables[g])
@@ -85,7 +85,7 @@ def test_a_block_that_is_gone_when_vllm_has_made_room_is_missed():
     manager = manager_with(sorted(needed([0, 5], 0, 6)))
     found = groups.find(manager, KEYS, 0, 6)
     assert found.blocks == 6
-    manager.pools[Tier.HOST].drop(in_group(KEYS[5], 1))
+    manager.catalogs[HOST].drop([in_group(KEYS[5], 1)])
     match, blocks = groups.place(manager, found, [list(range(1, 13)), [0] * 5 + [20, 21]], 6)
     assert match.blocks < len(blocks)
     with pytest.raises(ValueError, match="cannot fill"):
@@ -94,9 +94,9 @@ def test_a_block_that_is_gone_when_vllm_has_made_room_is_missed():
 
 def move(manager, group, block):
     """To disk."""
-    manager.pools[Tier.HOST].drop(in_group(KEYS[block], group))
-    disk = manager.pools[Tier.DISK]
-    disk.publish(disk.allocate([in_group(KEYS[block], group)]))
+    manager.catalogs[HOST].drop([in_group(KEYS[block], group)])
+    disk = manager.catalogs[DISK]
+    disk.commit(disk.reserve([in_group(KEYS[block], group)]))
 
 
 def test_a_match_says_how_much_of_it_comes_from_which_tier():
@@ -107,16 +107,16 @@ def test_a_match_says_how_much_of_it_comes_from_which_tier():
     def shares():
         return [(run.tier, len(run.slots)) for run in groups.find(manager, KEYS, 0, 10).runs]
 
-    assert shares() == [(Tier.HOST, 10)]
+    assert shares() == [(HOST, 10)]
     move(manager, 1, 9)
-    assert shares() == [(Tier.HOST, 9), (Tier.DISK, 1)]
+    assert shares() == [(HOST, 9), (DISK, 1)]
     for i in range(5):
         move(manager, 0, i)
-    assert shares() == [(Tier.HOST, 4), (Tier.DISK, 6)]
+    assert shares() == [(HOST, 4), (DISK, 6)]
     for i in range(5, 10):
         move(manager, 0, i)
-    assert shares() == [(Tier.DISK, 10)]
-    manager.resting.add(Tier.DISK)
+    assert shares() == [(DISK, 10)]
+    manager.suspended.add(DISK)
     assert groups.find(manager, KEYS, 0, 10).blocks == 0
 
 
@@ -125,11 +125,11 @@ def test_what_somebody_else_is_bringing_up_from_disk_is_waited_for_and_read_once
     manager = manager_with(sorted(needed([0, 5], 0, 10)))
     for group, block in ((0, 3), (1, 9)):
         move(manager, group, block)
-        coming = manager.pools[Tier.HOST].allocate([in_group(KEYS[block], group)])
+        coming = manager.catalogs[HOST].reserve([in_group(KEYS[block], group)])
         found = groups.find(manager, KEYS, 0, 10)
         assert (found.blocks, found.pending, found.awaited) == (0, True, in_group(KEYS[block], group))
-        assert groups.find(manager, KEYS, 0, 10, patient=False).blocks == 10
-        manager.pools[Tier.HOST].publish(coming)
+        assert groups.find(manager, KEYS, 0, 10, wait_for_writers=False).blocks == 10
+        manager.catalogs[HOST].commit(coming)
     assert groups.find(manager, KEYS, 0, 10).awaited is None
 
 
@@ -149,7 +149,7 @@ def test_what_is_just_being_written_is_worth_a_wait():
     manager = manager_with(pieces[:-1])
     assert not groups.find(manager, KEYS, 0, 3).pending
     group, i = pieces[-1]
-    manager.pools[Tier.HOST].allocate([in_group(KEYS[i], group)])
+    manager.catalogs[HOST].reserve([in_group(KEYS[i], group)])
     assert groups.find(manager, KEYS, 0, 3).pending
 
 

@@ -16,7 +16,6 @@ import torch
 
 from hanging import HangingDisk
 from kvbm import config as settings
-from kvbm.plans import Tier
 from kvbm.runtime.rank import Rank
 from kvbm.storage import bounded
 from kvbm.storage import disk as disk_module
@@ -29,12 +28,14 @@ import hashlib, logging, os, sys, time
 from pathlib import Path
 import torch
 from kvbm import config as settings
-from kvbm.plans import Copy, Hello, SpillPlan, StepPlan, StorePlan, Tier
+from kvbm.plans import Copy, Hello, MovePlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import DiskTier, make_manager
 from kvbm.runtime.kept import KeptHost
 from kvbm.storage import bounded
 from kvbm.storage.index import Index, cache_directory, fingerprint, slab_path
+from kvbm.tiers.registry import TIERS
+HOST, DISK, *_ = TIERS
 CACHE = {"model": "some-model", "block_size": 16}
 def key(i): return hashlib.sha256(b"%d" % i).digest()
 def config(**values):
@@ -100,10 +101,10 @@ def test_a_rank_starts_and_ends_while_its_disk_hangs(disk):
     disk.flag.touch()
     code = """
     rank, made, hello = start()
-    say(sorted(tier.name for tier in hello.slots))
+    say(sorted(hello.slots))
     rank.close()
     rank, made, hello = start(cpu_cache_override_num_blocks=0)  # it is but a way to the disk, and is there
-    say(hello.slots.get(Tier.DISK))
+    say(hello.slots.get(DISK))
     rank.close()
     cache = torch.zeros(8, 2, 2, 640, dtype=torch.int32)
     rank = Rank(config(), 0, 1, cache=CACHE)
@@ -111,7 +112,7 @@ def test_a_rank_starts_and_ends_while_its_disk_hangs(disk):
     rank.close()
     say("never opened")
     """
-    assert disk(code) == ["['HOST']", "None", "never opened"]
+    assert disk(code) == ["['host']", "None", "never opened"]
     assert "rank 0 goes on without a disk tier" in disk.text
     assert "has not answered for 2 s" in disk.text
     assert "kept for the next start" in disk.text
@@ -128,7 +129,7 @@ def test_a_disk_that_comes_back_after_it_was_given_up_is_let_go(disk):
     while True:
         other, _, again = start()
         other.close()
-        if Tier.DISK in again.slots:
+        if DISK in again.slots:
             break
         assert time.monotonic() < deadline
     say("free")
@@ -160,7 +161,7 @@ rank, made, hello = start()
 disk = DiskTier.open(made, [hello], CACHE)
 FLAG.touch()
 disk.index.put([(key(20), 20)])
-operations = rank.worker._disk.write([20], [3], [key(20)]), rank.worker._disk.read([1], [4], [key(1)])
+operations = rank.worker._tiers[DISK].write([20], [3], [key(20)]), rank.worker._tiers[DISK].read([1], [4], [key(1)])
 while not all(each.began for each in operations):
     time.sleep(0.01)
 """
@@ -179,11 +180,11 @@ kept = KeptHost.open(made, [hello], CACHE, manager)
 @pytest.mark.parametrize("when", ["rank", "leader", "end"])
 def test_a_persistent_host_tier_whose_directory_hangs_holds_up_nobody(disk, when):
     store = """
-copy = Copy(Tier.HOST, [1, 2], [0, 1], tags=[key(0), key(1)])
+copy = Copy(HOST, [1, 2], [0, 1], tags=[key(0), key(1)])
 worker = rank.worker
 worker.begin(StepPlan()); worker.start_stores(StepPlan(stores=[StorePlan(1, copy)]))
 while not worker.poll().report.stores: time.sleep(0.01)
-worker.begin(StepPlan(keeps={1: True}))
+worker.begin(StepPlan(verdicts={1: True}))
 kept._index.put([(key(0), 1), (key(1), 2)])
 kept._index.flush()
 """
@@ -195,7 +196,7 @@ kept._index.flush()
         "end": KEPT + "\nsay(None)\nFLAG.touch()\nkept._index.put([(key(9), 9)])\n" + end,
     }
     assert disk(hangs[when]) == ["None"]
-    assert disk.here(KEPT + "say(manager.pools[Tier.HOST].published)" + end)[0] in ("2", "3")
+    assert disk.here(KEPT + "say(manager.catalogs[HOST].published)" + end)[0] in ("2", "3")
 
 
 SGLANG = """
@@ -317,7 +318,7 @@ def test_a_slab_that_is_given_up_is_not_allocated_to_its_end(tmp_path, monkeypat
     cache = torch.zeros(8, 2, 2, 8192, dtype=torch.int32)
     rank = Rank(config, 0, 1, cache={"model": "some-model"})
     rank.register({f"layer {i}": cache[:, i] for i in range(2)}, 8)
-    assert Tier.DISK not in rank.hello().slots
+    assert "disk" not in rank.hello().slots
     gate.set()
     (slab,) = tmp_path.glob("*/rank-0.slab")
     deadline = time.monotonic() + 30

@@ -18,8 +18,9 @@ import torch
 from kvbm import config as settings
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import Copy, Hello, StepPlan, StorePlan, Tier
+from kvbm.plans import Copy, Hello, Report, StepPlan, StorePlan, StoreResult, TierHello
 from kvbm.runtime.kept import KeptHost
+from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import make_manager
 from kvbm.storage.index import LOCK, Index, cache_directory, fingerprint
@@ -27,6 +28,7 @@ from kvbm.storage.kept import digest, rows_of
 from kvbm.storage.lock import CacheInUse, FileLock
 from kvbm.transfer import open_copier
 from kvbm.transfer.base import slots_tried
+from tiernames import HOST
 
 CACHE = {"model": "some-model", "block_size": 16}
 SLOTS, BLOCKS = 16, 8
@@ -61,7 +63,7 @@ class Engine:
 
     def store(self, plan: int, slots, keys):
         """Engine blocks 0, 1, ... to these slots; returns when that is confirmed."""
-        copy = Copy(Tier.HOST, slots, list(range(len(slots))), tags=keys)
+        copy = Copy(HOST, slots, list(range(len(slots))), tags=keys)
         outcome = self.step(stores=[StorePlan(plan, copy)])
         while not outcome.report.stores:
             outcome = self.rank.worker.poll()
@@ -70,7 +72,8 @@ class Engine:
 
     @property
     def good(self):
-        return [int(slot) for slot in np.flatnonzero(np.unpackbits(np.frombuffer(self.hello.kept, np.uint8)))]
+        bits = np.frombuffer(self.hello.tiers[0].intact, np.uint8)
+        return [int(slot) for slot in np.flatnonzero(np.unpackbits(bits))]
 
 
 @pytest.fixture
@@ -103,7 +106,7 @@ def enter(place, *pairs):
 
 def test_a_new_slab_holds_nothing(make):
     assert make().good == []
-    assert len(make(host_persist=False).hello.kept) == 0
+    assert make(host_persist=False).hello.tiers[0].intact == b""
 
 
 @pytest.mark.parametrize(("verdicts", "found"), [({7: True}, [2, 3]), ({7: False}, []), ({}, [])])
@@ -111,7 +114,7 @@ def test_only_what_the_leader_has_called_good_is_found_again(verdicts, found, ma
     engine = make()
     engine.cache += 5
     engine.store(7, [3, 2], [key_of(1), key_of(2)])
-    engine.step(keeps=verdicts)
+    engine.step(verdicts=verdicts)
     engine.rank.close()
     enter(place, (1, 3), (2, 2))
     assert make().good == found
@@ -120,7 +123,7 @@ def test_only_what_the_leader_has_called_good_is_found_again(verdicts, found, ma
 def test_a_slot_answers_only_to_the_block_that_the_index_names(make, place):
     engine = make()
     engine.store(7, [3, 2], [key_of(1), key_of(2)])
-    engine.step(keeps={7: True})
+    engine.step(verdicts={7: True})
     engine.rank.close()
     enter(place, (1, 2), (2, 3), (4, 5))
     assert make().good == []
@@ -130,7 +133,7 @@ def test_a_store_that_began_on_top_of_a_kept_block_makes_it_unfit(make, place):
     """As if the process had died in the middle of it."""
     engine = make()
     engine.store(7, [3, 2], [key_of(1), key_of(2)])
-    engine.step(keeps={7: True})
+    engine.step(verdicts={7: True})
     engine.cache += 9
     engine.store(8, [3], [key_of(4)])
     engine.rank.close()
@@ -143,7 +146,7 @@ def test_blocks_outlive_a_copier_that_tries_itself_out_on_their_slots(make, plac
     engine = make()
     engine.cache += 5
     engine.store(7, [0, 3, BLOCKS - 1], [key_of(1), key_of(2), key_of(3)])
-    engine.step(keeps={7: True})
+    engine.step(verdicts={7: True})
     engine.rank.close()
     enter(place, (1, 0), (2, 3), (3, BLOCKS - 1))
 
@@ -177,8 +180,8 @@ def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, mon
     monkeypatch.setattr("kvbm.storage.kept.refuse_if_too_large", lambda size, setting: None)
     monkeypatch.setattr("kvbm.storage.kept.os.fstatvfs", lambda fd: type("V", (), {"f_bavail": 1, "f_frsize": 4096}))
     engine = make()
-    assert engine.hello.kept == b""
-    assert engine.hello.slots[Tier.HOST] == SLOTS
+    assert engine.hello.tiers[0].intact == b""
+    assert engine.hello.slots[HOST] == SLOTS
     assert "this engine's host tier will not survive a restart: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     assert "mount -o remount" in caplog.text
 
@@ -192,22 +195,22 @@ def test_a_rank_starts_whatever_goes_wrong_with_memory_from_before(where, make, 
     with monkeypatch.context() as broken:
         broken.setattr(f"kvbm.runtime.rank.{where}", fail)
         engine = make()
-    assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+    assert (engine.hello.tiers[0].intact, engine.hello.slots[HOST]) == (b"", SLOTS)
     assert "RuntimeError: of a kind that no caller expects" in caplog.text
-    assert make().hello.kept  # no lock is left behind
+    assert make().hello.tiers[0].intact  # no lock is left behind
 
 
 def test_a_rank_starts_whatever_goes_wrong_with_its_disk(make, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("kvbm.runtime.rank.open_file", fail)
     engine = make(host_persist=False, disk_cache_override_num_blocks=8, disk_cache_dir=str(tmp_path))
-    assert engine.hello.slots == {Tier.HOST: SLOTS}
+    assert engine.hello.slots == {HOST: SLOTS}
     assert "goes on without a disk tier: RuntimeError" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["rows_of", "Index.open"])
 def test_a_leader_starts_whatever_goes_wrong_with_memory_from_before(where, make, monkeypatch, caplog):
     engine = make()
-    manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+    manager = BlockManager({HOST: Pool(SLOTS)})
     monkeypatch.setattr(f"kvbm.runtime.kept.{where}", fail)
     assert KeptHost.open(engine.config, [engine.hello], CACHE, manager) is None
     assert "RuntimeError: of a kind that no caller expects" in caplog.text
@@ -222,18 +225,18 @@ def test_ranks_that_find_no_room_together_go_on_with_memory_that_ends_with_them(
     with monkeypatch.context() as crowded:
         crowded.setattr("kvbm.storage.kept.os.posix_fallocate", full)
         engine = make()
-    assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+    assert (engine.hello.tiers[0].intact, engine.hello.slots[HOST]) == (b"", SLOTS)
     assert "this engine's host tier will not survive a restart: DYN_KVBM_CPU_CACHE_GB asks for" in caplog.text
     engine.store(1, [0, SLOTS - 1], [key_of(0), key_of(1)])
     (slab,) = tmp_path.glob("kvbm-*/rank-0.slab")
     assert slab.stat().st_blocks == 0  # nothing stays taken
-    assert make().hello.kept  # and nobody holds the file
+    assert make().hello.tiers[0].intact  # and nobody holds the file
 
 
 def test_an_index_that_cannot_be_read_costs_what_it_named(make, place, caplog):
     engine = make()
     engine.store(7, [3], [key_of(1)])
-    engine.step(keeps={7: True})
+    engine.step(verdicts={7: True})
     engine.rank.close()
     enter(place, (1, 3))
     (place[0] / "index.sqlite").write_bytes(b"no database at all" * 100)
@@ -245,7 +248,7 @@ def kept_block(make, place):
     """A block in slot 3 that the next engine finds."""
     engine = make()
     engine.store(7, [3], [key_of(1)])
-    engine.step(keeps={7: True})
+    engine.step(verdicts={7: True})
     engine.rank.close()
     enter(place, (1, 3))
 
@@ -277,7 +280,7 @@ def test_an_index_that_is_locked_costs_the_next_engine_nothing(make, place, lock
     kept_block(make, place)
     with locked():
         engine = make()
-        assert (engine.hello.kept, engine.hello.slots[Tier.HOST]) == (b"", SLOTS)
+        assert (engine.hello.tiers[0].intact, engine.hello.slots[HOST]) == (b"", SLOTS)
         engine.store(1, list(range(8)), [key_of(100 + i) for i in range(8)])
         engine.rank.close()
     assert "another process has locked" in caplog.text
@@ -292,7 +295,7 @@ def test_without_memory_for_a_second_host_tier_the_engine_starts_all_the_same(ma
     with locked():
         engine = make()
         assert engine.good == []
-        assert engine.hello.slots[Tier.HOST] == SLOTS
+        assert engine.hello.slots[HOST] == SLOTS
     assert "blocks of the last engine are lost" in caplog.text
 
 
@@ -305,10 +308,10 @@ def test_a_flipped_bit_in_the_index_costs_blocks_and_no_start(make, place, seed)
     path.write_bytes(raw)
     engine = make()
     assert engine.good in ([], [3])
-    manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+    manager = BlockManager({HOST: Pool(SLOTS)})
     books = KeptHost.open(engine.config, [engine.hello], CACHE, manager)
     assert books is not None
-    assert set(manager.pools[Tier.HOST].findable) <= {key_of(1)}
+    assert set(manager.catalogs[HOST].findable) <= {key_of(1)}
     books.close()
 
 
@@ -329,10 +332,10 @@ def books(tmp_path):
     def hello(rank, kept, layout, slots):
         directory = cache_directory(tmp_path, fingerprint(CACHE, layout))
         compared = digest(directory, rows_of(directory), slots)
-        return Hello(rank, 100, {Tier.HOST: slots}, layout, kept=kept, compared=compared)
+        return Hello(rank, 100, layout, [TierHello(HOST, slots, intact=kept, index=compared)])
 
     def make(*kept, layouts="LL", slots=(SLOTS, SLOTS)):
-        manager = BlockManager({Tier.HOST: Pool(SLOTS)})
+        manager = BlockManager({HOST: Pool(SLOTS)})
         hellos = [hello(rank, each, layouts[rank], slots[rank]) for rank, each in enumerate(kept)]
         found = KeptHost.open(config, hellos, CACHE, manager)
         opened.append(found)
@@ -344,66 +347,74 @@ def books(tmp_path):
             each.close()  # for some the second time
 
 
-def publish(manager, books, *numbers):
+def publish(manager, *numbers):
     plan = manager.store([key_of(number) for number in numbers], list(range(len(numbers))))
-    books.settled(plan, manager.finish_store(plan.id, ok=True))
+    manager.finish_store(plan.id, ok=True)
     return plan
 
 
 def test_what_every_rank_has_found_whole_is_adopted_and_the_rest_forgotten(books, caplog):
     caplog.set_level(logging.INFO)
     manager, first = books(bits(), bits())
-    plan = publish(manager, first, 1, 2, 3)
+    plan = publish(manager, 1, 2, 3)
     assert plan.copy.tags == [key_of(1), key_of(2), key_of(3)]
     slots = plan.copy.slots
     first.close()
     manager, second = books(bits(*slots), bits(*slots[:2]))
-    assert set(manager.pools[Tier.HOST].findable) == {key_of(1), key_of(2)}
+    assert set(manager.catalogs[HOST].findable) == {key_of(1), key_of(2)}
     assert "2 of 16 blocks are there from before, 1 were not whole" in caplog.text
     second.close()
     manager, _ = books(bits(*range(SLOTS)), bits(*range(SLOTS)))
-    assert set(manager.pools[Tier.HOST].findable) == {key_of(1), key_of(2)}
+    assert set(manager.catalogs[HOST].findable) == {key_of(1), key_of(2)}
 
 
-def test_verdicts_are_told_once(books):
-    manager, kept = books(bits())
-    good = publish(manager, kept, 1)
-    bad = manager.store([key_of(2)], [0])
-    kept.settled(bad, manager.finish_store(bad.id, ok=False))
-    assert kept.owes
-    assert kept.take_verdicts() == {good.id: True, bad.id: False}
-    assert not kept.owes
-    assert kept.take_verdicts() == {}
+def test_the_leader_gives_every_verdict_once(books):
+    manager, _ = books(bits())
+    leader = Leader(manager, 1)
+    good, bad = leader.offload([key_of(1)], [0]), leader.offload([key_of(2)], [1])
+    assert not leader.owes_verdicts
+    leader.apply([Report(0, stores=[StoreResult(good.id), StoreResult(bad.id, ok=False)])])
+    assert leader.owes_verdicts
+    assert leader.take_verdicts() == {good.id: True, bad.id: False}
+    assert not leader.owes_verdicts
+    assert leader.take_verdicts() == {}
+
+
+def test_without_a_persistent_host_tier_no_rank_waits_for_verdicts():
+    leader = Leader(BlockManager({HOST: Pool(SLOTS)}), 1)
+    plan = leader.offload([key_of(1)], [0])
+    leader.apply([Report(0, stores=[StoreResult(plan.id)])])
+    assert not leader.owes_verdicts
+    assert plan.copy.tags == []
 
 
 def test_after_a_reset_nothing_more_is_entered_and_tags_are_others(books):
     manager, kept = books(bits())
-    publish(manager, kept, 1)
-    kept.reset()
-    manager.clear()
-    plan = publish(manager, kept, 1)
+    publish(manager, 1)
+    Leader(manager, 1).reset()
+    plan = publish(manager, 1)
     assert plan.copy.tags != [key_of(1)]
     kept.close()
     manager, _ = books(bits(*range(SLOTS)))
-    assert manager.pools[Tier.HOST].published == 0
+    assert manager.catalogs[HOST].published == 0
 
 
 def test_where_a_rank_does_not_keep_its_own_nobody_does(books):
     assert books(bits(), b"")[1] is None
     manager, kept = books(bits(), bits(), layouts="LM")
     assert kept is None
-    assert not manager.keeps_first
+    assert not manager.tags_stores
 
 
 def test_blocks_come_back_in_the_order_of_their_use(books):
     manager, kept = books(bits())
     for number in range(4):
-        publish(manager, kept, number)
-    kept.touch([key_of(0)])
+        publish(manager, number)
+    Leader(manager, 1).touch([key_of(0)])
     kept.close()
     manager, _ = books(bits(*range(SLOTS)))
-    pool = manager.pools[Tier.HOST]
-    pool.allocate([key_of(100 + i) for i in range(SLOTS - 1)])
+    pool = manager.catalogs[HOST]
+    pool.reserve([key_of(100 + i) for i in range(SLOTS - 1)])
     assert list(pool.findable) == [key_of(0)]
 
 
@@ -411,10 +422,10 @@ def test_ranks_that_have_room_for_different_numbers_of_slots_agree_on_those_of_a
     """The stages of a pipeline have different layers: 16 slots here and 26 there from the same gigabytes."""
     slots = (SLOTS, SLOTS + 10)
     manager, kept = books(bits(), bits(of=slots[1]), slots=slots)
-    used = publish(manager, kept, 1, 2).copy.slots
+    used = publish(manager, 1, 2).copy.slots
     kept.close()
     manager, _ = books(bits(*used), bits(*used, 20, of=slots[1]), slots=slots)
-    assert set(manager.pools[Tier.HOST].findable) == {key_of(1), key_of(2)}
+    assert set(manager.catalogs[HOST].findable) == {key_of(1), key_of(2)}
 
 
 def test_a_fault_while_taking_over_costs_the_blocks_and_not_the_engine(books, monkeypatch, caplog):
@@ -422,7 +433,7 @@ def test_a_fault_while_taking_over_costs_the_blocks_and_not_the_engine(books, mo
         broken.setattr(Pool, "adopt", lambda self, entries: 1 // 0)
         manager, kept = books(bits())
     assert kept is None
-    assert not manager.keeps_first
+    assert not manager.tags_stores
     assert "the host tier is not persistent: ZeroDivisionError" in caplog.text
     assert books(bits())[1] is not None  # the index was let go of
 
@@ -436,7 +447,7 @@ def two_caches(make, tmp_path):
         engine = make(cache=caches[-1])
         keys = [key_of(first + i) for i in range(4)]
         engine.store(1, [0, 1, 2, 3], keys)
-        engine.step(keeps={1: True})
+        engine.step(verdicts={1: True})
         engine.rank.close()
         name = fingerprint(caches[-1], engine.rank.layout.description)
         enter((cache_directory(tmp_path, name), name), *((first + i, i) for i in range(4)))
@@ -448,7 +459,7 @@ def take_over(engine, cache):
     kept = KeptHost.open(engine.config, [engine.hello], cache, manager)
     if kept is not None:
         kept.close()
-    return kept, set(manager.pools[Tier.HOST].findable)
+    return kept, set(manager.catalogs[HOST].findable)
 
 
 def test_the_leader_takes_over_only_what_the_ranks_have_compared(make, two_caches, caplog):
@@ -481,7 +492,7 @@ def test_two_caches_without_blocks_are_still_two(make):
 def test_an_index_that_has_changed_since_it_was_compared_is_not_taken_over(make, place):
     engine = make()
     engine.store(7, [3], [key_of(1)])
-    engine.step(keeps={7: True})
+    engine.step(verdicts={7: True})
     engine.rank.close()
     enter(place, (1, 3))
     engine = make()

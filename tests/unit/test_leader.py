@@ -5,10 +5,9 @@ import pytest
 from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import LoadResult, Report, StoreResult, Tier
+from kvbm.plans import LoadResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
-
-HOST, DISK = Tier.HOST, Tier.DISK
+from tiernames import DISK, HOST, PRIORS
 
 
 def keys(text):
@@ -19,8 +18,8 @@ def make(ranks=2, host="", disk="", size=16, **options):
     """A leader over two tiers that hold one published block a letter."""
     manager = BlockManager({HOST: Pool(size), DISK: Pool(size)})
     for tier, letters in ((HOST, host), (DISK, disk)):
-        pool = manager.pools[tier]
-        pool.publish(pool.allocate(keys(letters)))
+        pool = manager.catalogs[tier]
+        pool.commit(pool.reserve(keys(letters)))
     return Leader(manager, ranks, **options)
 
 
@@ -48,7 +47,7 @@ def found(leader, letters):
 
 def quiet(leader):
     """Nothing under way, nothing held for a plan that is over."""
-    pools = leader.manager.pools.values()
+    pools = leader.manager.catalogs.values()
     held = [(pool.pinned, pool.writing) for pool in pools]
     return not leader.busy and not leader.manager.busy and held == [(0, 0)] * len(pools)
 
@@ -360,7 +359,7 @@ def test_reset_forgets_every_tier():
     leader = make(host="ab", disk="cd")
     leader.reset()
     assert found(leader, "abcd") == ""
-    assert all(pool.free == pool.size for pool in leader.manager.pools.values())
+    assert all(pool.free == pool.size for pool in leader.manager.catalogs.values())
 
 
 def test_reset_leaves_nothing_pinned_and_publishes_nothing_in_flight():
@@ -373,7 +372,7 @@ def test_reset_leaves_nothing_pinned_and_publishes_nothing_in_flight():
     assert found(leader, "abcxy") == ""
     assert leader.counts.tainted_store_blocks == 2
     assert quiet(leader)
-    assert all(pool.free == pool.size for pool in leader.manager.pools.values())
+    assert all(pool.free == pool.size for pool in leader.manager.catalogs.values())
 
 
 def test_reset_reaches_a_store_that_waits_for_a_load():
@@ -432,13 +431,13 @@ def timed(plan, *seconds, bad=()):
 
 
 def test_a_load_takes_what_the_slowest_rank_took():
-    cost = CostModel()
+    cost = CostModel(PRIORS)
     leader = make(2, host="abcd", block_bytes=[1 << 30, 2 << 30], cost=cost)
     before = cost.rate(HOST)
     leader.apply(timed(onboard(leader, "abcd"), 4.0, 2.0))
     assert leader.counts.loaded_seconds == {HOST: 4.0}
     assert leader.counts.loaded_bytes == {HOST: 12 << 30}
-    like = CostModel()
+    like = CostModel(PRIORS)
     like.observe_load(HOST, 8 << 30, 4.0)
     assert cost.rate(HOST) == like.rate(HOST) != before
 
@@ -447,7 +446,7 @@ def test_a_load_takes_what_the_slowest_rank_took():
     ("host", "disk", "seconds", "bad"), [("ab", "c", 1.0, ()), ("abc", "", 1.0, (1,)), ("abc", "", 0.0, ())]
 )
 def test_a_load_of_two_tiers_or_one_that_failed_or_was_not_timed_teaches_nothing(host, disk, seconds, bad):
-    cost = CostModel()
+    cost = CostModel(PRIORS)
     leader = make(1, host=host, disk=disk, block_bytes=[1 << 30], cost=cost)
     before = [cost.rate(tier) for tier in (HOST, DISK)]
     leader.apply(timed(onboard(leader, "abc"), seconds, bad=bad))
@@ -470,7 +469,7 @@ def test_a_reset_that_fails_half_way_leaves_no_block_to_be_found():
             raise OSError("the disk is gone")
 
     leader = make(host="ab", disk="cd")
-    leader.spills = Broken()
+    leader.edges = [Broken()]
     with pytest.raises(OSError, match="gone"):
         leader.reset()
     assert found(leader, "abcd") == ""

@@ -4,9 +4,7 @@ import pytest
 
 from kvbm.core.manager import BlockManager, Run
 from kvbm.core.pool import Pool
-from kvbm.plans import Tier
-
-HOST, DISK = Tier.HOST, Tier.DISK
+from tiernames import DISK, HOST, OBJECT, Gone
 
 
 def keys(text):
@@ -17,15 +15,15 @@ def tiers(host="", disk="", size=16):
     """A manager whose two tiers hold one published block a letter."""
     manager = BlockManager({HOST: Pool(size), DISK: Pool(size)})
     for tier, letters in ((HOST, host), (DISK, disk)):
-        pool = manager.pools[tier]
+        pool = manager.catalogs[tier]
         for key in keys(letters):
-            pool.publish(pool.allocate([key]))
+            pool.commit(pool.reserve([key]))
     return manager
 
 
 def where(match):
     """A match as text: 'hhd' is two blocks of the host, then one of the disk."""
-    return "".join(run.tier.name[0].lower() * len(run.slots) for run in match.runs)
+    return "".join(run.tier[0] * len(run.slots) for run in match.runs)
 
 
 def load(manager, text, request="r", after=()):
@@ -38,7 +36,7 @@ def store(manager, text):
 
 
 def kept(manager, letters, tier=HOST):
-    return "".join(letter for letter in letters if letter.encode() in manager.pools[tier])
+    return "".join(letter for letter in letters if letter.encode() in manager.catalogs[tier])
 
 
 # -- lookup -----------------------------------------------------------------------------------------------------------
@@ -76,9 +74,9 @@ def test_every_block_comes_from_the_fastest_tier_that_has_it():
 
 
 def test_three_tiers_are_searched_in_order():
-    manager = BlockManager({tier: Pool(4) for tier in (HOST, DISK, Tier.OBJECT)})
-    for tier, letters in ((HOST, "a"), (DISK, "abd"), (Tier.OBJECT, "abcd")):
-        manager.pools[tier].publish(manager.pools[tier].allocate(keys(letters)))
+    manager = BlockManager({tier: Pool(4) for tier in (HOST, DISK, OBJECT)})
+    for tier, letters in ((HOST, "a"), (DISK, "abd"), (OBJECT, "abcd")):
+        manager.catalogs[tier].commit(manager.catalogs[tier].reserve(keys(letters)))
     assert where(manager.lookup(keys("abcde"))) == "hdod"
 
 
@@ -173,19 +171,19 @@ def test_a_load_fills_exactly_as_many_blocks_as_were_matched(blocks):
     with pytest.raises(ValueError, match="2 matched blocks"):
         manager.load(manager.lookup(keys("ab")), "r", range(blocks), in_step=False, after=[])
     assert not manager.busy
-    assert manager.pools[HOST].pinned == 0
+    assert manager.catalogs[HOST].pinned == 0
 
 
 def test_a_load_holds_its_slots_until_it_ends():
     manager = tiers(host="ab", size=2)
     plan = load(manager, "a")
     assert manager.busy
-    assert manager.pools[HOST].pinned == 1
+    assert manager.catalogs[HOST].pinned == 1
     store(manager, "xyz")
     assert kept(manager, "ab") == "a"
     assert store(manager, "z") is None
     assert manager.finish_load(plan.id) == 0
-    assert manager.pools[HOST].pinned == 0
+    assert manager.catalogs[HOST].pinned == 0
     assert kept(manager, "a") == "a"
 
 
@@ -210,7 +208,7 @@ def test_blocks_that_did_not_arrive_are_never_found_again():
     assert kept(manager, "abcd", HOST) == "ad"
     assert kept(manager, "abcd", DISK) == "d"
     assert where(manager.lookup(keys("abcd"))) == "h"
-    assert all(pool.pinned == 0 for pool in manager.pools.values())
+    assert all(pool.pinned == 0 for pool in manager.catalogs.values())
 
 
 def test_a_block_that_failed_is_found_when_it_has_been_stored_again():
@@ -232,9 +230,9 @@ def test_two_loads_of_one_block_may_both_fail():
     first, second = load(manager, "a"), load(manager, "a", request="s")
     manager.finish_load(first.id, bad=[0])
     assert manager.lookup(keys("a")).blocks == 0
-    assert manager.pools[HOST].free == 1
+    assert manager.catalogs[HOST].free == 1
     manager.finish_load(second.id, bad=[0])
-    assert manager.pools[HOST].free == 2
+    assert manager.catalogs[HOST].free == 2
 
 
 def test_a_late_failure_does_not_reach_a_fresh_copy_of_the_block():
@@ -259,20 +257,20 @@ def test_a_load_from_an_alternating_match_leaves_the_front_of_the_prefix_the_las
 )
 def test_a_match_that_is_out_of_date_is_never_loaded(change):
     manager = tiers(host="ab", size=2)
-    host = manager.pools[HOST]
+    host = manager.catalogs[HOST]
     match = manager.lookup(keys("ab"))
     if change == "evicted":
-        host.abandon(host.allocate(keys("x")))
+        host.abandon(host.reserve(keys("x")))
     elif change == "evicted and replaced":
-        host.publish(host.allocate(keys("x")))
+        host.commit(host.reserve(keys("x")))
     elif change == "dropped":
-        host.drop(b"b")
+        host.drop([b"b"])
     elif change == "dropped under a reader":
         host.pin([1])
-        host.drop(b"b")
+        host.drop([b"b"])
     else:
-        host.drop(b"b")
-        host.allocate(keys("b"))
+        host.drop([b"b"])
+        host.reserve(keys("b"))
     pinned = host.pinned
     with pytest.raises(ValueError, match="out of date"):
         manager.load(match, "r", [0, 1], in_step=False, after=[])
@@ -288,7 +286,7 @@ def test_a_match_is_good_while_other_blocks_come_and_go():
     match = manager.lookup(prompt)
     prompt.append(b"z")  # a request's keys grow
     manager.finish_store(store(manager, "x").id, ok=True)
-    manager.pools[HOST].drop(b"c")
+    manager.catalogs[HOST].drop([b"c"])
     assert manager.load(match, "r", [0, 1], in_step=False, after=[]).copies[0].slots == [0, 1]
 
 
@@ -301,7 +299,7 @@ def test_a_match_that_is_held_stays_good_until_it_is_released():
     manager.release(match)
     assert store(manager, "xy") is None
     manager.finish_load(plan.id)
-    assert all(pool.pinned == 0 for pool in manager.pools.values())
+    assert all(pool.pinned == 0 for pool in manager.catalogs.values())
 
 
 def test_holding_keeps_no_block_that_is_forgotten_meanwhile():
@@ -312,7 +310,7 @@ def test_holding_keeps_no_block_that_is_forgotten_meanwhile():
     with pytest.raises(ValueError, match="out of date"):
         manager.load(match, "r", [0, 1], in_step=True, after=[])
     manager.release(match)
-    assert manager.pools[HOST].free == 2
+    assert manager.catalogs[HOST].free == 2
 
 
 def test_a_released_match_leaves_the_front_of_the_prefix_the_last_to_go():
@@ -343,7 +341,7 @@ def test_a_store_is_found_when_it_has_ended_well():
 def test_a_prompt_that_is_there_already_is_not_gone_through_block_by_block(monkeypatch):
     """One that has just been brought back is offered whole: ten thousand blocks, while the next step waits."""
     manager = tiers(host="abcd")
-    pool = manager.pools[HOST]
+    pool = manager.catalogs[HOST]
     monkeypatch.setattr(pool, "holds", lambda key: pytest.fail("asked for a single block"))
     assert store(manager, "abcd") is None
     assert store(manager, "") is None
@@ -354,7 +352,7 @@ def test_a_store_that_failed_leaves_nothing():
     plan = store(manager, "ab")
     assert manager.finish_store(plan.id, ok=False) == []
     assert manager.lookup(keys("ab")).blocks == 0
-    assert manager.pools[HOST].free == 16
+    assert manager.catalogs[HOST].free == 16
     assert store(manager, "ab") is not None
 
 
@@ -390,7 +388,7 @@ def test_keys_and_blocks_come_in_pairs():
     manager = tiers()
     with pytest.raises(ValueError, match="shorter"):
         manager.store(keys("abc"), [1, 2])
-    assert not manager.pools[HOST].writing
+    assert not manager.catalogs[HOST].writing
 
 
 def test_nothing_to_store_is_no_plan():
@@ -454,9 +452,9 @@ def test_last_blocks_of_a_stored_prefix_are_evicted_first():
 def test_touched_blocks_go_last_in_every_tier():
     manager = tiers(host="abc", disk="cab", size=3)
     manager.touch(keys("ab"))
-    for pool in manager.pools.values():
+    for pool in manager.catalogs.values():
         for letter, left in zip("xyz", ["ab", "a", ""], strict=True):
-            pool.allocate(keys(letter))
+            pool.reserve(keys(letter))
             assert "".join(x for x in "abc" if x.encode() in pool) == left
 
 
@@ -464,7 +462,7 @@ def test_clearing_empties_every_tier():
     manager = tiers(host="ab", disk="bcd")
     assert manager.clear() == 5
     assert manager.lookup(keys("a")).blocks == manager.lookup(keys("b")).blocks == 0
-    assert all(pool.free == pool.size for pool in manager.pools.values())
+    assert all(pool.free == pool.size for pool in manager.catalogs.values())
 
 
 def test_plans_under_way_survive_clearing():
@@ -473,7 +471,7 @@ def test_plans_under_way_survive_clearing():
     manager.clear()
     assert manager.finish_load(reading.id, bad=[1]) == 0
     assert len(manager.finish_store(writing.id, ok=True)) == 2
-    host = manager.pools[HOST]
+    host = manager.catalogs[HOST]
     assert (host.free, host.published, host.pinned, host.writing) == (14, 2, 0, 0)
 
 
@@ -487,13 +485,13 @@ def test_what_comes_from_disk_stays_in_host_memory():
     assert (near.via, near.tags) == ([], [])
     assert len(set(far.via)) == 3
     assert far.tags == keys("bcd")
-    assert manager.pools[HOST].writing == 3
+    assert manager.catalogs[HOST].writing == 3
     assert kept(manager, "abcd") == "a"
     assert manager.finish_load(plan.id) == 3
     assert kept(manager, "abcd") == "abcd"
     assert where(manager.lookup(keys("abcd"))) == "hhhh"
     assert kept(manager, "bcd", DISK) == "bcd"
-    assert [manager.pools[HOST].find(key) for key in keys("bcd")] == far.via
+    assert [manager.catalogs[HOST].find(key) for key in keys("bcd")] == far.via
 
 
 def test_of_a_load_from_disk_only_what_arrived_stays():
@@ -501,28 +499,28 @@ def test_of_a_load_from_disk_only_what_arrived_stays():
     assert manager.finish_load(load(manager, "abcd").id, bad=[1], missed=[3]) == 2
     assert kept(manager, "abcd") == "ac"
     assert kept(manager, "abcd", DISK) == "acd"  # nothing is known against the one that was missed
-    assert manager.pools[HOST].free == 14
+    assert manager.catalogs[HOST].free == 14
 
 
 def test_nothing_stays_of_a_load_that_is_not_to_be_kept():
     manager = tiers(disk="ab")
     assert manager.finish_load(load(manager, "ab").id, keep=False) == 0
     assert kept(manager, "ab") == ""
-    assert manager.pools[HOST].free == 16
+    assert manager.catalogs[HOST].free == 16
 
 
 def test_a_load_larger_than_host_memory_passes_through_a_part_of_it():
-    manager = BlockManager({HOST: Pool(4), DISK: Pool(16)}, passage=3)
+    manager = BlockManager({HOST: Pool(4), DISK: Pool(16)}, staging_slots=3)
     for tier, letters in ((HOST, "xy"), (DISK, "abcdefgh")):
-        manager.pools[tier].publish(manager.pools[tier].allocate(keys(letters)))
+        manager.catalogs[tier].commit(manager.catalogs[tier].reserve(keys(letters)))
     plan = load(manager, "abcdefgh")
     (copy,) = plan.copies
     assert len(copy.via) == len(set(copy.via)) == 3
-    assert manager.pools[HOST].lent == 3
+    assert manager.catalogs[HOST].lent == 3
     assert kept(manager, "xy") == "x"
     assert manager.finish_load(plan.id) == 0
-    assert manager.pools[HOST].lent == 0
-    assert manager.pools[HOST].free == 3
+    assert manager.catalogs[HOST].lent == 0
+    assert manager.catalogs[HOST].free == 3
     assert kept(manager, "abcdefgh", DISK) == "abcdefgh"
 
 
@@ -534,7 +532,7 @@ def test_without_any_room_in_host_memory_a_load_from_disk_is_planned_to_miss():
     assert manager.finish_load(plan.id, missed=[1, 2]) == 0
     manager.finish_store(writing.id, ok=True)
     assert not manager.busy
-    assert (manager.pools[HOST].pinned, manager.pools[DISK].pinned) == (0, 0)
+    assert (manager.catalogs[HOST].pinned, manager.catalogs[DISK].pinned) == (0, 0)
 
 
 def test_many_requests_with_one_prefix_read_it_from_disk_once():
@@ -542,7 +540,7 @@ def test_many_requests_with_one_prefix_read_it_from_disk_once():
     plan = load(manager, "abc")
     match = manager.lookup(keys("abc"))
     assert (match.blocks, match.pending) == (0, True)
-    impatient = manager.lookup(keys("abc"), patient=False)
+    impatient = manager.lookup(keys("abc"), wait_for_writers=False)
     assert where(impatient) == "ddd"
     second = manager.load(impatient, "s", [7, 8, 9], in_step=False, after=[])
     assert set(second.copies[0].via).isdisjoint(plan.copies[0].via)
@@ -553,64 +551,64 @@ def test_many_requests_with_one_prefix_read_it_from_disk_once():
 
 def test_a_tier_at_rest_is_not_looked_into():
     manager = tiers(host="ac", disk="bd")
-    manager.resting.add(DISK)
+    manager.suspended.add(DISK)
     assert where(manager.lookup(keys("abcd"))) == "h"
-    assert manager.spill(keys("ac")) is None
-    manager.resting.clear()
+    assert manager.move(keys("ac"), DISK) is None
+    manager.suspended.clear()
     assert where(manager.lookup(keys("abcd"))) == "hdhd"
 
 
 def test_a_spill_copies_what_the_disk_has_not():
     manager = tiers(host="abc", disk="b")
-    plan = manager.spill(keys("abcax"))
+    plan = manager.move(keys("abcax"), DISK)
     assert plan.tags == keys("ac")
-    assert plan.slots == [manager.pools[HOST].find(key) for key in keys("ac")]
+    assert plan.slots == [manager.catalogs[HOST].find(key) for key in keys("ac")]
     assert manager.busy
-    assert manager.spill(keys("abc")) is None  # on its way
+    assert manager.move(keys("abc"), DISK) is None  # on its way
     assert kept(manager, "abc", DISK) == "b"
-    assert manager.finish_spill(plan.id) == list(zip(keys("ac"), plan.targets, strict=True))
+    assert manager.finish_move(plan.id) == keys("ac")
     assert kept(manager, "abc", DISK) == "abc"
     assert not manager.busy
-    assert manager.pools[HOST].pinned == 0
+    assert manager.catalogs[HOST].pinned == 0
 
 
 def test_a_spill_keeps_its_source_from_being_evicted():
     manager = tiers(host="ab", size=2)
-    plan = manager.spill(keys("ab"))
+    plan = manager.move(keys("ab"), DISK)
     assert store(manager, "x") is None
-    manager.finish_spill(plan.id)
+    manager.finish_move(plan.id)
     assert store(manager, "x") is not None
 
 
 def test_a_spill_that_failed_in_part_leaves_the_other_part():
     manager = tiers(host="abc")
-    plan = manager.spill(keys("abc"))
-    assert [key for key, _ in manager.finish_spill(plan.id, bad=[1])] == keys("ac")
+    plan = manager.move(keys("abc"), DISK)
+    assert manager.finish_move(plan.id, bad=[1]) == keys("ac")
     assert kept(manager, "abc", DISK) == "ac"
-    assert manager.pools[DISK].free == 14
+    assert manager.catalogs[DISK].free == 14
 
 
 def test_a_block_that_turns_out_bad_while_it_is_spilled_is_not_kept_on_disk():
     manager = tiers(host="abc")
-    plan, reading = manager.spill(keys("abc")), load(manager, "abc")
+    plan, reading = manager.move(keys("abc"), DISK), load(manager, "abc")
     manager.finish_load(reading.id, bad=[1])
-    assert [key for key, _ in manager.finish_spill(plan.id)] == keys("ac")
+    assert manager.finish_move(plan.id) == keys("ac")
     assert kept(manager, "abc", DISK) == "ac"
-    assert manager.pools[HOST].pinned == 0
+    assert manager.catalogs[HOST].pinned == 0
 
 
 def test_a_spill_evicts_from_the_disk_what_was_not_used_for_longest_and_says_so():
     manager = tiers(host="xyz", disk="abc", size=4)
     gone = []
-    manager.pools[DISK].on_gone = gone.extend
+    manager.catalogs[DISK].journal = Gone(gone.extend)
     manager.touch(keys("a"))
-    manager.finish_spill(manager.spill(keys("xyz")).id)
+    manager.finish_move(manager.move(keys("xyz"), DISK).id)
     assert gone == keys("bc")
     assert kept(manager, "abcxyz", DISK) == "axyz"
 
 
 def test_blocks_written_under_another_seal_have_other_tags():
     manager = tiers(host="ab", disk="c")
-    manager.seal = b"!"
-    assert manager.spill(keys("ab")).tags == [b"a!", b"b!"]
+    manager.generation = b"!"
+    assert manager.move(keys("ab"), DISK).tags == [b"a!", b"b!"]
     assert load(manager, "abc").copies[1].tags == [b"c!"]

@@ -12,20 +12,21 @@ from kvbm.plans import (
     Hello,
     LoadPlan,
     LoadResult,
+    MovePlan,
     Recompute,
     Report,
-    SpillPlan,
     StepPlan,
     StorePlan,
     StoreResult,
-    Tier,
+    TierHello,
 )
+from tiernames import DISK, HOST
 
 numbers = st.integers(0, 2**63 - 1)
 lists = st.lists(numbers, max_size=4)
 flags = st.booleans()
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-copies = st.builds(Copy, tier=st.sampled_from(Tier), slots=lists, blocks=lists)
+copies = st.builds(Copy, tier=st.sampled_from([HOST, DISK]), slots=lists, blocks=lists)
 loads = st.builds(
     LoadPlan, id=numbers, request=text, copies=st.lists(copies, max_size=3), in_step=flags, layered=flags, after=lists
 )
@@ -45,7 +46,11 @@ reports = st.lists(
     max_size=3,
 )
 hellos = st.builds(
-    Hello, rank=numbers, block_bytes=numbers, slots=st.dictionaries(st.sampled_from(Tier), numbers), layout=text
+    Hello,
+    rank=numbers,
+    block_bytes=numbers,
+    layout=text,
+    tiers=st.lists(st.builds(TierHello, name=text, slots=numbers)),
 )
 
 MESSAGES = [(steps, plans.decode_step), (reports, plans.decode_reports), (hellos, plans.decode_hello)]
@@ -63,10 +68,10 @@ def test_a_message_arrives_as_it_was_sent(messages, decode, data):
 
 
 def test_a_tier_arrives_as_a_tier():
-    step = StepPlan(stores=[StorePlan(1, Copy(Tier.DISK, [2], [3]))])
-    assert plans.decode_step(plans.encode(step)).stores[0].copy.tier is Tier.DISK
-    hello = Hello(0, 4096, {Tier.HOST: 5}, "layout")
-    assert list(plans.decode_hello(plans.encode(hello)).slots) == [Tier.HOST]
+    step = StepPlan(stores=[StorePlan(1, Copy(DISK, [2], [3]))])
+    assert plans.decode_step(plans.encode(step)).stores[0].copy.tier == DISK
+    hello = Hello(0, 4096, "layout", [TierHello(HOST, 5)])
+    assert list(plans.decode_hello(plans.encode(hello)).slots) == [HOST]
 
 
 @pytest.mark.parametrize(("messages", "decode"), MESSAGES, ids=["step", "reports", "hello"])
@@ -132,8 +137,8 @@ def test_hostile_bytes_raise_a_decode_error(decode, data):
         decode(data)
 
 
-@pytest.mark.parametrize("tier", [0, 5, -1, "host", None])
-def test_a_tier_that_does_not_exist_is_refused(tier):
+@pytest.mark.parametrize("tier", [0, 5, -1, b"host", None])
+def test_a_tier_that_is_no_name_is_refused(tier):
     data = msgspec.msgpack.encode([[], [[1, [tier, [2], [3]]]], []])
     with pytest.raises(msgspec.ValidationError):
         plans.decode_step(data)
@@ -144,7 +149,7 @@ def test_an_empty_message_is_false():
     assert not Report(0)
     assert StepPlan(fences=[1])
     assert StepPlan(recompute=[Recompute(-1, "r", 0)])
-    assert StepPlan(stores=[StorePlan(1, Copy(Tier.HOST, [], []))])
+    assert StepPlan(stores=[StorePlan(1, Copy(HOST, [], []))])
     assert StepPlan(loads=[LoadPlan(1, "r", [], True)])
     assert Report(0, loads=[LoadResult(1)])
     assert Report(0, stores=[StoreResult(1)])
@@ -159,18 +164,18 @@ def test_messages_do_not_share_their_defaults():
 
 
 def test_a_load_lists_the_engine_blocks_it_fills_in_order():
-    plan = LoadPlan(1, "r", [Copy(Tier.HOST, [0, 1], [7, 5]), Copy(Tier.DISK, [0], [6])], in_step=False)
+    plan = LoadPlan(1, "r", [Copy(HOST, [0, 1], [7, 5]), Copy(DISK, [0], [6])], in_step=False)
     assert plan.blocks == [7, 5, 6]
 
 
 ONE_OF_EACH = {
-    "loads": [LoadPlan(1, "r", [Copy(Tier.HOST, [1], [2])], False)],
-    "stores": [StorePlan(2, Copy(Tier.HOST, [3], [4]))],
+    "loads": [LoadPlan(1, "r", [Copy(HOST, [1], [2])], False)],
+    "stores": [StorePlan(2, Copy(HOST, [3], [4]))],
     "fences": [5],
     "recompute": [Recompute(6, "r", 7)],
-    "spills": [SpillPlan(8, [9], [10], [b"k"])],
-    "settle": [11],
-    "keeps": {12: True},
+    "moves": [MovePlan(8, HOST, DISK, [9], [10], [b"k"])],
+    "drain_stores": [11],
+    "verdicts": {12: True},
     "adapters": [AdapterUse(13, [14], [15], [16], [17])],
     "wanted": [b"adapter"],
 }
@@ -179,16 +184,18 @@ ONE_OF_EACH = {
 def test_nothing_of_several_plans_is_lost_when_they_are_joined():
     assert {*ONE_OF_EACH, "changes_heard"} == set(StepPlan.__struct_fields__)
     parts = [StepPlan(**{name: value}) for name, value in ONE_OF_EACH.items()]
-    assert plans.joined([StepPlan(), *parts]) == StepPlan(**ONE_OF_EACH)
+    assert plans.merge_plans([StepPlan(), *parts]) == StepPlan(**ONE_OF_EACH)
 
 
 def test_joined_plans_keep_their_order():
-    both = plans.joined([StepPlan(fences=[3], keeps={1: True}), StepPlan(fences=[2, 1], keeps={2: False})])
-    assert both == StepPlan(fences=[3, 2, 1], keeps={1: True, 2: False})
+    both = plans.merge_plans([StepPlan(fences=[3], verdicts={1: True}), StepPlan(fences=[2, 1], verdicts={2: False})])
+    assert both == StepPlan(fences=[3, 2, 1], verdicts={1: True, 2: False})
 
 
 def test_joined_plans_are_as_old_as_the_oldest_of_them():
     for others in ([[], [1, 0]], [[1, 0], [0, 0]]):
-        joined = plans.joined([StepPlan(changes_heard=[1, 1]), *(StepPlan(changes_heard=heard) for heard in others)])
+        joined = plans.merge_plans(
+            [StepPlan(changes_heard=[1, 1]), *(StepPlan(changes_heard=heard) for heard in others)]
+        )
         assert joined.changes_heard == min(others)
-    assert plans.joined([]).changes_heard == []
+    assert plans.merge_plans([]).changes_heard == []

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvbm.core.policy import LRU, lru
 from kvbm.core.pool import Pool
+from tiernames import Gone
 
 
 def keys(text):
@@ -15,7 +16,7 @@ def keys(text):
 def filled(text, size=None):
     """A pool that holds one published block a letter, in the slots 0, 1, 2, ..."""
     pool = Pool(size or len(text))
-    pool.publish(pool.allocate(keys(text)))
+    pool.commit(pool.reserve(keys(text)))
     return pool
 
 
@@ -41,13 +42,13 @@ def test_a_pool_without_slots_is_refused(size):
 
 def test_a_block_is_not_found_while_it_is_written():
     pool = Pool(2)
-    slots = pool.allocate(keys("ab"))
+    slots = pool.reserve(keys("ab"))
     assert pool.match(keys("ab")) == []
     assert b"a" not in pool
     assert pool.find(b"a") is None
     assert pool.holds(b"a")
     assert pool.is_writing(b"a")
-    pool.publish(slots)
+    pool.commit(slots)
     assert pool.match(keys("ab")) == slots
     assert b"a" in pool
     assert pool.find(b"a") == slots[0]
@@ -74,17 +75,17 @@ def test_a_match_may_begin_anywhere():
 def test_a_match_of_any_length_is_exact(start, held):
     names = [str(i).encode() for i in range(200)]
     pool = Pool(200)
-    pool.publish(pool.allocate(names[: start + held]))
+    pool.commit(pool.reserve(names[: start + held]))
     assert pool.match(names, start) == list(range(start, start + held))
 
 
 def test_a_slot_knows_its_block():
     pool = Pool(2)
-    (slot,) = pool.allocate(keys("a"))
+    (slot,) = pool.reserve(keys("a"))
     assert pool.key_of(slot) == b"a"
-    pool.publish([slot])
+    pool.commit([slot])
     assert pool.key_of(slot) == b"a"
-    pool.drop(b"a")
+    pool.drop([b"a"])
     assert pool.key_of(slot) is None
 
 
@@ -93,57 +94,57 @@ def test_a_slot_knows_its_block():
 
 def test_allocation_is_all_or_nothing():
     pool = Pool(3)
-    writing = pool.allocate(keys("a"))
-    assert pool.allocate(keys("bcd")) is None
+    writing = pool.reserve(keys("a"))
+    assert pool.reserve(keys("bcd")) is None
     assert (pool.free, pool.writing, pool.evictions) == (2, 1, 0)
     assert not pool.holds(b"b")
-    pool.publish(writing)
-    assert pool.allocate(keys("bcd")) is not None
+    pool.commit(writing)
+    assert pool.reserve(keys("bcd")) is not None
     assert pool.evictions == 1
 
 
 def test_allocation_that_cannot_succeed_evicts_nothing():
     pool = filled("abc")
     pool.pin([0])
-    assert pool.allocate(keys("xyz")) is None
+    assert pool.reserve(keys("xyz")) is None
     assert found(pool, "abc") == "abc"
     assert pool.evictions == 0
 
 
 def test_an_empty_allocation_is_no_allocation():
     pool = filled("ab")
-    assert pool.allocate([]) == []
+    assert pool.reserve([]) == []
     assert found(pool, "ab") == "ab"
 
 
 def test_no_slot_is_handed_out_twice():
     pool = Pool(4)
-    assert sorted(pool.allocate(keys("ab")) + pool.allocate(keys("cd"))) == [0, 1, 2, 3]
-    assert pool.allocate(keys("e")) is None
+    assert sorted(pool.reserve(keys("ab")) + pool.reserve(keys("cd"))) == [0, 1, 2, 3]
+    assert pool.reserve(keys("e")) is None
 
 
 @pytest.mark.parametrize("wanted", ["xa", "xw", "xyx", "xyza"])
 def test_a_block_is_never_written_twice_and_a_refusal_changes_nothing(wanted):
     # a is published, w is being written; three blocks can be had, and the last of them only by evicting a.
     pool = filled("a", size=4)
-    pool.allocate(keys("w"))
+    pool.reserve(keys("w"))
     with pytest.raises(ValueError, match="already holds"):
-        pool.allocate(keys(wanted))
+        pool.reserve(keys(wanted))
     assert (pool.free, pool.writing, pool.published, pool.evictions) == (2, 1, 1, 0)
     assert found(pool, "a") == "a"
 
 
 def test_abandoned_slots_are_free_and_never_found():
     pool = Pool(2)
-    slots = pool.allocate(keys("ab"))
+    slots = pool.reserve(keys("ab"))
     pool.abandon(slots)
     assert (pool.free, pool.writing, pool.published) == (2, 0, 0)
     assert pool.match(keys("ab")) == []
     assert not pool.holds(b"a")
-    assert pool.allocate(keys("ab")) is not None
+    assert pool.reserve(keys("ab")) is not None
 
 
-@pytest.mark.parametrize("end", [Pool.publish, Pool.abandon])
+@pytest.mark.parametrize("end", [Pool.commit, Pool.abandon])
 def test_a_slot_that_is_not_being_written_can_be_neither_published_nor_abandoned(end):
     pool = filled("a", size=2)
     for slot in (0, 1):  # published, free
@@ -158,28 +159,28 @@ def test_a_slot_that_is_not_being_written_can_be_neither_published_nor_abandoned
 def test_the_block_unused_for_longest_is_evicted_first():
     pool = Pool(3)
     for letter in "abc":
-        pool.publish(pool.allocate(keys(letter)))
-    pool.allocate(keys("x"))
+        pool.commit(pool.reserve(keys(letter)))
+    pool.reserve(keys("x"))
     assert found(pool, "abc") == "bc"
-    pool.allocate(keys("y"))
+    pool.reserve(keys("y"))
     assert found(pool, "abc") == "c"
 
 
 def test_last_blocks_of_a_prefix_are_evicted_first():
     pool = filled("abcd")
     for letter, left in zip("wxyz", ["abc", "ab", "a", ""], strict=True):
-        pool.allocate(keys(letter))
+        pool.reserve(keys(letter))
         assert found(pool, "abcd") == left
 
 
 def test_reading_a_prefix_leaves_its_last_blocks_the_first_to_go():
     pool = filled("ab", size=4)
-    pool.publish(pool.allocate(keys("cd")))
+    pool.commit(pool.reserve(keys("cd")))
     slots = pool.match(keys("ab"))
     pool.pin(slots)
     pool.unpin(slots)
     for letter, left in zip("wxyz", ["abc", "ab", "a", ""], strict=True):
-        pool.allocate(keys(letter))
+        pool.reserve(keys(letter))
         assert found(pool, "abcd") == left
 
 
@@ -187,30 +188,30 @@ def test_touching_a_prefix_makes_it_the_last_to_go():
     pool = filled("abcd")
     pool.touch(keys("xcdy"))
     for letter, left in zip("1234", ["acd", "cd", "c", ""], strict=True):
-        pool.allocate(keys(letter))
+        pool.reserve(keys(letter))
         assert found(pool, "abcd") == left
 
 
 def test_touching_finds_neither_pinned_nor_unwritten_blocks():
     pool = filled("ab", size=3)
-    pool.allocate(keys("w"))
+    pool.reserve(keys("w"))
     pool.pin([0])
     pool.touch(keys("abw"))
     assert pool.available == 1
-    pool.allocate(keys("x"))
-    assert pool.allocate(keys("y")) is None
+    pool.reserve(keys("x"))
+    assert pool.reserve(keys("y")) is None
     assert found(pool, "ab") == "a"
 
 
 def test_evictions_are_counted():
     pool = filled("abc")
-    pool.allocate(keys("xy"))
+    pool.reserve(keys("xy"))
     assert pool.evictions == 2
 
 
 def test_only_idle_published_blocks_are_evictable():
     pool = filled("ab", size=4)
-    pool.allocate(keys("w"))
+    pool.reserve(keys("w"))
     pool.pin([1])
     assert [letter for letter in "abwz" if pool.is_evictable(letter.encode())] == ["a"]
 
@@ -222,8 +223,8 @@ def test_allocation_never_evicts_a_pinned_block():
     pool = filled("abcd")
     pool.pin([1, 2])
     assert pool.available == 2
-    assert set(pool.allocate(keys("xy"))) == {0, 3}
-    assert pool.allocate(keys("z")) is None
+    assert set(pool.reserve(keys("xy"))) == {0, 3}
+    assert pool.reserve(keys("z")) is None
     assert found(pool, "abcd") == "bc"
 
 
@@ -233,9 +234,9 @@ def test_a_pinned_block_can_be_found_and_pinned_again():
     assert pool.match(keys("a")) == [0]
     pool.pin([0])
     pool.unpin([0])
-    assert pool.allocate(keys("x")) is None
+    assert pool.reserve(keys("x")) is None
     pool.unpin([0])
-    assert pool.allocate(keys("x")) == [0]
+    assert pool.reserve(keys("x")) == [0]
 
 
 def test_two_readers_of_a_slot_count_as_one_pinned_slot():
@@ -265,12 +266,12 @@ def test_letting_go_of_more_than_is_held_lets_go_of_nothing(slots):
 
 def test_only_blocks_that_can_be_found_can_be_pinned_and_a_refusal_pins_nothing():
     pool = filled("abd", size=5)
-    (writing,) = pool.allocate(keys("w"))
+    (writing,) = pool.reserve(keys("w"))
     pool.pin([2])
-    pool.drop(b"d")
+    pool.drop([b"d"])
     free = 4
     for slot in (writing, free, 2):
-        with pytest.raises(ValueError, match=f"slot {slot} holds no published block"):
+        with pytest.raises(KeyError):
             pool.pin([0, slot])
     assert pool.pinned == 1
     assert pool.available == 3
@@ -283,28 +284,28 @@ def test_only_blocks_that_can_be_found_can_be_pinned_and_a_refusal_pins_nothing(
 
 def test_a_dropped_block_is_gone_and_its_slot_free():
     pool = filled("ab")
-    assert pool.drop(b"a")
+    assert pool.drop([b"a"])
     assert found(pool, "ab") == "b"
     assert not pool.holds(b"a")
     assert (pool.free, pool.published) == (1, 1)
-    assert not pool.drop(b"a")
+    assert not pool.drop([b"a"])
 
 
 def test_many_dropped_blocks_are_told_of_in_one_go():
     """Whoever keeps an index of them takes a lock and wakes a thread for each call, while the engine waits."""
     pool = Pool(4)
-    slots = pool.allocate([b"a", b"b", b"c", b"d"])
-    pool.publish(slots[:3])
+    slots = pool.reserve([b"a", b"b", b"c", b"d"])
+    pool.commit(slots[:3])
     pool.pin(slots[1:2])
     told, gone = [], []
     pool.on_change = lambda keys, findable: told.append((list(keys), findable))
-    pool.on_gone = lambda keys: gone.append(list(keys))
-    assert pool.drop_many([b"a", b"b", b"x", b"d", b"a"]) == 2
+    pool.journal = Gone(lambda keys: gone.append(list(keys)))
+    assert pool.drop([b"a", b"b", b"x", b"d", b"a"]) == 2
     assert told == [([b"a", b"b"], False)]
     assert gone == [[b"a", b"b"]]
     assert list(pool.findable) == [b"c"]
     assert (pool.free, pool.pinned, pool.writing) == (1, 1, 1)
-    assert pool.drop_many([b"x"]) == 0
+    assert pool.drop([b"x"]) == 0
     assert len(told) == len(gone) == 1
 
 
@@ -312,7 +313,7 @@ def test_a_block_dropped_under_its_reader_is_gone_at_once_and_its_slot_later():
     pool = filled("ab")
     pool.pin([0])
     pool.pin([0])
-    assert pool.drop(b"a")
+    assert pool.drop([b"a"])
     assert found(pool, "ab") == "b"
     assert (pool.free, pool.published, pool.pinned, pool.available) == (0, 1, 1, 1)
     pool.unpin([0])
@@ -325,21 +326,21 @@ def test_a_slot_let_go_of_twice_at_once_is_free_once():
     pool = filled("ab")
     pool.pin([0, 1])
     pool.pin([0, 0])
-    pool.drop(b"a")
+    pool.drop([b"a"])
     pool.unpin([0])
     assert pool.pinned == 2
     pool.unpin([0, 1, 0])
     assert (pool.free, pool.available, pool.pinned) == (1, 2, 0)
-    assert sorted(pool.allocate(keys("xy"))) == [0, 1]
+    assert sorted(pool.reserve(keys("xy"))) == [0, 1]
 
 
 def test_a_block_dropped_under_its_reader_can_be_stored_elsewhere_meanwhile():
     pool = filled("a", size=2)
     pool.pin([0])
-    pool.drop(b"a")
-    slots = pool.allocate(keys("a"))
+    pool.drop([b"a"])
+    slots = pool.reserve(keys("a"))
     assert slots == [1]
-    pool.publish(slots)
+    pool.commit(slots)
     pool.unpin([0])
     assert pool.match(keys("a")) == [1]
     assert pool.free == 1
@@ -347,22 +348,22 @@ def test_a_block_dropped_under_its_reader_can_be_stored_elsewhere_meanwhile():
 
 def test_dropping_does_not_reach_a_block_that_is_being_written():
     pool = Pool(1)
-    slots = pool.allocate(keys("a"))
-    assert not pool.drop(b"a")
-    pool.publish(slots)
+    slots = pool.reserve(keys("a"))
+    assert not pool.drop([b"a"])
+    pool.commit(slots)
     assert found(pool, "a") == "a"
 
 
 def test_clearing_forgets_every_published_block():
     pool = filled("abc", size=5)
     pool.pin([1])
-    writing = pool.allocate(keys("w"))
+    writing = pool.reserve(keys("w"))
     assert pool.clear() == 3
     assert found(pool, "abc") == ""
     assert (pool.free, pool.writing, pool.published, pool.pinned) == (3, 1, 0, 1)
     pool.unpin([1])
     assert pool.pinned == 0
-    pool.publish(writing)
+    pool.commit(writing)
     assert found(pool, "w") == "w"
     assert pool.clear() == 1
     assert pool.free == 5
@@ -380,21 +381,21 @@ def test_clearing_is_not_evicting():
 @pytest.fixture(params=[1, 3, 64], ids=lambda many: f"from {many} at once", scope="module")
 def many(request):
     """From how many slots on they are treated all at once."""
-    usual, lru._MANY = lru._MANY, request.param
+    usual, lru._MIN_BATCH = lru._MIN_BATCH, request.param
     yield
-    lru._MANY = usual
+    lru._MIN_BATCH = usual
 
 
 @pytest.mark.usefixtures("many")
 def test_lru_takes_in_the_order_of_last_use():
     ring = LRU(5)
-    ring.add([1, 2, 3, 0])
-    ring.add([1, 1])
-    ring.remove([2])
+    ring.hit([1, 2, 3, 0])
+    ring.hit([1, 1])
+    ring.pinned([2])
     assert len(ring) == 3
     assert 1 in ring
     assert [slot for slot in (2, 4, 5, -1) if slot in ring] == []
-    assert [ring.take() for _ in range(3)] == [3, 0, 1]
+    assert [ring.evict() for _ in range(3)] == [3, 0, 1]
     assert len(ring) == 0
 
 
@@ -402,17 +403,17 @@ def test_lru_takes_in_the_order_of_last_use():
 def test_lru_has_nothing_to_give_but_what_it_was_given():
     ring = LRU(3)
     with pytest.raises(KeyError):
-        ring.take()
+        ring.evict()
     with pytest.raises(KeyError):
-        ring.remove([1])
-    ring.add([])
-    ring.remove([])
+        ring.pinned([1])
+    ring.hit([])
+    ring.pinned([])
     with pytest.raises(KeyError):
-        ring.take()
-    ring.add([1])
-    ring.remove([1])
+        ring.evict()
+    ring.hit([1])
+    ring.pinned([1])
     with pytest.raises(KeyError):
-        ring.remove([1])
+        ring.pinned([1])
     assert len(ring) == 0
 
 
@@ -420,10 +421,10 @@ def test_lru_has_nothing_to_give_but_what_it_was_given():
 @pytest.mark.parametrize("gone", [[0, 4], [4, 0], [0, 0], [0, 1, 2, 4], [2, 1, 2]])
 def test_what_cannot_be_removed_whole_is_not_removed_at_all(gone):
     ring = LRU(5)
-    ring.add([0, 1, 2, 3])
+    ring.hit([0, 1, 2, 3])
     with pytest.raises(KeyError):
-        ring.remove(gone)
-    assert [ring.take() for _ in range(4)] == [0, 1, 2, 3]
+        ring.pinned(gone)
+    assert [ring.evict() for _ in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("many")
@@ -442,32 +443,32 @@ def test_lru_keeps_the_order_of_use_whatever_comes(history):
     ring, order = LRU(8), []
     for event in history:
         if isinstance(event, list):
-            ring.add(event)
+            ring.hit(event)
             for slot in event:
                 order = [*(s for s in order if s != slot), slot]
         elif isinstance(event, tuple):
             start, count, backwards = event
             gone = order[start : start + count][:: -1 if backwards else 1]
-            ring.remove(gone)
+            ring.pinned(gone)
             order = [slot for slot in order if slot not in gone]
         elif order:
-            assert ring.take() == order.pop(0)
+            assert ring.evict() == order.pop(0)
         assert len(ring) == len(order)
         assert [slot for slot in range(8) if slot in ring] == sorted(order)
-    assert [ring.take() for _ in range(len(ring))] == order
+    assert [ring.evict() for _ in range(len(ring))] == order
 
 
 def test_a_pool_evicts_by_the_policy_it_is_given():
     class HighestSlot(LRU):
-        def take(self):
+        def evict(self):
             slot = max(slot for slot in range(2) if slot in self)
-            self.remove([slot])
+            self.dropped([slot])
             return slot
 
     pool = Pool(2, HighestSlot(2))
-    pool.publish(pool.allocate(keys("a")))
-    pool.publish(pool.allocate(keys("b")))
-    pool.allocate(keys("c"))
+    pool.commit(pool.reserve(keys("a")))
+    pool.commit(pool.reserve(keys("b")))
+    pool.reserve(keys("c"))
     assert found(pool, "ab") == "a"
 
 
@@ -476,14 +477,14 @@ def test_a_pool_evicts_by_the_policy_it_is_given():
 
 def test_what_is_lent_cannot_be_found_and_comes_back_free():
     pool = Pool(4)
-    pool.publish(pool.allocate(keys("abc")))
+    pool.commit(pool.reserve(keys("abc")))
     slots = pool.lend(3)
     assert len(set(slots)) == 3
     assert (pool.lent, pool.free, pool.published) == (3, 0, 1)
     assert found(pool, "abc") == "a"
     assert pool.lend(9) != []
     assert pool.lend(1) == []
-    assert pool.allocate(keys("x")) is None
+    assert pool.reserve(keys("x")) is None
     pool.take_back(slots)
     assert (pool.lent, pool.free) == (1, 3)
     with pytest.raises(KeyError):
@@ -495,7 +496,7 @@ def test_an_adopted_pool_finds_its_blocks_where_they_lie_and_evicts_the_oldest_f
     assert pool.adopt([(b"a", 3), (b"b", 0), (b"c", 2)]) == 3
     assert [pool.find(key) for key in keys("abc")] == [3, 0, 2]
     assert pool.free == 1
-    pool.publish(pool.allocate(keys("xy")))
+    pool.commit(pool.reserve(keys("xy")))
     assert found(pool, "abcxy") == "bcxy"
     assert {pool.find(b"x"), pool.find(b"y")} == {1, 3}
 
@@ -509,7 +510,7 @@ def test_what_cannot_be_is_not_adopted():
 
 def test_only_an_empty_pool_adopts():
     pool = Pool(2)
-    pool.allocate(keys("a"))
+    pool.reserve(keys("a"))
     with pytest.raises(ValueError, match="holds nothing"):
         pool.adopt([(b"b", 1)])
 
@@ -527,15 +528,15 @@ def test_an_adoption_that_breaks_off_changes_nothing():
 
 def test_whoever_keeps_a_list_hears_of_blocks_that_are_gone_one_by_one_but_not_of_all_at_once():
     pool, gone = Pool(3), []
-    pool.on_gone = gone.extend
-    pool.publish(pool.allocate(keys("abc")))
-    pool.drop(b"b")
+    pool.journal = Gone(gone.extend)
+    pool.commit(pool.reserve(keys("abc")))
+    pool.drop([b"b"])
     assert gone == keys("b")
-    pool.allocate(keys("xy"))
+    pool.reserve(keys("xy"))
     assert gone == keys("bc")
     pool.lend(1)
     assert gone == keys("bca")
     pool.abandon([pool._writing[b"x"]])
-    pool.publish(pool.allocate(keys("z")))
+    pool.commit(pool.reserve(keys("z")))
     pool.clear()
     assert gone == keys("bca")

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvbm import config as settings
-from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan, Tier
+from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
+from tiernames import HOST
 
 
 def config(**values):
@@ -23,7 +24,7 @@ def test_a_rank_offers_its_share_of_the_host_tier():
     assert rank.hello() is None
     rank.register(tensors, 8)
     hello = rank.open()
-    assert (hello.rank, hello.block_bytes, hello.slots) == (1, 1024, {Tier.HOST: 16})
+    assert (hello.rank, hello.block_bytes, hello.slots) == (1, 1024, {HOST: 16})
     assert hello == rank.hello()
     rank.close()
 
@@ -49,8 +50,8 @@ def test_what_a_rank_stores_it_brings_back():
     rank.register(tensors, 8)
     rank.open()
     kept = pool[2].clone()
-    store = StepPlan(stores=[StorePlan(1, Copy(Tier.HOST, [3], [2]))])
-    load = StepPlan(loads=[LoadPlan(2, "r", [Copy(Tier.HOST, [3], [5])], in_step=True)], fences=[1])
+    store = StepPlan(stores=[StorePlan(1, Copy(HOST, [3], [2]))])
+    load = StepPlan(loads=[LoadPlan(2, "r", [Copy(HOST, [3], [5])], in_step=True)], fences=[1])
     for plan in (store, load):
         rank.worker.begin(plan)
         if plan.fences:

@@ -14,9 +14,10 @@ from ranks import BLOCKS, RankFailedError, Ranks, places  # noqa: E402
 
 from kvbm.core.manager import BlockManager  # noqa: E402
 from kvbm.core.pool import Pool  # noqa: E402
-from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, Tier, encode  # noqa: E402
+from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, StorePlan, StoreResult, encode  # noqa: E402
 from kvbm.runtime.leader import Leader  # noqa: E402
 from kvbm.transfer.broadcast import BroadcastCopier  # noqa: E402
+from tiernames import HOST  # noqa: E402
 
 BLOCK_BYTES = 3 * 16 * 36
 SHARED = {"cpu_cache_override_num_blocks": 40}
@@ -47,11 +48,11 @@ def ranks(party):
 
 
 def store(id, slots, blocks):
-    return encode(StepPlan(stores=[StorePlan(id, Copy(Tier.HOST, slots, blocks))]))
+    return encode(StepPlan(stores=[StorePlan(id, Copy(HOST, slots, blocks))]))
 
 
 def load(id, slots, blocks, in_step=True, layered=False):
-    return encode(StepPlan(loads=[LoadPlan(id, "r", [Copy(Tier.HOST, slots, blocks)], in_step, [], layered)]))
+    return encode(StepPlan(loads=[LoadPlan(id, "r", [Copy(HOST, slots, blocks)], in_step, [], layered)]))
 
 
 def loaded(ranks, plan, id=2):
@@ -142,7 +143,7 @@ def test_memory_that_cannot_be_had_is_refused_on_every_rank(party):
 
 def test_a_store_that_one_writer_has_lost_is_not_found(ranks):
     ranks.all("start", settings={**SHARED, "inject_faults": "store:rank=1:every=2"})
-    leader = Leader(BlockManager({Tier.HOST: Pool(40)}), ranks=2, block_bytes=[BLOCK_BYTES] * 2, kept_bytes=BLOCK_BYTES)
+    leader = Leader(BlockManager({HOST: Pool(40)}), ranks=2, block_bytes=[BLOCK_BYTES] * 2, kept_bytes=BLOCK_BYTES)
     keys = [bytes([i]) * 32 for i in range(8)]
     for part in (keys[:4], keys[4:]):
         plan = leader.offload(part, list(range(4)))
@@ -158,14 +159,14 @@ def test_a_store_that_one_writer_has_lost_is_not_found(ranks):
 
 
 def test_bytes_stored_are_counted_once():
-    leader = Leader(BlockManager({Tier.HOST: Pool(4)}), ranks=2, block_bytes=[100, 100], kept_bytes=100)
+    leader = Leader(BlockManager({HOST: Pool(4)}), ranks=2, block_bytes=[100, 100], kept_bytes=100)
     plan = leader.offload([b"a" * 32], [0])
     leader.apply(Report(rank, stores=[StoreResult(plan.id, seconds=1.0)]) for rank in (0, 1))
-    assert leader.counts.stored_bytes == {Tier.HOST: 100}
+    assert leader.counts.stored_bytes == {HOST: 100}
     match = leader.manager.lookup([b"a" * 32])
     plan = leader.onboard(match, "r", [1], in_step=False)
     leader.apply(Report(rank, loads=[LoadResult(plan.id, seconds=1.0)]) for rank in (0, 1))
-    assert leader.counts.loaded_bytes == {Tier.HOST: 200}
+    assert leader.counts.loaded_bytes == {HOST: 200}
 
 
 def test_only_the_first_rank_stores_when_it_loads_for_all(ranks):
@@ -206,10 +207,10 @@ def test_loads_in_and_outside_of_steps_keep_their_order(ranks):
     before, _ = ranks.all("blocks")
     ranks.all("step", plan=store(1, list(range(8)), list(range(8))))
     loads = [
-        LoadPlan(2, "a", [Copy(Tier.HOST, [0, 1, 2, 3], [8, 9, 10, 11])], in_step=False),
-        LoadPlan(3, "b", [Copy(Tier.HOST, [4], [12])], in_step=True, layered=True),
-        LoadPlan(4, "c", [Copy(Tier.HOST, [5, 6], [13, 14])], in_step=True),
-        LoadPlan(5, "d", [Copy(Tier.HOST, [7], [15])], in_step=False),
+        LoadPlan(2, "a", [Copy(HOST, [0, 1, 2, 3], [8, 9, 10, 11])], in_step=False),
+        LoadPlan(3, "b", [Copy(HOST, [4], [12])], in_step=True, layered=True),
+        LoadPlan(4, "c", [Copy(HOST, [5, 6], [13, 14])], in_step=True),
+        LoadPlan(5, "d", [Copy(HOST, [7], [15])], in_step=False),
     ]
     for result in ranks.all("step", plan=encode(StepPlan(loads=loads))):
         assert result["loads"] == {2: [], 3: [], 4: [], 5: []}

@@ -8,7 +8,8 @@ import pytest
 
 from kvbm.core.manager import Match, Run
 from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up
-from kvbm.plans import Copy, LoadPlan, StorePlan, Tier
+from kvbm.plans import Copy, LoadPlan, StorePlan
+from tiernames import DISK, HOST
 
 
 def keys(name, count):
@@ -16,13 +17,13 @@ def keys(name, count):
 
 
 def admission(request="r", looked_up=10, host=0, disk=0, loaded=None, **more):
-    found = {tier: blocks for tier, blocks in ((Tier.HOST, host), (Tier.DISK, disk)) if blocks}
+    found = {tier: blocks for tier, blocks in ((HOST, host), (DISK, disk)) if blocks}
     loaded = host + disk if loaded is None else loaded
     return Admission(request, 170, 0, looked_up, None, found, loaded, 16, "loaded" if loaded else "not found", **more)
 
 
 def load_plan(number, blocks=4):
-    return LoadPlan(number, "r", [Copy(Tier.HOST, list(range(blocks)), list(range(blocks)))], True)
+    return LoadPlan(number, "r", [Copy(HOST, list(range(blocks)), list(range(blocks)))], True)
 
 
 def test_hit_rates_are_over_the_latest_requests_only():
@@ -81,9 +82,9 @@ def test_where_nobody_knows_how_fast_computing_is_nothing_is_claimed():
 
 def test_what_was_looked_up_is_told_from_a_match():
     names = keys("k", 6)
-    found = Match(1, [Run(Tier.HOST, [7, 8]), Run(Tier.DISK, [9])], False, names)
+    found = Match(1, [Run(HOST, [7, 8]), Run(DISK, [9])], False, names)
     seen = looked_up("r", 100, 16, 6, found, 3, 16)
-    assert (seen.looked_up, seen.found, seen.missing) == (5, {Tier.HOST: 2, Tier.DISK: 1}, names[4])
+    assert (seen.looked_up, seen.found, seen.missing) == (5, {HOST: 2, DISK: 1}, names[4])
     assert seen.outcome == "loaded"
     refused = looked_up("r", 100, 16, 4, found, 0, 16)
     assert (refused.missing, refused.loaded, refused.outcome) == (None, 0, "found, not loaded")
@@ -93,11 +94,11 @@ def test_what_was_looked_up_is_told_from_a_match():
 
 def test_blocks_that_are_lost_are_counted_for_the_tier_they_were_in():
     log = RequestLog()
-    copies = [Copy(Tier.HOST, [0, 1], [0, 1]), Copy(Tier.DISK, [5, 6], [2, 3]), Copy(Tier.HOST, [9], [4])]
+    copies = [Copy(HOST, [0, 1], [0, 1]), Copy(DISK, [5, 6], [2, 3]), Copy(HOST, [9], [4])]
     log.loaded(LoadPlan(1, "r", copies, True), 0.1, {1, 2, 3, 4})
-    assert log.failed_loads == {Tier.HOST: 2, Tier.DISK: 2}
-    log.stored(StorePlan(2, Copy(Tier.HOST, [1, 2], [3, 4])), 0.1, ok=False)
-    assert log.failed_stores == {Tier.HOST: 2}
+    assert log.failed_loads == {HOST: 2, DISK: 2}
+    log.stored(StorePlan(2, Copy(HOST, [1, 2], [3, 4])), 0.1, ok=False)
+    assert log.failed_stores == {HOST: 2}
 
 
 def test_a_load_that_was_slower_than_computing_is_a_loss_and_not_a_small_gain():
@@ -164,7 +165,7 @@ def test_what_happens_is_handed_to_the_record():
     log = RequestLog(record=record)
     log.admitted(admission("a", host=4, compute_seconds=0.5), plan_id=1)
     log.loaded(load_plan(1), 0.2, set())
-    log.stored(StorePlan(2, Copy(Tier.HOST, [1, 2], [3, 4])), 0.1, ok=True)
+    log.stored(StorePlan(2, Copy(HOST, [1, 2], [3, 4])), 0.1, ok=True)
     log.admitted(admission("a"))  # it was preempted and comes back
     log.finished("a", 30, keys("a", 12))
     log.finished("a", 30, [])
@@ -183,7 +184,7 @@ def test_everything_that_happens_is_noticed():
         lambda: log.admitted(admission(), plan_id=1),
         lambda: log.loaded(load_plan(1), 0.1, set()),
         lambda: log.loaded(load_plan(9), 0.1, set()),
-        lambda: log.stored(StorePlan(2, Copy(Tier.HOST, [1], [3])), 0.1, ok=False),
+        lambda: log.stored(StorePlan(2, Copy(HOST, [1], [3])), 0.1, ok=False),
     ):
         happens()
         seen.add(log.changes)

@@ -13,8 +13,9 @@ from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.observe.requests import RequestLog
 from kvbm.observe.source import LeaderSource, kinds
-from kvbm.plans import LoadResult, Report, StoreResult, Tier
+from kvbm.plans import LoadResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
+from tiernames import HOST, PRIORS
 
 RANKS = 2
 BYTES = [600_000, 400_000]  # of a block on each rank
@@ -23,8 +24,8 @@ BYTES = [600_000, 400_000]  # of a block on each rank
 class Setup:
     def __init__(self, slots=50):
         self.log = RequestLog()
-        self.cost = CostModel()
-        self.leader = Leader(BlockManager({Tier.HOST: Pool(slots)}), RANKS, 4096, BYTES, self.cost, self.log)
+        self.cost = CostModel(PRIORS)
+        self.leader = Leader(BlockManager({HOST: Pool(slots)}), RANKS, 4096, BYTES, self.cost, self.log)
         self.in_charge = self.leader
         self.failures = {}
         self.source = LeaderSource(IDENTITY, lambda: self.in_charge, self.log, self.cost, self.failures)

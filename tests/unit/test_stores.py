@@ -14,8 +14,9 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.vllm.groups import OneGroup
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.stores import Stores
-from kvbm.plans import Report, StoreResult, Tier
+from kvbm.plans import Report, StoreResult
 from kvbm.runtime.leader import Leader
+from tiernames import HOST
 
 BLOCK = 4
 
@@ -34,8 +35,8 @@ class Scheduler:
     """Makes steps whose stores are carried out at once."""
 
     def __init__(self, slots=16, answers=True):
-        self.leader = Leader(BlockManager({Tier.HOST: Pool(slots)}), ranks=1)
-        self.pool = self.leader.manager.pools[Tier.HOST]
+        self.leader = Leader(BlockManager({HOST: Pool(slots)}), ranks=1)
+        self.pool = self.leader.manager.catalogs[HOST]
         self.told = []
         self.stores = Stores(
             self.leader, Keys(), OneGroup(), BLOCK, answers, lambda *about: self.told.append(about[2:]), Faults()
@@ -88,7 +89,7 @@ def test_after_a_step_back_what_is_computed_again_is_stored_again():
     here = Scheduler()
     here.add("abcdefgh", prompt=8)
     here.step(abcdefgh=(0, 8))
-    here.pool.drop(b"d")
+    here.pool.drop([b"d"])
     assert here.step(abcdefgh=(3, 8)) == ["d"]  # the pool has the others
     assert here.found("abcdefgh") == 8
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvbm import config as settings
-from kvbm.core.cost import Rate
-from kvbm.plans import Hello, Tier
+from kvbm.core.rate import Rate
+from kvbm.plans import Hello, TierHello
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
 from kvbm.storage.index import cache_directory, fingerprint
+from tiernames import DISK, HOST
 
-HOST, DISK = Tier.HOST, Tier.DISK
 CACHE = {"model": "m", "pipeline_parallel": 1}
 
 
@@ -24,21 +24,22 @@ def config(folder, **values):
 
 
 def hello(rank=0, disk=20, layout="2*x", rate=None, cache=CACHE):
-    rates = {} if rate is None else {DISK: rate}
-    name = cache_directory(Path(), fingerprint(cache, layout)).name
-    return Hello(rank, 100, {HOST: 10, **({DISK: disk} if disk else {})}, layout, rates=rates, disk=name)
+    tiers = [TierHello(HOST, 10)]
+    if disk:
+        tiers.append(TierHello(DISK, disk, rate, cache_directory(Path(), fingerprint(cache, layout)).name))
+    return Hello(rank, 100, layout, tiers)
 
 
 def test_the_disk_is_as_large_as_that_of_the_poorest_rank(tmp_path):
     disk = DiskTier.open(config(tmp_path), [hello(0, 20), hello(1, 15)], CACHE)
     manager = make_manager([hello(0, 20), hello(1, 15)], disk)
-    assert {tier: pool.size for tier, pool in manager.pools.items()} == {HOST: 10, DISK: 15}
+    assert {tier: pool.size for tier, pool in manager.catalogs.items()} == {HOST: 10, DISK: 15}
     disk.index.close()
 
 
 def test_a_rank_without_a_disk_is_an_engine_without_one(tmp_path):
     assert DiskTier.open(config(tmp_path), [hello(0, 20), hello(1, 0)], CACHE) is None
-    assert list(make_manager([hello()], None).pools) == [HOST]
+    assert list(make_manager([hello()], None).catalogs) == [HOST]
 
 
 def test_what_the_engine_before_has_written_is_found(tmp_path):
@@ -107,9 +108,12 @@ def test_the_filter_is_between_host_memory_and_disk_and_nowhere_else(values, fil
     settings = config(tmp_path, **values)
     disk = DiskTier.open(settings, [hello()], CACHE)
     leader = Leader(make_manager([hello()], disk), 1)
-    disk.serve(settings, leader, 100)
-    assert (leader.spills._filter is not None) is filtered
-    assert leader.spills.bypass is (not settings.has_host_tier)
+    disk.serve(settings, leader)
+    (edge,) = leader.edges
+    assert (edge.source, edge.target) == (HOST, DISK)
+    edge.stored([b"a"])
+    assert leader.counts.filtered_move_blocks == {DISK: int(filtered)}
+    assert edge.bypass is (not settings.has_host_tier)
     disk.index.close()
 
 

@@ -13,7 +13,8 @@ from kvbm.core.pool import Pool
 from kvbm.engines.vllm import waits
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.waits import Waits
-from kvbm.plans import Copy, LoadPlan, Tier
+from kvbm.plans import Copy, LoadPlan
+from tiernames import DISK, HOST
 
 COMPUTING = 3.0  # seconds for the rest of a prompt
 
@@ -22,7 +23,7 @@ class Here:
     def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.manager = BlockManager({Tier.HOST: Pool(8), Tier.DISK: Pool(8)})
+        self.manager = BlockManager({HOST: Pool(8), DISK: Pool(8)})
         # A block takes as long as a tenth of a step.
         cost = SimpleNamespace(
             compute_seconds=lambda computed, tokens: COMPUTING,
@@ -41,22 +42,22 @@ class Here:
 
     def for_room(self, blocks, ahead, later=0.0, in_step=True):
         self.now += later
-        loads = [LoadPlan(1, "somebody", [Copy(Tier.HOST, [1] * ahead, [1] * ahead)], in_step)] if ahead else []
+        loads = [LoadPlan(1, "somebody", [Copy(HOST, [1] * ahead, [1] * ahead)], in_step)] if ahead else []
         return self.waits.for_room(self.state, blocks, loads)
 
 
 @pytest.fixture
 def here(monkeypatch):
     here = Here(monkeypatch)
-    host = here.manager.pools[Tier.HOST]
-    host.publish(host.allocate([b"a"]))
-    host.allocate([b"b"])
+    host = here.manager.catalogs[HOST]
+    host.commit(host.reserve([b"a"]))
+    host.reserve([b"b"])
     return here
 
 
 def put_on_disk(here, key):
-    disk = here.manager.pools[Tier.DISK]
-    disk.publish(disk.allocate([key]))
+    disk = here.manager.catalogs[DISK]
+    disk.commit(disk.reserve([key]))
 
 
 def test_a_block_that_is_being_written_is_worth_a_short_wait_from_the_first_time_on(here):
@@ -83,7 +84,7 @@ def test_what_is_awaited_need_not_be_the_next_block(here):
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(here):
     put_on_disk(here, b"b")
-    here.manager.resting.add(Tier.DISK)
+    here.manager.suspended.add(DISK)
     assert not here.for_block()
 
 

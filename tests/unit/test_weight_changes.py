@@ -5,8 +5,9 @@ import time
 import torch
 
 from kvbm import config as settings
-from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan, Tier
+from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
+from tiernames import HOST
 
 
 def run(worker, plan):
@@ -30,8 +31,8 @@ def test_a_worker_refuses_plans_until_the_leader_has_heard_of_new_weights():
     rank.register({"layer": pool}, 8)
     rank.open()
     worker = rank.worker
-    store = [StorePlan(1, Copy(Tier.HOST, [3], [2]))]
-    load = [LoadPlan(2, "r", [Copy(Tier.HOST, [3], [5])], in_step=True)]
+    store = [StorePlan(1, Copy(HOST, [3], [2]))]
+    load = [LoadPlan(2, "r", [Copy(HOST, [3], [5])], in_step=True)]
     report, news = run(worker, StepPlan(stores=store))
     assert (report.stores[0].ok, news) == (True, 0)
     worker.weights_changed()

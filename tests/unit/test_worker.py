@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan, Tier
+from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan
 from kvbm.runtime import loads
 from kvbm.runtime.worker import Worker
+from kvbm.tiers.base import Store
+from kvbm.tiers.staged_read import StagedStore
 from kvbm.transfer.base import Copier, Ticket, When
+from tiernames import DISK, HOST
 
 
 class FakeTicket(Ticket):
@@ -102,15 +105,15 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def worker(copier, clock):
-    return Worker(0, copier, {Tier.HOST: 100}, num_blocks=50)
+    return Worker(0, copier, HOST, 100, num_blocks=50)
 
 
 def load(id=1, slots=(5, 6), blocks=(7, 8), in_step=False, layered=False, after=()):
-    return LoadPlan(id, f"request-{id}", [Copy(Tier.HOST, list(slots), list(blocks))], in_step, list(after), layered)
+    return LoadPlan(id, f"request-{id}", [Copy(HOST, list(slots), list(blocks))], in_step, list(after), layered)
 
 
 def store(id=9, slots=(1,), blocks=(2,)):
-    return StorePlan(id, Copy(Tier.HOST, list(slots), list(blocks)))
+    return StorePlan(id, Copy(HOST, list(slots), list(blocks)))
 
 
 def step(worker, *loads, stores=(), fences=()):
@@ -265,9 +268,9 @@ def test_a_store_whose_blocks_somebody_else_will_write_is_waited_for(worker, cop
     copier.ticket = reading = FakeTicket(over=False)
     step(worker, stores=[store()])
     copier.ticket = FakeTicket()
-    worker.begin(StepPlan(settle=[78]))
+    worker.begin(StepPlan(drain_stores=[78]))
     assert not reading.waited
-    worker.begin(StepPlan(settle=[9, 78]))
+    worker.begin(StepPlan(drain_stores=[9, 78]))
     assert reading.waited
 
 
@@ -348,9 +351,25 @@ def test_slots_that_are_none_are_not_fetched(slots, worker, copier):
     assert outcome.bad_blocks == {7, 8}
 
 
-def test_the_slots_of_a_disk_are_not_those_of_host_memory(copier):
-    worker = Worker(0, copier, {Tier.HOST: 100, Tier.DISK: 100}, num_blocks=50)
-    worker.begin(StepPlan([LoadPlan(1, "request-1", [Copy(Tier.DISK, [5, 6], [7, 8])], in_step=False)]))
+class NoReads(Store):
+    """A store that must not be asked for anything."""
+
+    slots = 100
+
+    def read(self, slots, addresses, tags):
+        raise AssertionError("read")
+
+    def write(self, slots, addresses, tags):
+        raise AssertionError("written")
+
+    def close(self):
+        return True
+
+
+def test_slots_of_the_disk_are_never_prefetched_as_host_slots(copier):
+    disk = StagedStore(DISK, NoReads(), 0, 64, stall_seconds=60.0)
+    worker = Worker(0, copier, HOST, 100, num_blocks=50, stores=[disk])
+    worker.begin(StepPlan([LoadPlan(1, "request-1", [Copy(DISK, [5, 6], [7, 8])], in_step=False)]))
     assert copier.calls == [("begin_step", [])]
 
 

@@ -1,6 +1,6 @@
-"""Load or recompute: takes of a match what is expected to come back sooner than the engine would compute it.
+"""Load or recompute: loads as much of a match as is expected to come back sooner than the engine would compute it.
 
-The leader's thread owns a :class:`CostModel` and tells it what things really took; it has no clock of its own::
+The leader's thread owns a :class:`CostModel` and tells it how long things took; the model has no clock of its own::
 
     observe_load     when a load is over on every rank: bytes of one rank, seconds of the slowest. Loads of one tier
                      only; 0 seconds (the copier does not know) are ignored
@@ -10,26 +10,26 @@ The leader's thread owns a :class:`CostModel` and tells it what things really to
                      asked again
     observe_refusal  once for each request of which a match was refused
 
-What it expects, in seconds:
+The model expects, in seconds:
 
-- *Loading* costs each tier that is touched once its fixed seconds, and its seconds a byte. Tiers count one after the
-  other: reading the disk while the bus is busy would be faster, so this errs on the side of recomputing.
+- *Loading* costs the fixed seconds of each tier that is touched, once, and its seconds a byte. Tiers count one after
+  the other: reading a slow tier while the bus is busy would be faster, so this errs on the side of recomputing.
 - *Computing* costs a step, and a price for every token that grows with its position, because attention reads all that
   came before. A layer of width h has about 12 h² weights, two operations each, and attention 4 h operations for each
   token of context: they are equal at a context of 6 h, and at about 4 h in time, as attention kernels reach two thirds
   of the speed of matrix products. So a token at position p costs ``1 + p / (4 h)`` times the first one; with h = 4,096
   the last 8k of 32k tokens cost 2.2 times the first 8k. One rate for all of them, learned from long prompts, would load
   short prefixes that are sooner computed.
-- *In the step*, host memory comes layer by layer under the forward pass: the longer of the load and the computation of
-  that step. Where layers cannot wait for their own blocks it is the sum.
-- *Outside of the step* the request waits for the load and then about one step until it is scheduled again, but nobody
-  else waits.
+- *In the step*, blocks of the near tier come layer by layer under the forward pass: the longer of the load and the
+  computation of that step. Where layers cannot wait for their own blocks it is the sum.
+- *Outside of the step* the request waits for the load and then about one step until it is scheduled again. Other
+  requests do not wait.
 
-A load goes into the step when nobody else is running or when it is short (``HOLD_UP`` of a step). Otherwise it stays
-outside, unless waiting there would cost more than recomputing: then the step is the better place for everybody, as
-recomputing would make it longer still. Slower tiers than host memory stay outside always: a slow disk may cost a hit,
-not a step. ``sync`` and ``async`` force the place of what comes from host memory, never the load; ``always`` and
-``never`` force the load, whatever it costs, and leave its place to the model.
+A load goes into the step when no other request is running or when the load is short (``HOLD_UP`` of a step). Otherwise
+it stays outside, unless waiting there would cost more than recomputing: then the step is the better place for all
+requests, because recomputing would make it longer still. Staged tiers always stay outside: a slow tier may cost a hit,
+not a step. ``sync`` and ``async`` force the place of near blocks, never the load; ``always`` and ``never`` force the
+load, whatever it costs, and leave its place to the model.
 
 Consecutive blocks in one tier are taken together or not at all, up to the end of such a run that is best for the
 request.
@@ -42,55 +42,43 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from kvbm.core.manager import Match
-from kvbm.plans import Tier
+from kvbm.core.rate import Rate
+from kvbm.plans import TierName
 
 Mode = Literal["auto", "sync", "async"]
 Load = Literal["auto", "always", "never"]
 
-# A load in a step with others is welcome up to this part of a step: even were nothing of it hidden under the
-# computation, their tokens would come at most this much later.
+# The longest load, as a part of a step, that goes into a step with other requests: even if none of it is hidden under
+# the computation, their tokens come at most this much later.
 HOLD_UP = 0.2
 
-# Tiers below host memory are expected to take so many times what they took so far: they vary, and a load that turns out
-# slower than computing is worse than one that was not taken.
+# Staged tiers are expected to take so many times what they took so far: they vary, and a load that turns out slower
+# than computing is worse than one that was not taken.
 CAUTION = 1.15
 
 # Ends of runs at which a load may stop. Looking at one takes 2.5 µs, and a prefix may change tiers at every block.
-_MOST_ENDS = 64
+_MAX_ENDS = 64
 
 # A prior counts as one observation. Later ones count for at least this much, so that about the last ten matter.
-_LEAST_WEIGHT = 0.2
-# A sample counts for at most this many times what was believed, or this part of it. A first load that waits for a
-# kernel to be compiled, or a step in which the machine was elsewhere, is noise; what is really slow says so again.
-_WILDEST = 4.0
+_MIN_WEIGHT = 0.2
+# A sample is limited to this many times the present estimate, or this part of it. A first load that waits for a kernel
+# to be compiled, or a step in which the machine did other work, is noise; a tier that is really slow is slow again.
+_MAX_OUTLIER = 4.0
 # How far a refusal moves a tier's estimate back to its prior: a disk that was slow once is tried again after a hundred
-# refusals or so, and one that is always slow costs one request in a hundred some time.
+# refusals or so, and a disk that is always slow costs one request in a hundred some time.
 _FORGET = 1 / 256
 
 NOTHING_FOUND = "nothing found"
 RECOMPUTE = "recomputing is faster"
-ALONE = "in the step: nobody else is running"
-SHORT = "in the step: too short to be noticed"
-NO_TIME_TO_WAIT = "in the step: waiting outside would not pay"
-OUTSIDE = "outside of the step: others are running"
-SLOW_TIER = "outside of the step: not from host memory alone"
+ALONE = "loaded in the step (no other requests running)"
+SHORT = "loaded in the step (short)"
+NO_TIME_TO_WAIT = "loaded in the step (waiting outside would take longer)"
+OUTSIDE = "loaded outside of the step (other requests running)"
+SLOW_TIER = "loaded outside of the step (not from host memory alone)"
 FORCED = "as configured"
 NEVER = "configured never to load"
 
 
-class Rate(NamedTuple):
-    """What loads from a tier are expected to take."""
-
-    bytes_per_second: float
-    fixed_seconds: float
-
-
-# Until measured. Rather too fast than too slow: a tier that is never tried is never measured.
-PRIORS: Mapping[Tier, Rate] = {
-    Tier.HOST: Rate(20e9, 0.0005),
-    Tier.DISK: Rate(5e9, 0.002),
-    Tier.OBJECT: Rate(1e9, 0.05),
-}
 PRIOR_TOKENS_PER_SECOND = 10_000.0
 PRIOR_STEP_SECONDS = 0.02
 
@@ -111,18 +99,18 @@ class CostModel:
     ``step_tokens``: the most tokens that the engine computes in a step. ``layers_from``: the fewest tokens that a
     request must have left to compute for its load to come layer by layer; infinite where layers cannot wait.
     ``attention_span``: the position at which a token costs twice what the first one does, about four times the model's
-    hidden size; infinite takes all for equal. ``rates``: what is known of tiers in place of the priors, for example
-    measured at start.
+    hidden size; infinite takes all for equal. ``priors``: the rate of each tier until it is measured, the near tier
+    first. Rather too fast than too slow: a tier that is never tried is never measured.
     """
 
     def __init__(
         self,
+        priors: Mapping[TierName, Rate],
         step_tokens: int = 8192,
         layers_from: float = 1,
         attention_span: float = inf,
         mode: Mode = "auto",
         load: Load = "auto",
-        rates: Mapping[Tier, Rate] | None = None,
     ) -> None:
         if step_tokens < 1 or not attention_span > 0:
             raise ValueError(f"step_tokens={step_tokens} and attention_span={attention_span} must both be positive")
@@ -131,17 +119,18 @@ class CostModel:
         self._span = attention_span
         self._mode: Mode = mode
         self._load: Load = load
-        self._tiers = {tier: _TierRate(rate) for tier, rate in {**PRIORS, **(rates or {})}.items()}
+        self._tiers = {tier: _TierRate(rate) for tier, rate in priors.items()}
+        self._near = next(iter(priors))
         self._token = _Average(1 / PRIOR_TOKENS_PER_SECOND)  # seconds of a token at position 0
         self._step = _Average(PRIOR_STEP_SECONDS)
 
-    # -- what was measured --------------------------------------------------------------------------------------------
+    # -- measurements -------------------------------------------------------------------------------------------------
 
-    def start_from(self, tier: Tier, rate: Rate) -> None:
-        """What a measurement at start has found of a tier, in place of the prior. It is as good as one load."""
+    def start_from(self, tier: TierName, rate: Rate) -> None:
+        """Take a measurement at start in place of the prior. It counts as one load."""
         self._tiers[tier] = _TierRate(rate)
 
-    def observe_load(self, tier: Tier, size: int, seconds: float) -> None:
+    def observe_load(self, tier: TierName, size: int, seconds: float) -> None:
         """A load of ``size`` bytes, all of one tier, took this long. Bytes of one rank, as in :meth:`decide`."""
         if size > 0 and 0 < seconds < inf:
             self._tiers[tier].observe(size, seconds)
@@ -165,22 +154,22 @@ class CostModel:
             self._step.observe(seconds)
 
     def observe_refusal(self, match: Match) -> None:
-        """A request goes without this match: what it says of the tiers in it ages, or it would be believed for ever."""
+        """A request goes without this match. The estimates of its tiers age, so that a slow tier is tried again."""
         for tier in {run.tier for run in match.runs}:
             self._tiers[tier].forget()
 
-    # -- what is expected ---------------------------------------------------------------------------------------------
+    # -- expectations -------------------------------------------------------------------------------------------------
 
-    def rate(self, tier: Tier) -> Rate:
-        """What is believed of a tier right now."""
+    def rate(self, tier: TierName) -> Rate:
+        """The present estimate."""
         known = self._tiers[tier]
         return Rate(1 / known.byte.value, known.fixed.value)
 
-    def load_seconds(self, tier: Tier, size: int) -> float:
+    def load_seconds(self, tier: TierName, size: int) -> float:
         """To load ``size`` bytes, of one rank."""
         return self._tiers[tier].seconds(size)
 
-    def is_measured(self, tier: Tier) -> bool:
+    def is_measured(self, tier: TierName) -> bool:
         """Whether :meth:`rate` comes from loads that were seen."""
         known = self._tiers[tier]
         return known.byte.count > 1 or known.fixed.count > 1
@@ -226,9 +215,9 @@ class CostModel:
         best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute)
         if self._load == "never" and match.runs:
             return best._replace(reason=NEVER)
-        sizes: dict[Tier, int] = {}
+        sizes: dict[TierName, int] = {}
         blocks = 0
-        every = -(-len(match.runs) // _MOST_ENDS)
+        every = -(-len(match.runs) // _MAX_ENDS)
         for left, (tier, slots) in zip(range(len(match.runs) - 1, -1, -1), match.runs, strict=True):
             blocks += len(slots)
             sizes[tier] = sizes.get(tier, 0) + len(slots) * block_bytes
@@ -242,24 +231,24 @@ class CostModel:
         return best
 
     def _place(
-        self, sizes: Mapping[Tier, int], computed: int, rest: int, others_running: bool, recompute: float
+        self, sizes: Mapping[TierName, int], computed: int, rest: int, others_running: bool, recompute: float
     ) -> tuple[bool, str, float]:
         """(in the step, why, expected seconds) of a load that leaves ``rest`` tokens behind ``computed`` ones."""
-        host = self._tiers[Tier.HOST].seconds(sizes.get(Tier.HOST, 0))
-        slow = sum(self._tiers[tier].seconds(size) for tier, size in sizes.items() if tier is not Tier.HOST)
-        outside = host + CAUTION * slow + self._step.value + self.compute_seconds(computed, rest)
+        near = self._tiers[self._near].seconds(sizes.get(self._near, 0))
+        slow = sum(self._tiers[tier].seconds(size) for tier, size in sizes.items() if tier != self._near)
+        outside = near + CAUTION * slow + self._step.value + self.compute_seconds(computed, rest)
         # Only this step's share of the rest is computed while the layers come in.
         now = min(rest, self._step_tokens)
         step = self.compute_seconds(computed, now)
         later = self._token.value * self._work(computed + now, rest - now)
-        inside = (max(host, step) if rest >= self._layers_from else host + step) + later
+        inside = (max(near, step) if rest >= self._layers_from else near + step) + later
         if slow:
             return False, SLOW_TIER, outside
         if self._mode != "auto":
             return (True, FORCED, inside) if self._mode == "sync" else (False, FORCED, outside)
         if not others_running:
             return True, ALONE, inside
-        if host <= HOLD_UP * self._step.value:
+        if near <= HOLD_UP * self._step.value:
             return True, SHORT, inside
         if outside < recompute:
             return False, OUTSIDE, outside
@@ -271,7 +260,7 @@ class CostModel:
 
 
 class _Average:
-    """A number that follows what is observed: at first the mean of all, later of the last few; never in leaps."""
+    """An estimate that follows the samples: at first the mean of all, later of the last few; never in leaps."""
 
     __slots__ = ("count", "prior", "value")
 
@@ -282,8 +271,8 @@ class _Average:
     def observe(self, sample: float) -> None:
         self.count += 1
         if self.value > 0:
-            sample = min(max(sample, self.value / _WILDEST), self.value * _WILDEST)
-        self.value += (sample - self.value) * max(1 / self.count, _LEAST_WEIGHT)
+            sample = min(max(sample, self.value / _MAX_OUTLIER), self.value * _MAX_OUTLIER)
+        self.value += (sample - self.value) * max(1 / self.count, _MIN_WEIGHT)
 
     def forget(self) -> None:
         """Go back a little towards the prior, if that is the more hopeful number."""

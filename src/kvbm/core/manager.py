@@ -1,32 +1,33 @@
-"""The tiers in order: what can be brought back, what should be kept, what has become of both.
+"""The tiers in order: what can be brought back, what should be kept, and what has become of both.
 
-The leader asks of the manager where a prefix is (:meth:`lookup`) and gets plans for the workers: bring it back
-(:meth:`load`), keep these blocks (:meth:`store`), copy them on to disk (:meth:`spill`). When all ranks have answered,
-the leader ends each plan with :meth:`finish_load`, :meth:`finish_store` or :meth:`finish_spill`. A plan holds its slots
-until then, and only until then.
+The leader asks the manager where a prefix is (:meth:`lookup`) and gets plans for the workers: bring it back
+(:meth:`load`), keep these blocks (:meth:`store`), copy them to another tier (:meth:`move`). When all ranks have
+answered, the leader ends each plan with :meth:`finish_load`, :meth:`finish_store` or :meth:`finish_move`. A plan holds
+its slots until then, and only until then.
 
-Only the first tier, host memory, is next to the engine. What comes from a slower one passes through slots of the first
-and stays there, so that the next request finds it nearer; where that many slots cannot be had, it passes through a few
-and leaves nothing behind.
+Only the first tier, the *near* one, is next to the engine: the copier reaches its slots. Blocks of every other tier are
+staged through near slots and stay there, so that the next request finds them nearer. Where that many slots cannot be
+had, they pass through a few and leave nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvbm.core.catalog import PENDING, Catalog
 from kvbm.core.keys import Key
 from kvbm.core.pool import Pool
-from kvbm.plans import Copy, LoadPlan, SpillPlan, StorePlan, Tier
+from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan, TierName
 
-# Host slots that a load passes through when it cannot stay there: enough to keep a disk busy.
-PASSAGE = 64
+# Near slots that a load is staged through when its blocks cannot stay there: enough to keep a disk busy.
+STAGING_SLOTS = 64
 
 
 class Run(NamedTuple):
     """Consecutive blocks of a match that lie in one tier."""
 
-    tier: Tier
+    tier: TierName
     slots: list[int]
 
 
@@ -35,10 +36,10 @@ class Match(NamedTuple):
 
     start: int  # index of the first block
     runs: list[Run]  # may alternate between tiers
-    pending: bool  # the block after the last one is being written right now: asking again soon finds more
-    keys: Sequence[Key]  # what was asked for; a load makes sure that the slots still hold it
-    changes: int = -1  # of the pools, at the time: as long as there are no more they do
-    awaited: Key | None = None  # what is being written, where that is not the next of the keys
+    pending: bool  # the next block is being written or looked for right now: asking again soon may find more
+    keys: Sequence[Key]  # the blocks that were asked for; a load verifies that the slots still hold them
+    changes: int = -1  # of the catalogs at the time of the lookup: while there are no more, the slots hold the keys
+    awaited: Key | None = None  # the pending block, where that is not the next of the keys
 
     @property
     def blocks(self) -> int:
@@ -56,12 +57,12 @@ class Match(NamedTuple):
         return Match(self.start, runs, pending, self.keys, self.changes)
 
     def extended(self, run: Run, keys: Sequence[Key]) -> Match:
-        """By the blocks that come after it, which lie in the tier of its last ones."""
+        """The match and the blocks after it, which lie in the tier of its last ones."""
         *runs, (tier, slots) = self.runs
         return Match(self.start, [*runs, Run(tier, slots + run.slots)], False, keys, self.changes)
 
     def beyond(self, blocks: int) -> Match:
-        """What :meth:`cut` leaves off."""
+        """The blocks that :meth:`cut` leaves off."""
         runs: list[Run] = []
         at = 0
         for tier, slots in self.runs:
@@ -72,7 +73,7 @@ class Match(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """One run of a load, pinned, and the slots of the first tier that it passes through."""
+    """One run of a load, pinned, and the near slots that it is staged through."""
 
     run: Run
     via: list[int]
@@ -80,78 +81,91 @@ class _Held(NamedTuple):
 
 
 class _Store(NamedTuple):
-    tier: Tier
     keys: list[Key]
     slots: list[int]
-
-
-class _Spill(NamedTuple):
-    keys: list[Key]
-    slots: list[int]
-    targets: list[int]
 
 
 class BlockManager:
-    """Bookkeeping over one pool a tier. ``pools`` is ordered: the first is written to and searched first."""
+    """Bookkeeping over one catalog a tier, the fastest first. ``near`` has numbered slots next to the engine."""
 
-    def __init__(self, pools: dict[Tier, Pool], passage: int = PASSAGE) -> None:
-        if not pools:
+    def __init__(self, catalogs: Mapping[TierName, Catalog], staging_slots: int = STAGING_SLOTS) -> None:
+        if not catalogs:
             raise ValueError("a block manager needs at least one tier")
-        self.pools = pools
-        # Tiers that nothing is looked for in, and nothing spilled to, for the time being.
-        self.resting: set[Tier] = set()
-        # Follows every key in the tags of a persistent tier. Changes when blocks of before must not be found under the
+        self.catalogs = dict(catalogs)
+        self.near_tier, near = next(iter(self.catalogs.items()))
+        if not isinstance(near, Pool):
+            raise TypeError(f"the first tier, {self.near_tier}, needs numbered slots")
+        self.near = near
+        # Tiers that get no work for the time being: no lookup finds anything there, no move goes there.
+        self.suspended: set[TierName] = set()
+        # Follows every key in the tags of persistent tiers. Changes when earlier blocks must not be found under the
         # same keys again, not even by the next engine.
-        self.seal = b""
-        # Stores bear tags as well: the first tier outlives the engine.
-        self.keeps_first = False
-        self._target = next(iter(pools))
-        self._passage = passage
+        self.generation = b""
+        # Whether stores carry tags as well, because the near tier outlives the engine.
+        self.tags_stores = False
+        self._staging_slots = staging_slots
         self._loads: dict[int, list[_Held]] = {}
         self._stores: dict[int, _Store] = {}
-        self._spills: dict[int, _Spill] = {}
+        self._moves: dict[int, tuple[MovePlan, list[Key]]] = {}
         self._next_id = 0
 
     # -- bringing back ------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[Key], start: int = 0, limit: int | None = None, patient: bool = True) -> Match:
-        """The longest prefix of ``keys[start:limit]`` that is published, each block in the fastest tier that has it.
+    def lookup(
+        self, keys: Sequence[Key], start: int = 0, limit: int | None = None, wait_for_writers: bool = True
+    ) -> Match:
+        """The longest prefix of ``keys[start:limit]`` that can be found, each block in the fastest tier that has it.
 
-        The caller sets ``limit`` so that at least one token is left to compute: an engine needs its logits. Where it
-        does not compute the last token once more by itself, the last block of a prompt that is known to the end is
-        never loaded. Who is ``patient`` does not take from a slower tier what is just being written to the first: many
-        requests with one prefix shall read it from disk once.
+        The caller sets ``limit`` so that at least one token is left to compute: an engine needs its logits. Where the
+        engine does not compute the last token once more by itself, the last block of a prompt that is known to the end
+        is never loaded. With ``wait_for_writers`` a block that is being written to the near tier, or that a tier is
+        still looking for, ends the match as pending: many requests with one prefix read it from a slow tier once.
         """
         end = len(keys) if limit is None else min(limit, len(keys))
         wanted = keys if end == len(keys) else keys[:end]
         runs: list[Run] = []
-        (first, fastest), *slower = [item for item in self.pools.items() if item[0] not in self.resting]
+        near, slower = self.near, self._slower()
+        expected = not slower
+        pending = False
         at = start
         while at < end:
             key = wanted[at]
-            if key in fastest:
-                slots = fastest.match(wanted, at)
-                runs.append(Run(first, slots))
+            if key in near:
+                slots = near.match(wanted, at)
+                runs.append(Run(self.near_tier, slots))
                 at += len(slots)
                 continue
-            if patient and fastest.is_writing(key):
+            if wait_for_writers and near.is_writing(key):
                 break
-            # A hole in the fastest tier is filled block by block, and no further than it reaches: a slower tier often
+            if not expected:
+                expected = True
+                for _, catalog in slower:
+                    catalog.expect(wanted[at:])
+            # A hole in the near tier is filled block by block, and no further than it reaches: a slower tier often
             # holds the rest of the prefix as well.
-            for tier, pool in slower:
-                slot = pool.find(key)
-                if slot is None:
-                    continue
-                if runs and runs[-1].tier is tier:
-                    runs[-1].slots.append(slot)
-                else:
-                    runs.append(Run(tier, [slot]))
-                at += 1
+            place = None
+            for tier, catalog in slower:
+                place = catalog.find(key)
+                if place == PENDING:
+                    pending = True
+                    place = None
+                    if wait_for_writers:
+                        break
+                elif place is not None:
+                    if runs and runs[-1].tier == tier:
+                        runs[-1].slots.append(place)
+                    else:
+                        runs.append(Run(tier, [place]))
+                    break
+            if place is None:
                 break
-            else:
-                break
-        pending = at < end and any(pool.is_writing(keys[at]) for pool in self.pools.values())
+            at += 1
+            pending = False
+        pending = pending or (at < end and any(catalog.is_writing(keys[at]) for catalog in self.catalogs.values()))
         return Match(start, runs, pending, wanted, self._changes())
+
+    def _slower(self) -> list[tuple[TierName, Catalog]]:
+        return [item for item in self.catalogs.items() if item[0] != self.near_tier and item[0] not in self.suspended]
 
     def load(
         self,
@@ -162,7 +176,7 @@ class BlockManager:
         after: list[int],
         layered: bool = False,
         tokens: int = 0,
-        within: float = 0.0,
+        deadline_seconds: float = 0.0,
     ) -> LoadPlan:
         """Plan to fill the engine's ``blocks`` from a match of the same length, and pin its slots until the end.
 
@@ -172,33 +186,33 @@ class BlockManager:
             raise ValueError(f"{match.blocks} matched blocks cannot fill {len(blocks)} engine blocks")
         self._check(match)
         for tier, slots in match.runs:
-            self.pools[tier].pin_found(slots)  # all of them before room is made for any
+            self.catalogs[tier].pin(slots)  # all of them before staging slots evict any
         copies: list[Copy] = []
         held: list[_Held] = []
         at = 0
         for run in match.runs:
             tier, slots = run
             mine = list(blocks[at : at + len(slots)])
-            if tier is self._target:
+            if tier == self.near_tier:
                 held.append(_Held(run, [], stays=False))
                 copies.append(Copy(tier, slots, mine))
             else:
                 keys = list(match.keys[match.start + at : match.start + at + len(slots)])
-                via, stays = self._way_up(keys)
+                via, stays = self._reserve_staging(keys)
                 held.append(_Held(run, via, stays))
                 copies.append(Copy(tier, slots, mine, via, self._tags(keys)))
             at += len(slots)
-        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered, tokens, within)
+        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered, tokens, deadline_seconds)
         self._loads[plan.id] = held
         return plan
 
-    def _way_up(self, keys: list[Key]) -> tuple[list[int], bool]:
-        """(slots of the first tier to pass through, whether the blocks stay in them)"""
-        pool = self.pools[self._target]
-        # A block that somebody else is bringing up just now has its slot already, and would not need a second one.
-        if not any(map(pool.holds, keys)) and (slots := pool.allocate(keys)) is not None:
+    def _reserve_staging(self, keys: list[Key]) -> tuple[list[int], bool]:
+        """(near slots to stage blocks through, whether the blocks stay in them)"""
+        near = self.near
+        # A block that another load is staging right now has its slot already, and must not get a second one.
+        if not any(map(near.holds, keys)) and (slots := near.reserve(keys)) is not None:
             return slots, True
-        return pool.lend(min(len(keys), self._passage)), False
+        return near.lend(min(len(keys), self._staging_slots)), False
 
     def hold(self, match: Match) -> None:
         """Keep a match from changing until :meth:`release`, without a plan for it yet.
@@ -207,71 +221,68 @@ class BlockManager:
         """
         self._check(match)
         for tier, slots in match.runs:
-            self.pools[tier].pin_found(slots)
+            self.catalogs[tier].pin(slots)
 
     def release(self, match: Match) -> None:
         # Last run first, as in finish_load.
         for tier, slots in reversed(match.runs):
-            self.pools[tier].unpin(slots)
+            self.catalogs[tier].unpin(slots)
 
     def _changes(self) -> int:
-        return sum(pool.changes for pool in self.pools.values())
+        return sum(catalog.changes for catalog in self.catalogs.values())
 
     def _check(self, match: Match) -> None:
         if match.changes == self._changes():
             return
         at = match.start
         for tier, slots in match.runs:
-            if self.pools[tier].match(match.keys[at : at + len(slots)]) != slots:
+            if self.catalogs[tier].match(match.keys[at : at + len(slots)]) != slots:
                 raise ValueError("the match is out of date: look up again before loading")
             at += len(slots)
 
     def finish_load(self, plan_id: int, bad: Iterable[int] = (), missed: Iterable[int] = (), keep: bool = True) -> int:
         """Let go of a load's slots. Positions in ``bad`` did not arrive: these blocks are never found again.
 
-        Those in ``missed`` did not arrive either, for no fault of theirs. What came from a slower tier can be found in
-        the first from now on, unless ``keep`` is False. Returns how many blocks have come to stay there.
+        Those in ``missed`` did not arrive either, with nothing known against them. Blocks that came from a slower tier
+        can be found in the near one from now on, unless ``keep`` is False. Returns how many.
         """
         load = self._loads.pop(plan_id)
         spoiled = set(bad)
         absent = spoiled.union(missed)
         promoted = 0
         end = sum(len(held.run.slots) for held in load)
-        # Last run first: what is let go of last is evicted last, and that must be the front of the prefix.
+        # Last run first: the slots that are released last are evicted last, and those must be the front of the prefix.
         for (tier, slots), via, stays in reversed(load):
-            pool = self.pools[tier]
+            catalog = self.catalogs[tier]
             at = end - len(slots)
-            for position in spoiled:
-                if at <= position < end:
-                    key = pool.key_of(slots[position - at])
-                    # None: already dropped by another load, or the tier was cleared meanwhile.
-                    if key is not None:
-                        pool.drop(key)
-            pool.unpin(slots)
+            keys = (catalog.key_of(slots[position - at]) for position in spoiled if at <= position < end)
+            # None: dropped by another load before, or the tier was cleared meanwhile.
+            catalog.drop([key for key in keys if key is not None])
+            catalog.unpin(slots)
             if stays:
-                promoted += self._settle_promotion(via, [keep and at + i not in absent for i in range(len(via))])
+                promoted += self._commit_staged(via, [keep and at + i not in absent for i in range(len(via))])
             else:
-                self.pools[self._target].take_back(via)
+                self.near.take_back(via)
             end = at
         return promoted
 
-    def _settle_promotion(self, slots: list[int], arrived: list[bool]) -> int:
-        pool = self.pools[self._target]
+    def _commit_staged(self, slots: list[int], arrived: list[bool]) -> int:
         there = [slot for slot, good in zip(slots, arrived, strict=True) if good]
-        pool.publish(there)
-        pool.abandon(slot for slot, good in zip(slots, arrived, strict=True) if not good)
+        # Not for the journal: where the near tier outlives the engine, only stores are checksummed there.
+        self.near.commit(there, journaled=False)
+        self.near.abandon(slot for slot, good in zip(slots, arrived, strict=True) if not good)
         return len(there)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[Key], blocks: Sequence[int]) -> StorePlan | None:
-        """Plan to keep the engine's ``blocks`` under ``keys``; what is held already is skipped.
+        """Plan to keep the engine's ``blocks`` under ``keys`` in the near tier, except those that it holds already.
 
         Takes as many as there is room for, first blocks first; None when nothing is left to do.
         """
-        pool = self.pools[self._target]
+        pool = self.near
         if len(pool.match(keys)) == len(keys):
-            return None  # as of a prompt that has just been brought back: no need to go through it block by block
+            return None  # for example a prompt that has just been brought back: no need to go through it block by block
         room = pool.available
         wanted: dict[Key, int] = {}
         for key, block in zip(keys, blocks, strict=True):
@@ -286,78 +297,79 @@ class BlockManager:
             return None
         pool.touch(keys)
         fresh = list(wanted)
-        slots = pool.allocate(fresh)
+        slots = pool.reserve(fresh)
         if slots is None:
             return None
-        tags = self._tags(fresh) if self.keeps_first else []
-        plan = StorePlan(self._new_id(), Copy(self._target, slots, [wanted[key] for key in fresh], tags=tags))
-        self._stores[plan.id] = _Store(self._target, fresh, slots)
+        tags = self._tags(fresh) if self.tags_stores else []
+        plan = StorePlan(self._new_id(), Copy(self.near_tier, slots, [wanted[key] for key in fresh], tags=tags))
+        self._stores[plan.id] = _Store(fresh, slots)
         return plan
 
     def finish_store(self, plan_id: int, ok: bool) -> list[Key]:
         """Publish a store that every rank has confirmed, or forget it. Returns the blocks that became findable."""
         store = self._stores.pop(plan_id)
-        pool = self.pools[store.tier]
         if ok:
-            pool.publish(store.slots)
+            self.near.commit(store.slots)
             return store.keys
-        pool.abandon(store.slots)
+        self.near.abandon(store.slots)
         return []
 
-    # -- spilling -----------------------------------------------------------------------------------------------------
+    # -- moving -------------------------------------------------------------------------------------------------------
 
-    def spill(self, keys: Iterable[Key], tier: Tier = Tier.DISK) -> SpillPlan | None:
-        """Plan to copy blocks of the first tier on to a slower one; what is there already, or gone, is skipped.
+    def move(self, keys: Iterable[Key], target: TierName) -> MovePlan | None:
+        """Plan to copy blocks of the near tier to another one, except those that are there already, or gone.
 
         Takes as many as there is room for, first blocks first; None when nothing is left to do.
         """
-        near, far = self.pools[self._target], self.pools[tier]
+        near, far = self.near, self.catalogs[target]
         wanted = [key for key in dict.fromkeys(keys) if key in near and not far.holds(key)][: far.available]
-        targets = far.allocate(wanted) if wanted and tier not in self.resting else None
+        targets = far.reserve(wanted) if wanted and target not in self.suspended else None
         if targets is None:
             return None
         slots = near.match(wanted)  # all of them are there
         near.pin(slots)
-        plan = SpillPlan(self._new_id(), slots, targets, self._tags(wanted))
-        self._spills[plan.id] = _Spill(wanted, slots, targets)
+        plan = MovePlan(self._new_id(), self.near_tier, target, slots, targets, self._tags(wanted))
+        self._moves[plan.id] = plan, wanted
         return plan
 
-    def finish_spill(self, plan_id: int, bad: Iterable[int] = (), tier: Tier = Tier.DISK) -> list[tuple[Key, int]]:
-        """Publish what every rank has written, forget the rest. Returns what became findable, and its slots."""
-        spill = self._spills.pop(plan_id)
-        near, far = self.pools[self._target], self.pools[tier]
+    def finish_move(self, plan_id: int, bad: Iterable[int] = ()) -> list[Key]:
+        """Commit the blocks that every rank has written, forget the others. Returns those that became findable."""
+        plan, keys = self._moves.pop(plan_id)
+        near, far = self.near, self.catalogs[plan.target]
         spoiled = set(bad)
-        written: list[tuple[Key, int]] = []
+        written: dict[Key, int] = {}
         lost: list[int] = []
-        for i, (key, slot, target) in enumerate(zip(spill.keys, spill.slots, spill.targets, strict=True)):
-            # A block that was dropped meanwhile has turned out bad, or has been forgotten on purpose.
+        for i, (key, slot, target) in enumerate(zip(keys, plan.slots, plan.targets, strict=True)):
+            # A block that was dropped meanwhile has turned out bad, or the leader has reset the cache.
             if i not in spoiled and near.find(key) == slot:
-                written.append((key, target))
+                written[key] = target
             else:
                 lost.append(target)
-        far.publish([target for _, target in written])
+        far.commit(list(written.values()))
         far.abandon(lost)
-        near.unpin(spill.slots)
-        return written
+        near.unpin(plan.slots, used=False)
+        return list(written)
 
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key]) -> None:
         """A request has used these blocks, wherever it found them."""
-        for pool in self.pools.values():
-            pool.touch(keys)
+        for catalog in self.catalogs.values():
+            catalog.touch(keys)
+            if catalog.journal is not None and (known := [key for key in keys if key in catalog]):
+                catalog.journal.touch(known)
 
     def clear(self) -> int:
-        """Forget every published block of every tier; returns how many there were. Plans under way end as usual."""
-        return sum(pool.clear() for pool in self.pools.values())
+        """Forget every block of every tier; returns how many there were. Plans under way end as usual."""
+        return sum(catalog.clear() for catalog in self.catalogs.values())
 
     @property
     def busy(self) -> bool:
         """True while any plan is under way."""
-        return bool(self._loads or self._stores or self._spills)
+        return bool(self._loads or self._stores or self._moves)
 
     def _tags(self, keys: list[Key]) -> list[bytes]:
-        return [key + self.seal for key in keys] if self.seal else keys
+        return [key + self.generation for key in keys] if self.generation else keys
 
     def _new_id(self) -> int:
         self._next_id += 1

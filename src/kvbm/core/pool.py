@@ -1,50 +1,45 @@
-"""One tier's slots.
+"""The catalog of a tier with numbered slots.
 
 A slot is always in exactly one state::
 
-            allocate               publish                 pin
+            reserve                commit                  pin
     FREE ------------> WRITING ------------> PUBLISHED <--------> PINNED
       ^                   |                   |                     |
       |      abandon      |   evict, drop     |        drop         v
       +-------------------+-------------------+------ last unpin  DOOMED
 
-A slot can also be LENT: taken without a key, used for something that nobody shall find, and given back.
+A slot can also be LENT: taken without a key, used as a staging buffer, and given back.
 
-Only PUBLISHED and PINNED slots can be found. A DOOMED slot is still being read by somebody but can no longer be found;
-it becomes free when its last reader lets go.
+Only PUBLISHED and PINNED slots can be found. A DOOMED slot still has a reader but can no longer be found; it becomes
+free when its last reader lets go.
 
-Keys are raw bytes, slots are integers, and they lie in dicts of nothing else and in arrays: these the garbage collector
-does not walk through. With one million blocks, lists and an OrderedDict in their place would add 25 ms to every full
+Keys are raw bytes, slots are integers, and they lie in dicts of nothing else and in arrays: the garbage collector does
+not walk through these. With one million blocks, lists and an OrderedDict in their place would add 25 ms to every full
 collection.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 
 import numpy as np
 
+from kvbm.core.catalog import Catalog, Journal
 from kvbm.core.keys import Key
 from kvbm.core.policy import LRU, EvictionPolicy
 
-_ONE = np.int32(1)  # of the type of what it is added to: a plain 1 takes numpy the long way, slot by slot
+_ONE = np.int32(1)  # int32: a Python int takes ufunc.at's slow path
 
 
-class Pool:
-    """Allocates, publishes, finds, pins and evicts slots. Not thread-safe; never blocks; never raises when full."""
+class Pool(Catalog):
+    """Reserves, commits, finds, pins and evicts slots. Not thread-safe; never blocks; never raises when full."""
 
-    def __init__(self, size: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, size: int, policy: EvictionPolicy | None = None, journal: Journal | None = None) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one slot, got {size}")
         self.size = size
-        self.evictions = 0
-        self.changes = 0  # of what can be found
-        # Told of blocks that can no longer be found because they were evicted or dropped, not because all were.
-        self.on_gone: Callable[[Sequence[Key]], None] | None = None
-        # Told of every change, in order: of blocks that have become findable (True), that no longer are (False), and
-        # that were being written and will not become so (None). Once each, and before the next change.
-        self.on_change: Callable[[Sequence[Key], bool | None], None] | None = None
+        self.journal = journal
         self._policy = policy if policy is not None else LRU(size)
         self._published: dict[Key, int] = {}
         self._writing: dict[Key, int] = {}
@@ -52,6 +47,7 @@ class Pool:
         self._pins = array("i", [0]) * size
         self._all_pins = np.frombuffer(self._pins, np.int32)  # the same memory
         self._doomed: set[int] = set()
+        self._hit_while_pinned: set[int] = set()
         self._lent: set[int] = set()
         self._free = array("i", range(size - 1, -1, -1))
 
@@ -79,11 +75,10 @@ class Pool:
         return self._published.get(key)
 
     def holds(self, key: Key) -> bool:
-        """True when the block is here or on its way here, so writing it again would be wasted."""
         return key in self._published or key in self._writing
 
     def is_evictable(self, key: Key) -> bool:
-        """True when the block is here and the next :meth:`allocate` might push it out."""
+        """True when the block is here and the next :meth:`reserve` might evict it."""
         slot = self._published.get(key)
         return slot is not None and not self._pins[slot]
 
@@ -108,15 +103,15 @@ class Pool:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def allocate(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
         """A slot for each key, evicting as needed; None (and nothing changed) when that many cannot be had.
 
-        The caller then fills the slots and ends with :meth:`publish` or :meth:`abandon` for every one of them. Raises
+        The caller fills the slots and ends with :meth:`commit` or :meth:`abandon` for every one of them. Raises
         ValueError, and changes nothing, unless the keys are distinct and none is held yet.
         """
         held = not (self._published.keys().isdisjoint(keys) and self._writing.keys().isdisjoint(keys))
         if held or len(set(keys)) < len(keys):
-            raise ValueError("allocate() of a block that the pool already holds")
+            raise ValueError("reserve() of a block that the pool already holds")
         if len(keys) > self.available:
             return None
         self._make_room(len(keys))
@@ -128,20 +123,23 @@ class Pool:
             slots.append(slot)
         return slots
 
-    def publish(self, slots: Sequence[int]) -> None:
+    def commit(self, slots: Sequence[int], journaled: bool = True) -> None:
         """The slots have been written on every rank: they can be found from now on.
 
         Later slots of the sequence become the first to be evicted: a block is worth nothing without those before it.
+        ``journaled``: the next engine may find them too.
         """
         keys = list(map(self._key_at, slots))
         for key, slot in zip(keys, slots, strict=True):
             del self._writing[key]
             self._published[key] = slot
-        self._policy.add(slots[::-1])
+        self._policy.inserted(slots[::-1], keys[::-1])
         self._changed(keys, True)
+        if journaled and keys and self.journal is not None:
+            self.journal.put(list(zip(keys, slots, strict=True)))
 
     def abandon(self, slots: Iterable[int]) -> None:
-        """The slots could not be written; they are free again and nobody will ever find them."""
+        """The slots could not be written: they are free again, and their blocks are never found."""
         keys: list[Key] = []
         for slot in slots:
             key = self._key_at(slot)
@@ -165,10 +163,10 @@ class Pool:
             self._free.append(slot)
 
     def adopt(self, blocks: Iterable[tuple[Key, int]]) -> int:
-        """Blocks that lie in their slots already, least recently used first; for a pool that holds nothing yet.
+        """Take over blocks that lie in their slots already, least recently used first; for a pool that holds nothing.
 
-        What cannot be is left out: slots that the pool does not have, a second block in a slot, a second slot of a
-        block. Returns how many can be found now.
+        Leaves out slots that the pool does not have, a second block in a slot and a second slot of a block. The journal
+        is not told: it is where the blocks come from. Returns how many can be found now.
         """
         if len(self._free) < self.size:
             raise ValueError("adopt() is for a pool that holds nothing")
@@ -176,7 +174,7 @@ class Pool:
             if 0 <= slot < self.size and slot not in self._keys and key not in self._published:
                 self._keys[slot] = key
                 self._published[key] = slot
-                self._policy.add((slot,))
+                self._policy.inserted((slot,), (key,))
         self._free = array("i", [slot for slot in range(self.size - 1, -1, -1) if slot not in self._keys])
         self._changed(list(self._published), True)
         return len(self._published)
@@ -185,38 +183,27 @@ class Pool:
         """Evict until so many are free."""
         gone: list[Key] = []
         for _ in range(slots - len(self._free)):
-            slot = self._policy.take()
+            slot = self._policy.evict()
             key = self._keys.pop(slot)
             del self._published[key]
             self._free.append(slot)
             gone.append(key)
         self.evictions += len(gone)
-        self._changed(gone, False)
-        if gone and self.on_gone is not None:
-            self.on_gone(gone)
+        self._gone(gone)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def pin(self, slots: Sequence[int]) -> None:
-        """Keep these published slots from being evicted until :meth:`unpin`. Counted: two pins need two unpins.
-
-        Raises ValueError, and changes nothing, when one of them cannot be found (any more).
-        """
-        published, key_of = self._published.get, self._keys.get
-        found = [published(key_of(slot, b"")) for slot in slots]
-        if found != list(slots):
-            slot = next(slot for slot, other in zip(slots, found, strict=True) if slot != other)
-            raise ValueError(f"slot {slot} holds no published block")
-        self.pin_found(slots)
-
-    def pin_found(self, slots: Sequence[int]) -> None:
-        """Pin slots that :meth:`match` has found just now: nothing has to be looked up once more."""
+        """Keep slots that :meth:`match` has just found from being evicted. Counted: two pins need two unpins. Raises
+        KeyError, and changes nothing, for a slot whose block cannot be found."""
+        if self._doomed and not self._doomed.isdisjoint(slots):
+            raise KeyError("a slot whose block was dropped")
         some = np.array(slots, np.int32)
-        self._policy.remove(some[self._all_pins[some] == 0])
+        self._policy.pinned(some[self._all_pins[some] == 0])
         np.add.at(self._all_pins, some, _ONE)
 
-    def unpin(self, slots: Sequence[int]) -> None:
-        """Undo one pin each. The slots count as just used; later ones go first, as in :meth:`publish`."""
+    def unpin(self, slots: Sequence[int], used: bool = True) -> None:
+        """Undo one pin each; later slots go first, as in :meth:`commit`."""
         some = np.array(slots, np.int32)
         np.subtract.at(self._all_pins, some, _ONE)
         left = self._all_pins[some]
@@ -224,33 +211,45 @@ class Pool:
             np.add.at(self._all_pins, some, _ONE)
             raise ValueError(f"slot {some[left < 0][0]} is not pinned")
         idle = some[left == 0]
+        if used and len(idle) < len(some):
+            # Another reader holds these. Should it release them without a use, they have been used all the same.
+            self._hit_while_pinned.update(set(some[left > 0].tolist()) - self._doomed)
         if self._doomed:
             each = dict.fromkeys(idle.tolist())  # free once, however often it is named
             gone = self._doomed.intersection(each)
             self._doomed -= gone
             self._free.extend(slot for slot in each if slot in gone)
             idle = np.array([slot for slot in each if slot not in gone], np.int32)
-        self._policy.add(idle[::-1])
+        if self._hit_while_pinned:
+            each = idle.tolist()
+            if used:
+                self._hit_while_pinned.difference_update(each)
+            elif hit := self._hit_while_pinned.intersection(each):
+                self._hit_while_pinned -= hit
+                self._policy.released([slot for slot in reversed(each) if slot in hit], used=True)
+                idle = np.array([slot for slot in each if slot not in hit], np.int32)
+        self._policy.released(idle[::-1], used)
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """These blocks have been used (found in a faster tier, say): the last of them is the first to go."""
         found = [slot for slot in map(self._published.get, keys) if slot is not None]
         some = np.array(found, np.int32)
-        self._policy.add(some[self._all_pins[some] == 0][::-1])
+        unpinned = self._all_pins[some] == 0
+        self._policy.hit(some[unpinned][::-1])
+        if not unpinned.all():
+            self._hit_while_pinned.update(some[~unpinned].tolist())
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
-    def drop(self, key: Key) -> bool:
-        """Make a published block unfindable at once (it turned out bad). True when there was one."""
-        return self.drop_many((key,)) == 1
-
-    def drop_many(self, keys: Iterable[Key]) -> int:
-        """Drop those of the blocks that are published and return how many there were; all are told of in one go."""
+    def drop(self, keys: Iterable[Key]) -> int:
         gone = self._forget(keys)
-        self._changed(gone, False)
-        if gone and self.on_gone is not None:
-            self.on_gone(gone)
+        self._gone(gone)
         return len(gone)
+
+    def _gone(self, keys: Sequence[Key]) -> None:
+        """These blocks were evicted or dropped."""
+        self._changed(keys, False)
+        if keys and self.journal is not None:
+            self.journal.remove(keys)
 
     def _forget(self, keys: Iterable[Key]) -> list[Key]:
         """Returns those that were published."""
@@ -264,14 +263,15 @@ class Pool:
             del self._keys[slot]
             if self._pins[slot]:
                 self._doomed.add(slot)
+                self._hit_while_pinned.discard(slot)
             else:
                 idle.append(slot)
-        self._policy.remove(idle)
+        self._policy.dropped(idle)
         self._free.extend(idle)
         return gone
 
     def clear(self) -> int:
-        """Drop every published block and return how many there were. Slots being written stay their writer's."""
+        """As :class:`Catalog` says. Slots that are being written stay their writer's."""
         gone = self._forget(list(self._published))
         self._changed(gone, False)
         return len(gone)
@@ -287,7 +287,6 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Slots that hold nothing."""
         return len(self._free)
 
     @property
@@ -305,12 +304,11 @@ class Pool:
 
     @property
     def pinned(self) -> int:
-        """Slots somebody is reading, findable or not."""
+        """Slots with a reader, findable or not."""
         return len(self._published) - len(self._policy) + len(self._doomed)
 
     @property
     def available(self) -> int:
-        """How many blocks :meth:`allocate` could take right now."""
         return len(self._free) + len(self._policy)
 
     def _key_at(self, slot: int) -> Key:

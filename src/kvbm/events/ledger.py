@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
+from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key
-from kvbm.core.pool import Pool
-from kvbm.plans import Tier
+from kvbm.plans import TierName
 
 Name = bytes  # what the engine's own events call a block
 
@@ -51,7 +51,7 @@ class Run(msgspec.Struct, eq=False, gc=False):
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """These blocks, each the parent of the next, can be found in the tier from now on."""
 
-    tier: Tier
+    tier: TierName
     names: Sequence[Name]
     parent: Name | None
     tokens: list[int]
@@ -62,7 +62,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 class Removed(msgspec.Struct, frozen=True, gc=False):
     """These blocks, in no particular order, can no longer be found in the tier."""
 
-    tier: Tier
+    tier: TierName
     names: Sequence[Name]
 
 
@@ -78,7 +78,7 @@ class _Book:
 
     __slots__ = ("arriving", "findable", "journal", "most", "pending", "tier", "untold")
 
-    def __init__(self, tier: Tier, pool: Pool) -> None:
+    def __init__(self, tier: TierName, pool: Catalog) -> None:
         self.tier = tier
         self.findable = pool.findable
         self.arriving = pool.arriving
@@ -129,7 +129,7 @@ class _Book:
 class Ledger:
     """Watches the pools from now on. What they hold already is owed."""
 
-    def __init__(self, pools: Mapping[Tier, Pool], block_size: int) -> None:
+    def __init__(self, pools: Mapping[TierName, Catalog], block_size: int) -> None:
         self._block_size = block_size
         self._runs: dict[Key, Run] = {}
         self._names: dict[Key, Name] = {}  # of blocks whose name is not their key
@@ -237,7 +237,7 @@ class Ledger:
             events.append(self._event(book.tier, run, first, last + 1))
             at += 1
 
-    def _event(self, tier: Tier, run: Run, first: int, end: int) -> Stored:
+    def _event(self, tier: TierName, run: Run, first: int, end: int) -> Stored:
         """Blocks ``first`` to ``end`` of a run."""
         tokens = run.tokens
         if isinstance(tokens, bytes):

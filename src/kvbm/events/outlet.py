@@ -14,22 +14,22 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import zmq
 
+from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key, Scope
-from kvbm.core.pool import Pool
 from kvbm.events.ledger import Ledger, Removed, Run, Stored
-from kvbm.plans import Tier
+from kvbm.plans import TierName
+from kvbm.tiers.registry import TIERS
 
 logger = logging.getLogger("kvbm")
 
 # As vLLM says them. Dynamo's router takes them for host memory, disk and what is further away.
-MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.OBJECT: "EXTERNAL"}
 MOST_WAITING = 100_000  # messages
 
 
 class Outlet:
     """Binds at once; raises zmq.ZMQError when it cannot."""
 
-    def __init__(self, pools: Mapping[Tier, Pool], block_size: int, rank: int = 0) -> None:
+    def __init__(self, pools: Mapping[TierName, Catalog], block_size: int, rank: int = 0) -> None:
         # A socket without a file: it disappears with the process.
         self.endpoint = f"ipc://@kvbm-events-{os.getpid()}-{rank}"
         self._block_size = block_size
@@ -72,7 +72,7 @@ class Outlet:
     def _translate(self, event: Stored | Removed) -> dict[str, object]:
         names = [_number(name) for name in event.names]
         if isinstance(event, Removed):
-            return {"type": "BlockRemoved", "block_hashes": names, "medium": MEDIA[event.tier]}
+            return {"type": "BlockRemoved", "block_hashes": names, "medium": TIERS[event.tier].medium}
         lora, salt = event.about
         told: dict[str, object] = {
             "type": "BlockStored",
@@ -80,7 +80,7 @@ class Outlet:
             "parent_block_hash": None if event.parent is None else _number(event.parent),
             "token_ids": event.tokens,
             "block_size": self._block_size,
-            "medium": MEDIA[event.tier],
+            "medium": TIERS[event.tier].medium,
         }
         if lora is not None:
             told["lora_name"] = lora

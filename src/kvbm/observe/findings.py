@@ -7,11 +7,11 @@ snapshot; the first that explains why nothing is gained is enough, as one cause 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from kvbm.observe.snapshot import (
-    DISK,
+    DEVICE,
     EVICTED,
-    HOST,
     LOADED,
     NEW,
     NOT_FOUND,
@@ -23,6 +23,7 @@ from kvbm.observe.snapshot import (
     TierState,
 )  # fmt: skip
 from kvbm.observe.words import seconds
+from kvbm.tiers.registry import NEAR, TIERS
 
 FEW_REQUESTS = 10  # before these, nothing can be said
 LITTLE = 0.02  # a hit rate below this is no gain
@@ -109,15 +110,15 @@ def _not_loaded(s: Snapshot) -> Finding | None:
             cure="Take KVBM_LOAD away, or set it to auto.",
         )
     speeds = ", ".join(f"{tier.tier} {tier.bytes_per_second / 1e9:.2g} GB/s" for tier in s.tiers)
-    slow = next((tier for tier in s.tiers if tier.tier == DISK and tier.measured), None)
-    where = "the disk" if slow else "what holds them"
+    slow = next((tier for tier in s.tiers if tier.tier != NEAR.name and tier.measured), None)
+    advice = TIERS[slow.tier].advice if slow is not None and slow.tier in TIERS else ""
     return Finding(
         name="slow-tier",
         level="bad" if slow else "note",
         text=f"{refused} blocks were found and not loaded: {reason}. Loads were measured at {speeds} a rank, prefill "
         f"at {s.saved.prefill_tokens_per_second:,.0f} tokens/s.",
-        cure=f"A faster place than {where}: put DYN_KVBM_DISK_CACHE_DIR on local NVMe, or give the host tier more "
-        "memory (DYN_KVBM_CPU_CACHE_GB). `kvbm doctor` measures both.",
+        cure=f"Make the slow tier faster{f' ({advice})' if advice else ''}, or give the {NEAR.name} tier more memory "
+        f"({NEAR.size_setting}). `kvbm doctor` measures both.",
     )
 
 
@@ -127,14 +128,14 @@ def _evicted(s: Snapshot) -> Finding | None:
     if not evicted or evicted < MANY_MISSED * sum(s.missed.values()):
         return None
     last = s.tiers[-1]
-    setting = "DYN_KVBM_DISK_CACHE_GB" if last.tier == DISK else "DYN_KVBM_CPU_CACHE_GB"
-    more = " Or add a disk tier: DYN_KVBM_DISK_CACHE_GB." if last.tier == HOST else ""
+    larger = next((tier for tier in TIERS.values() if tier.staged), None) if last.tier == NEAR.name else None
+    more = f" Or add a {larger.name} tier: {larger.size_setting}." if larger is not None else ""
     return Finding(
         name="tier-too-small",
         level="bad",
         text=f"{evicted} of {sum(s.missed.values())} lookups missed a block that had been kept and was evicted: the "
         f"{last.tier} tier ({_size(last)}) is too small for what comes back.",
-        cure=f"Raise {setting}.{more}",
+        cure=f"Raise {_size_setting(last)}.{more}",
     )
 
 
@@ -187,52 +188,52 @@ def _slower(s: Snapshot) -> Finding | None:
     )
 
 
-def _host_smaller_than_device(s: Snapshot) -> Finding | None:
+def _smaller_than_device(s: Snapshot) -> Finding | None:
     first = s.tiers[0] if s.tiers else None
     if first is None or first.slots >= s.identity.engine_blocks:
         return None
     needed = s.identity.engine_blocks * s.identity.block_bytes / 1e9
-    setting = "DYN_KVBM_CPU_CACHE_GB" if first.tier == HOST else "DYN_KVBM_DISK_CACHE_GB"
     return Finding(
         name=f"{first.tier}-smaller-than-device",
         level="bad",
         text=f"The {first.tier} tier ({_size(first)}) is smaller than the engine's own cache ({needed:.2f} GB): it "
         "forgets before the engine does.",
-        cure=f"Set {setting} to at least {needed:.2f}, better several times that.",
+        cure=f"Set {_size_setting(first)} to at least {needed:.2f}, better several times that.",
     )
 
 
-def _disk_smaller_than_host(s: Snapshot) -> Finding | None:
-    host, disk = _tier(s, HOST), _tier(s, DISK)
-    if host is None or disk is None or disk.slots >= host.slots:
-        return None
-    return Finding(
-        name="disk-smaller-than-host",
-        level="bad",
-        text=f"The disk tier ({_size(disk)}) is smaller than the host tier ({_size(host)}): it holds nothing that the "
-        "host does not.",
-        cure=f"Set DYN_KVBM_DISK_CACHE_GB to at least {host.slots * host.block_bytes / 1e9:.2f}.",
-    )
+def _smaller_than_the_one_above(s: Snapshot) -> Finding | None:
+    for above, tier in pairwise(s.tiers):
+        if 0 < tier.slots < above.slots:
+            return Finding(
+                name=f"{tier.tier}-smaller-than-{above.tier}",
+                level="bad",
+                text=f"The {tier.tier} tier ({_size(tier)}) is smaller than the {above.tier} tier ({_size(above)}): it "
+                f"holds nothing that the {above.tier} tier does not.",
+                cure=f"Set {_size_setting(tier)} to at least {above.slots * above.block_bytes / 1e9:.2f}.",
+            )
+    return None
 
 
 def _filtered(s: Snapshot) -> Finding | None:
-    """The disk is empty because the filter lets nothing through."""
-    disk = _tier(s, DISK)
-    filtered = sum(count for reason, count in s.refused_blocks.items() if "filter" in reason)
-    if disk is None or not filtered or disk.slots - disk.free > 0.1 * filtered:
-        return None
-    return Finding(
-        name="disk-filter",
-        level="note",
-        text=f"The disk tier is nearly empty: its filter has held back {filtered} blocks that were used only once.",
-        cure="That spares the SSD. If prompts come back only after the host has forgotten them, set "
-        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=1.",
-    )
+    """A tier is empty because its admission filter admits nothing."""
+    for tier in s.tiers:
+        filtered = s.refused_blocks.get(f"{tier.tier} filter", 0)
+        if filtered and tier.slots - tier.free <= 0.1 * filtered:
+            return Finding(
+                name=f"{tier.tier}-filter",
+                level="note",
+                text=f"The {tier.tier} tier is nearly empty: its filter has held back {filtered} blocks that were used "
+                "only once.",
+                cure="This reduces wear of the SSD. If prompts come back only after the tier above has evicted them, "
+                "set DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=1.",
+            )
+    return None
 
 
 def _overrun(s: Snapshot) -> Finding | None:
     refused = s.refused_blocks.get("queue full", 0)
-    stored = sum(flow.blocks for flow in s.flows if flow.target != "device")
+    stored = sum(flow.blocks for flow in s.flows if flow.target != DEVICE)
     if refused < 0.05 * (stored + refused) or not refused:
         return None
     return Finding(
@@ -247,12 +248,12 @@ _NO_GAIN: tuple[Callable[[Snapshot], Finding | None], ...] = (
     _too_early, _not_loaded, _short, _on_device, _evicted, _no_repeats, _little,
 )  # fmt: skip
 _TROUBLES: tuple[Callable[[Snapshot], Finding | None], ...] = (
-    _failures, _slower, _host_smaller_than_device, _disk_smaller_than_host, _filtered, _overrun,
+    _failures, _slower, _smaller_than_device, _smaller_than_the_one_above, _filtered, _overrun,
 )  # fmt: skip
 
 
-def _tier(s: Snapshot, name: str) -> TierState | None:
-    return next((tier for tier in s.tiers if tier.tier == name), None)
+def _size_setting(tier: TierState) -> str:
+    return TIERS[tier.tier].size_setting if tier.tier in TIERS else "its size"
 
 
 def _size(tier: TierState) -> str:

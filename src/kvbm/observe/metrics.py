@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from kvbm.observe.snapshot import DEVICE, DISK, HOST, OBJECT, Flow, Snapshot
+from kvbm.observe.snapshot import DEVICE, Flow, Snapshot
+from kvbm.tiers.base import Tier
+from kvbm.tiers.registry import TIERS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,10 +39,14 @@ def _by_name(read: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snaps
     return lambda snapshot: [((name,), value) for name, value in list(read(snapshot).items())]
 
 
-def _flow(source: str, target: str) -> Callable[[Snapshot], Series]:
+def _flow(
+    source: str, target: str, figure: Callable[[Flow], float] = lambda flow: flow.blocks
+) -> Callable[[Snapshot], Series]:
+    """A figure of the flow from one place to another; an empty source stands for any."""
+
     def read(snapshot: Snapshot) -> Series:
-        blocks = (flow.blocks for flow in snapshot.flows if (flow.source, flow.target) == (source, target))
-        return [((), sum(blocks))]
+        flows = (flow for flow in snapshot.flows if flow.target == target and source in ("", flow.source))
+        return [((), sum(map(figure, flows)))]
 
     return read
 
@@ -55,29 +61,37 @@ def _slots(snapshot: Snapshot) -> Iterator[tuple[Labels, float]]:
             yield (tier.tier, state), getattr(tier, state)
 
 
+def _upstream(tier: Tier) -> Iterator[Metric]:
+    """The metrics of a tier under the names that existing dashboards know."""
+    for ending, source in tier.offload_metrics.items():
+        way = f"from {source} to {tier.name}" if source else f"to {tier.name}"
+        yield Metric(f"kvbm_offload_blocks_{ending}", "counter", f"Blocks offloaded {way}", _flow(source, tier.name))
+    yield Metric(
+        f"kvbm_onboard_blocks_{tier.onboard_metric}",
+        "counter",
+        f"Blocks onboarded from {tier.name} to {DEVICE}",
+        _flow(tier.name, DEVICE),
+    )
+    yield Metric(
+        f"kvbm_{tier.name}_cache_hit_rate",
+        "gauge",
+        f"Part of the latest requests' blocks that the {tier.name} tier had (0 to 1)",
+        _one(lambda s: s.hit_rates.rate(tier.name)),
+    )
+    if tier.counts_failures:
+        for what, source, target in (("read", tier.name, DEVICE), ("write", "", tier.name)):
+            yield Metric(
+                f"kvbm_{tier.name}_{what}_failures",
+                "counter",
+                f"Blocks that could not be {'read from' if what == 'read' else 'written to'} the {tier.name} tier",
+                _flow(source, target, lambda flow: flow.failed_blocks),
+            )
+
+
 _UPSTREAM = (
     Metric("kvbm_matched_tokens", "counter", "Tokens found in KVBM's tiers beyond the engine's own cache, and loaded",
            _one(lambda s: s.matched_tokens)),
-    Metric("kvbm_offload_blocks_d2h", "counter", "Blocks offloaded from device to host", _flow(DEVICE, HOST)),
-    Metric("kvbm_offload_blocks_h2d", "counter", "Blocks offloaded from host to disk", _flow(HOST, DISK)),
-    Metric("kvbm_offload_blocks_d2d", "counter", "Blocks offloaded from device to disk, past the host",
-           _flow(DEVICE, DISK)),
-    Metric("kvbm_offload_blocks_d2o", "counter", "Blocks offloaded to the object store",
-           lambda s: [((), sum(flow.blocks for flow in s.flows if flow.target == OBJECT))]),
-    Metric("kvbm_onboard_blocks_h2d", "counter", "Blocks onboarded from host to device", _flow(HOST, DEVICE)),
-    Metric("kvbm_onboard_blocks_d2d", "counter", "Blocks onboarded from disk to device", _flow(DISK, DEVICE)),
-    Metric("kvbm_onboard_blocks_o2d", "counter", "Blocks onboarded from the object store to device",
-           _flow(OBJECT, DEVICE)),
-    Metric("kvbm_host_cache_hit_rate", "gauge", "Part of the latest requests' blocks that the host tier had (0 to 1)",
-           _one(lambda s: s.hit_rates.rate(HOST))),
-    Metric("kvbm_disk_cache_hit_rate", "gauge", "Part of the latest requests' blocks that the disk tier had (0 to 1)",
-           _one(lambda s: s.hit_rates.rate(DISK))),
-    Metric("kvbm_object_cache_hit_rate", "gauge", "Part of the latest requests' blocks that the object store had (0 to "
-           "1)", _one(lambda s: s.hit_rates.rate(OBJECT))),
-    Metric("kvbm_object_read_failures", "counter", "Blocks that could not be read from the object store",
-           _one(lambda s: s.object_read_failures)),
-    Metric("kvbm_object_write_failures", "counter", "Blocks that could not be written to the object store",
-           _one(lambda s: s.object_write_failures)),
+    *(metric for tier in TIERS.values() if tier.onboard_metric for metric in _upstream(tier)),
 )  # fmt: skip
 
 _WAY = ("source", "target")

@@ -28,7 +28,7 @@ from kvbm.observe.snapshot import (
     Request,
     Saved,
 )  # fmt: skip
-from kvbm.plans import LoadPlan, StorePlan, Tier
+from kvbm.plans import LoadPlan, StorePlan, TierName
 
 # Shown on the page and in `kvbm top`; a request takes about half a kilobyte here.
 LATEST = 256
@@ -49,7 +49,7 @@ class Admission(NamedTuple):
     device_tokens: int
     looked_up: int  # blocks that were asked for
     missing: bytes | None  # the key at which the lookup ended; None when all of them were found
-    found: Mapping[Tier, int]
+    found: Mapping[TierName, int]
     loaded: int
     block_tokens: int
     outcome: str = NOT_FOUND
@@ -64,7 +64,7 @@ def looked_up(
     request: str, prompt_tokens: int, device_tokens: int, limit: int, found: Match, loaded: int, block_tokens: int
 ) -> Admission:
     """Of a request whose blocks were looked up as far as block ``limit``."""
-    tiers: dict[Tier, int] = {}
+    tiers: dict[TierName, int] = {}
     for tier, slots in found.runs:
         tiers[tier] = tiers.get(tier, 0) + len(slots)
     end = found.start + sum(tiers.values())
@@ -137,8 +137,8 @@ class RequestLog:
         self.missed = dict.fromkeys((NEW, EVICTED), 0)
         self.lookups = 0
         self.looked_up_blocks = 0
-        self.failed_loads: Counter[Tier] = Counter()
-        self.failed_stores: Counter[Tier] = Counter()
+        self.failed_loads: Counter[TierName] = Counter()
+        self.failed_stores: Counter[TierName] = Counter()
         self.loads = 0  # whose time is known
         self.saved_seconds = 0.0
         self.lost_seconds = 0.0
@@ -147,9 +147,9 @@ class RequestLog:
         self._latest: deque[_Entry] = deque(maxlen=latest)
         self._running: dict[str, _Entry] = {}  # by request, from the first time it was let in until it is over
         self._loading: dict[int, _Entry] = {}  # by plan
-        self._window: deque[tuple[int, dict[Tier, int]]] = deque(maxlen=window)
+        self._window: deque[tuple[int, dict[TierName, int]]] = deque(maxlen=window)
         self._blocks = 0
-        self._hits: Counter[Tier] = Counter()
+        self._hits: Counter[TierName] = Counter()
 
     def admitted(self, admission: Admission, plan_id: int | None = None) -> None:
         """``plan_id``: of the load that was planned for it."""
@@ -197,14 +197,14 @@ class RequestLog:
 
     def loaded(self, plan: LoadPlan, seconds: float, bad: set[int]) -> None:
         self.changes += 1
-        blocks: Counter[Tier] = Counter()
+        blocks: Counter[TierName] = Counter()
         at = 0
         for copy in plan.copies:
             blocks[copy.tier] += len(copy.slots)
             if bad:
                 self.failed_loads[copy.tier] += sum(position in bad for position in range(at, at + len(copy.slots)))
             at += len(copy.slots)
-        named = {tier.name.lower(): count for tier, count in blocks.items()}
+        named = dict(blocks)
         self.record.add("load", plan=plan.id, request=plan.request, blocks=named, seconds=seconds, bad=len(bad))
         entry = self._loading.pop(plan.id, None)
         if entry is None:
@@ -230,9 +230,9 @@ class RequestLog:
         tier, blocks = plan.copy.tier, len(plan.copy.blocks)
         if not ok:
             self.failed_stores[tier] += blocks
-        self.record.add("store", plan=plan.id, tier=tier.name.lower(), blocks=blocks, seconds=seconds, ok=ok)
+        self.record.add("store", plan=plan.id, tier=tier, blocks=blocks, seconds=seconds, ok=ok)
 
-    def _count(self, blocks: int, hits: dict[Tier, int]) -> None:
+    def _count(self, blocks: int, hits: dict[TierName, int]) -> None:
         if len(self._window) == self._window.maxlen:
             old_blocks, old_hits = self._window[0]
             self._blocks -= old_blocks
@@ -244,7 +244,7 @@ class RequestLog:
     # -- for any thread -----------------------------------------------------------------------------------------------
 
     def hit_rates(self) -> HitRates:
-        hits = {tier.name.lower(): blocks for tier, blocks in self._hits.copy().items() if blocks}
+        hits = {tier: blocks for tier, blocks in self._hits.copy().items() if blocks}
         return HitRates(requests=len(self._window), blocks=self._blocks, hits=hits)
 
     def saved(self, prefill_tokens_per_second: float, measured: bool) -> Saved:
@@ -264,7 +264,7 @@ class RequestLog:
 
 
 def _tokens(admission: Admission) -> dict[str, int]:
-    return {tier.name.lower(): blocks * admission.block_tokens for tier, blocks in admission.found.items()}
+    return {tier: blocks * admission.block_tokens for tier, blocks in admission.found.items()}
 
 
 def _public(entry: _Entry) -> Request:

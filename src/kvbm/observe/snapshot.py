@@ -12,10 +12,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from kvbm.plans import DEVICE
+
+__all__ = ["DEVICE", "Finding", "Flow", "HitRates", "Identity", "Request", "Saved", "Snapshot", "Source", "TierState"]
+
 # Raised when a field changes its meaning or goes; `kvbm top` and `kvbm doctor` look at engines of other releases.
 FORMAT = 1
-
-DEVICE, HOST, DISK, OBJECT = "device", "host", "disk", "object"
 
 # What becomes of a lookup, as a label.
 LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED = (
@@ -135,8 +137,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, int]  # requests by what became of them
     missed: dict[str, int]  # lookups that ended at a block which is "new", or was kept once and "evicted"
     failures: dict[str, int]  # by reason
-    object_read_failures: int
-    object_write_failures: int
     saved: Saved
     record_dropped: int = 0  # lines that the record had no room for
     requests: list[Request] = []  # the latest, newest first

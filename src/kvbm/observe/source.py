@@ -5,27 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from kvbm.core.cost import CostModel
 from kvbm.observe.requests import RequestLog
 from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, TierState
-from kvbm.plans import LoadPlan, Tier
+from kvbm.plans import LoadPlan, TierName
 from kvbm.runtime.leader import Leader
 
-# Kinds of failures that are told apart: every one of them is a time series for good.
-_MOST_KINDS = 32
+# Kinds of failures that are told apart: each becomes a time series.
+_MAX_KINDS = 32
 _OTHER = "other"
-
-Number = TypeVar("Number", int, float)
 
 
 class LeaderSource:
-    """Reads a leader's books from any thread, as they are.
+    """Reads a leader's numbers from any thread, while its own thread changes them.
 
-    Single numbers are read in one go; dicts are copied before they are walked through, which the interpreter does in
-    one go too. ``leader``: gives the one in charge, None once it has been let go of; what it had counted stays counted.
-    ``failures``: reason -> how often.
+    The interpreter reads a number and copies a dict atomically; dicts are copied before they are walked through.
+    ``leader``: returns the leader, or None once KVBM is disabled; its counts stay. ``failures``: reason -> how often.
     """
 
     def __init__(
@@ -58,15 +54,13 @@ class LeaderSource:
             lookups=log.lookups,
             looked_up_blocks=log.looked_up_blocks,
             matched_tokens=counts.matched_tokens,
-            matched_blocks=_named(counts.matched_blocks),
+            matched_blocks=dict(counts.matched_blocks),
             hit_rates=log.hit_rates(),
             refused_blocks=_refused(leader),
             refused_loads=dict(counts.refused_load_blocks),
             outcomes=dict(log.outcomes),
             missed=dict(log.missed),
             failures=kinds(self._failures),
-            object_read_failures=log.failed_loads[Tier.OBJECT],
-            object_write_failures=log.failed_stores[Tier.OBJECT],
             saved=log.saved(cost.prefill_tokens_per_second, cost.prefill_is_measured),
             record_dropped=log.record.dropped,
             requests=log.latest(requests),
@@ -74,19 +68,19 @@ class LeaderSource:
 
     def _tiers(self, leader: Leader) -> list[TierState]:
         states = []
-        for tier, pool in leader.manager.pools.items():
-            free, writing, pinned = pool.free, pool.writing, pool.pinned
+        for tier, catalog in leader.manager.catalogs.items():
+            free, writing, pinned = catalog.free, catalog.writing, catalog.pinned
             states.append(
                 TierState(
-                    tier=_name(tier),
-                    slots=pool.size,
+                    tier=tier,
+                    slots=catalog.size,
                     free=free,
                     writing=writing,
-                    # Not what the pool says: read at another moment, it would not add up.
-                    idle=max(0, pool.size - free - writing - pinned),
+                    # Derived, so that the four add up although each was read at another moment.
+                    idle=max(0, catalog.size - free - writing - pinned),
                     pinned=pinned,
                     block_bytes=self.identity.block_bytes,
-                    evictions=pool.evictions,
+                    evictions=catalog.evictions,
                     bytes_per_second=self._cost.rate(tier).bytes_per_second,
                     measured=self._cost.is_measured(tier),
                 )
@@ -94,25 +88,24 @@ class LeaderSource:
         return states
 
     def _flows(self, leader: Leader) -> list[Flow]:
-        """Every way that blocks can go, also those that none has gone yet: a dashboard needs its zeros."""
+        """Every way that blocks can go, also those that no block has gone yet: a dashboard needs its zeros."""
         counts, log = leader.counts, self._log
-        loading: Counter[Tier] = Counter()
-        storing: Counter[Tier] = Counter()
+        loading: Counter[TierName] = Counter()
+        storing: Counter[TierName] = Counter()
         for plan in leader.under_way():
             if isinstance(plan, LoadPlan):
                 for copy in plan.copies:
                     loading[copy.tier] += len(copy.slots)
             else:
                 storing[plan.copy.tier] += len(plan.copy.slots)
-        target = next(iter(leader.manager.pools))
+        target = leader.manager.near_tier
         size = self.identity.block_bytes
         flows = []
-        spills = leader.spills
-        if spills is None or not spills.bypass:
+        if not any(edge.bypass for edge in leader.edges):
             flows.append(
                 Flow(
                     source=DEVICE,
-                    target=_name(target),
+                    target=target,
                     blocks=counts.offloaded_blocks,
                     bytes=counts.offloaded_blocks * size,
                     seconds=counts.stored_seconds.get(target, 0.0),
@@ -120,23 +113,24 @@ class LeaderSource:
                     queued_blocks=storing[target],
                 )
             )
-        if spills is not None:
+        for edge in leader.edges:
+            blocks = counts.moved_blocks.get(edge.target, 0)
             flows.append(
                 Flow(
-                    source=DEVICE if spills.bypass else _name(target),
-                    target=_name(Tier.DISK),
-                    blocks=counts.spilled_blocks,
-                    bytes=counts.spilled_blocks * size,
-                    seconds=counts.stored_seconds.get(Tier.DISK, 0.0),
-                    failed_blocks=counts.failed_spill_blocks,
-                    queued_blocks=spills.pending_blocks,
+                    source=DEVICE if edge.bypass else edge.source,
+                    target=edge.target,
+                    blocks=blocks,
+                    bytes=blocks * size,
+                    seconds=counts.stored_seconds.get(edge.target, 0.0),
+                    failed_blocks=counts.failed_move_blocks.get(edge.target, 0),
+                    queued_blocks=edge.pending_blocks,
                 )
             )
-        for tier in leader.manager.pools:
+        for tier in leader.manager.catalogs:
             blocks = counts.onboarded_blocks.get(tier, 0)
             flows.append(
                 Flow(
-                    source=_name(tier),
+                    source=tier,
                     target=DEVICE,
                     blocks=blocks,
                     bytes=blocks * size,
@@ -150,18 +144,10 @@ class LeaderSource:
 
 def _refused(leader: Leader) -> dict[str, int]:
     refused = {"queue full": leader.counts.refused_store_blocks}
-    if leader.spills is not None:
-        refused["disk queue full"] = leader.counts.refused_spill_blocks
-        refused["disk filter"] = leader.counts.filtered_spill_blocks
+    for edge in leader.edges:
+        refused[f"{edge.target} queue full"] = leader.counts.refused_move_blocks.get(edge.target, 0)
+        refused[f"{edge.target} filter"] = leader.counts.filtered_move_blocks.get(edge.target, 0)
     return refused
-
-
-def _name(tier: Tier) -> str:
-    return tier.name.lower()
-
-
-def _named(figures: Mapping[Tier, Number]) -> dict[str, Number]:
-    return {_name(tier): figure for tier, figure in dict(figures).items()}
 
 
 def kinds(failures: Mapping[str, int]) -> dict[str, int]:
@@ -170,5 +156,5 @@ def kinds(failures: Mapping[str, int]) -> dict[str, int]:
     for reason, times in dict(failures).items():
         parts = reason.split(": ")
         kind = ": ".join(parts[: 3 if parts[0].startswith("rank ") else 2])
-        found[kind if kind in found or len(found) < _MOST_KINDS else _OTHER] += times
+        found[kind if kind in found or len(found) < _MAX_KINDS else _OTHER] += times
     return dict(found)

@@ -33,9 +33,10 @@ import msgspec
 
 from kvbm.forks import close_in_children
 from kvbm.pacing import Bucket
-from kvbm.plans import Tier
+from kvbm.plans import DEVICE
 from kvbm.runtime.leader import Leader
 from kvbm.storage.directory import OVERFLOW_UID, maps_every_user
+from kvbm.tiers import registry
 
 logger = logging.getLogger("kvbm")
 
@@ -46,12 +47,6 @@ MAX_ADDRESSES = 1000
 CONNECTION_SECONDS = 5.0  # from the first byte of a connection to its last; the next client waits no longer than that
 ORDERS_A_SECOND, ORDER_BURST = 10, 10
 REST = 9  # orders take at most a tenth of the time
-
-# Both our words and upstream's numbers.
-TIERS = {
-    "device": Tier.DEVICE, "g1": Tier.DEVICE, "host": Tier.HOST, "g2": Tier.HOST, "disk": Tier.DISK, "g3": Tier.DISK,
-    "object": Tier.OBJECT, "g4": Tier.OBJECT,
-}  # fmt: skip
 
 
 class OrderError(ValueError):
@@ -98,25 +93,24 @@ class Controller:
         pools = {}
         if self._engine_blocks is not None:
             every, free = self._engine_blocks()
-            pools["device"] = {"active_blocks": every - free, "inactive_blocks": 0, "empty_blocks": free}
-        for tier, pool in leader.manager.pools.items():
-            active, empty = pool.pinned + pool.writing, pool.free
-            pools[tier.name.lower()] = {
+            pools[DEVICE] = {"active_blocks": every - free, "inactive_blocks": 0, "empty_blocks": free}
+        for tier, catalog in leader.manager.catalogs.items():
+            active, empty = catalog.pinned + catalog.writing, catalog.free
+            pools[tier] = {
                 "active_blocks": active,
-                "inactive_blocks": max(0, pool.size - active - empty),
+                "inactive_blocks": max(0, catalog.size - active - empty),
                 "empty_blocks": empty,
             }
         return pools
 
     def _reset(self, leader: Leader, order: dict[str, Any]) -> dict[str, Any]:
-        pools = leader.manager.pools
-        tiers = list(pools)
+        catalogs = leader.manager.catalogs
+        tiers = list(catalogs)
         if (name := order.get("tier")) is not None:
-            tier = TIERS.get(str(name).lower())
-            if tier is None or tier not in pools:
-                had = ", ".join(each.name.lower() for each in pools)
-                hint = "; the engine's own cache is reset by the engine" if tier is Tier.DEVICE else ""
-                raise OrderError(f"tier={name!r}: expected one of {had}{hint}")
+            tier = registry.resolve(str(name))
+            if tier not in catalogs:
+                hint = "; the engine's own cache is reset by the engine" if tier == DEVICE else ""
+                raise OrderError(f"tier={name!r}: expected one of {', '.join(catalogs)}{hint}")
             tiers = [tier]
         if (blocks := order.get("blocks")) is None:
             return {"reset_blocks": sum(leader.forget(tier) for tier in tiers)}
@@ -126,7 +120,7 @@ class Controller:
         endings = {block.to_bytes(8, "big") for block in wanted}
         found: set[int] = set()
         for tier in tiers:
-            keys = [key for key in pools[tier].findable if key[-8:] in endings]
+            keys = [key for key in catalogs[tier].findable if key[-8:] in endings]
             leader.forget(tier, keys)
             found.update(int.from_bytes(key[-8:], "big") for key in keys)
         return {

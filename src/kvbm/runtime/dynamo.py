@@ -21,7 +21,8 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from kvbm.runtime.control import TIERS, OrderError, ask
+from kvbm.runtime.control import OrderError, ask
+from kvbm.tiers import registry
 
 logger = logging.getLogger("kvbm")
 
@@ -47,11 +48,10 @@ class BlockManagerClient:
 
     async def status(self, level: str) -> dict[str, int]:
         pools = (await self._ask({"do": "status"}))["pools"]
-        tier = TIERS.get(level.lower())
-        name = "" if tier is None else tier.name.lower()
-        if name not in pools:
+        tier = registry.resolve(level)
+        if tier not in pools:
             raise OrderError(f"level={level!r}: expected one of {', '.join(pools)}")
-        return dict(pools[name])
+        return dict(pools[tier])
 
     async def reset_pool(self, level: str) -> int:
         return int((await self._ask({"do": "reset", "tier": level}))["reset_blocks"])

@@ -11,15 +11,13 @@ what they have compared, and nothing is taken over unless that is what the leade
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvbm.config import Config
-from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
-from kvbm.plans import Hello, StorePlan, Tier
+from kvbm.plans import Hello
 from kvbm.storage.bounded import Call, reason_of
 from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.kept import DIRECTORY_SETTING, digest, rows_of
@@ -32,25 +30,23 @@ class KeptHost:
     """Part of the leader: called from its thread, never waits."""
 
     def __init__(self, manager: BlockManager, index: Index) -> None:
-        self._manager = manager
         self._index = index
-        self._keeping = True  # False: what this engine stores from now on is not for the next
-        self._verdicts: dict[int, bool] = {}
-        manager.keeps_first = True
-        manager.pools[Tier.HOST].on_gone = index.remove
+        manager.tags_stores = True
+        manager.near.journal = index
 
     @classmethod
     def open(
         cls, config: Config, hellos: Sequence[Hello], cache: Fingerprint, manager: BlockManager
     ) -> KeptHost | None:
         """Take over what is there from before. None, with a sentence, when host memory ends with this engine."""
-        if not all(hello.kept for hello in hellos):
+        near = [hello.tiers[0] for hello in hellos]
+        if not all(tier.intact for tier in near):
             return None  # a rank that does not keep its own has said why
         name = common_fingerprint(cache, (hello.layout for hello in hellos))
         if name is None:
             logger.warning("the host tier is not persistent: the ranks have layers of different kinds")
             return None
-        pool = manager.pools[Tier.HOST]
+        pool = manager.near
         directory = cache_directory(config.host_persist_dir, name)
         about: dict[str, str | int] = {
             "ranks": len(hellos),
@@ -61,7 +57,7 @@ class KeptHost:
         except Exception as error:
             logger.warning("the host tier is not persistent: %s", reason_of(error))
             return None
-        if any(hello.compared != digest(directory, rows, hello.slots[Tier.HOST]) for hello in hellos):
+        if any(tier.index != digest(directory, rows, tier.slots) for tier in near):
             logger.warning(
                 "the host tier is not persistent: a rank has compared its memory with another index than that in %s: "
                 "the ranks do not see the same directory",
@@ -88,7 +84,7 @@ class KeptHost:
             return None
         try:
             # The stages of a pipeline may have room for more slots than are used: those that all have count.
-            bits = [np.unpackbits(np.frombuffer(hello.kept, np.uint8), count=pool.size) for hello in hellos]
+            bits = [np.unpackbits(np.frombuffer(tier.intact, np.uint8), count=pool.size) for tier in near]
             whole = np.logical_and.reduce(bits)
             compared = {(key, slot) for slot, key in rows if slot < pool.size and whole[slot]}
             entries = list(index.entries())
@@ -105,36 +101,5 @@ class KeptHost:
             index.close()
             return None
 
-    def settled(self, plan: StorePlan, keys: Sequence[Key]) -> None:
-        """A store is over. ``keys``: the blocks that have become findable; none when it was forgotten."""
-        self._verdicts[plan.id] = bool(keys)
-        if keys and self._keeping:
-            self._index.put(list(zip(keys, plan.copy.slots, strict=True)))
-
-    def take_verdicts(self) -> dict[int, bool]:
-        """What the ranks have to be told. The caller must deliver it to every one of them."""
-        verdicts, self._verdicts = self._verdicts, {}
-        return verdicts
-
-    def touch(self, keys: Sequence[Key]) -> None:
-        """These blocks count as used by now: tell whoever starts after us."""
-        if self._keeping:
-            here = self._manager.pools[Tier.HOST]
-            if known := [key for key in keys if key in here]:
-                self._index.touch(known)
-
-    def reset(self) -> None:
-        """Everything is forgotten, because the weights may have changed: see :meth:`kvbm.runtime.spills.Spills.reset`.
-        What is stored from now on bears another seal, and this engine keeps nothing more for the next."""
-        self._manager.seal = os.urandom(8)
-        self._manager.pools[Tier.HOST].on_gone = None
-        self._keeping = False
-        self._index.clear()
-
     def close(self) -> None:
         self._index.close()
-
-    @property
-    def owes(self) -> bool:
-        """The ranks have not been told everything."""
-        return bool(self._verdicts)

@@ -1,27 +1,30 @@
-"""The leader: decides for all ranks, believes only what all ranks have confirmed.
+"""The leader: decides for all ranks, and believes only what all ranks have confirmed.
 
-Lives in the engine's scheduler process and is called from its one thread. It owns the block manager, hands out plans
+The leader lives in the engine's scheduler process, and one thread calls it. It owns the block manager, hands out plans
 and collects reports; it never touches a byte and never waits. Three rules keep wrong KV out:
 
 - a store is published when every rank has confirmed it, and never if one rank has failed;
-- a block whose load failed on any rank is dropped, so nobody finds it again;
-- a failed load taints every store still under way: a forward pass may have computed on what did not arrive, and its
-  results must not be kept under a good key. Ranks answer in any order, so a store that was planned beside a load of
+- a block whose load failed on any rank is dropped, so no lookup finds it again;
+- a failed load taints every store still under way: a forward pass may have computed on blocks that did not arrive, and
+  its results must not be kept under a good key. Ranks answer in any order, so a store that was planned beside a load of
   the same step is not published before that load is over.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from kvbm.core.breaker import Breaker
 from kvbm.core.cost import CostModel
+from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
-from kvbm.plans import LoadPlan, LoadResult, Report, SpillPlan, StorePlan, Tier
-from kvbm.runtime.counts import Counts
-from kvbm.runtime.kept import KeptHost
-from kvbm.runtime.spills import Spills
+from kvbm.core.policy.admission import AdmissionRule
+from kvbm.plans import LoadPlan, LoadResult, MovePlan, Report, StorePlan, TierName
+from kvbm.tiers.edges import Edge
 
 __all__ = ["Counts", "Leader"]
 
@@ -36,7 +39,7 @@ class Watcher(Protocol):
 
 
 class _Load:
-    """A load on its way: which ranks have not answered yet, and what went wrong so far."""
+    """A load on its way: which ranks have not answered yet, and which blocks did not arrive so far."""
 
     __slots__ = ("absent", "bad", "keep", "late", "missed", "plan", "ranks", "seconds", "tier_seconds")
 
@@ -45,16 +48,19 @@ class _Load:
         self.ranks = set(range(ranks))
         self.bad: set[int] = set()
         self.missed: dict[int, list[int]] = {}  # by rank, as it said last
-        self.absent: set[int] = set()  # what the engine was told not to count on
-        self.late: set[int] = set()  # ranks that still write to the host slots
-        self.keep = True  # what comes from a slower tier may stay in host memory
+        self.absent: set[int] = set()  # positions that the engine was told not to count on
+        self.late: dict[int, list[TierName]] = {}  # by rank: tiers that still write to the near slots
+        self.keep = True  # blocks of staged tiers may stay in the near one
         self.seconds = 0.0  # of the slowest rank
-        self.tier_seconds: dict[Tier, float] = {}
+        self.tier_seconds: dict[TierName, float] = {}
 
     def take_in(self, rank: int, result: LoadResult) -> None:
         self.bad.update(result.bad)
         self.missed[rank] = result.missed
-        (self.late.add if result.late else self.late.discard)(rank)
+        if result.late:
+            self.late[rank] = result.late
+        else:
+            self.late.pop(rank, None)
 
 
 class _Store:
@@ -71,7 +77,7 @@ class _Store:
 
 
 class Leader:
-    """``block_bytes``: bytes of a block on each rank, and ``cost``: whom to tell what loads took, both if known.
+    """``block_bytes``: bytes of a block on each rank, if known. ``cost`` learns how long loads took.
 
     ``watcher`` hears of every plan that has ended.
     ``kept_bytes``: bytes of a block that all ranks together write; fewer than they have where some keep one copy.
@@ -98,19 +104,20 @@ class Leader:
         self._max_pending = max_pending_blocks
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
-        # Loads that are over for the engine, while some rank's disk still owes it a read.
+        # Loads that are over for the engine, while a tier still owes some rank a read.
         self._late: dict[int, _Load] = {}
-        self.spills: Spills | None = None  # where there is a disk
-        self.kept: KeptHost | None = None  # where host memory outlives the engine
+        self.edges: list[Edge] = []
+        self.breakers = {tier: Breaker() for tier in manager.catalogs if tier != manager.near_tier}
+        # Stores that are over, and whether they were good: for the workers of a near tier that outlives the engine.
+        self._verdicts: dict[int, bool] = {}
         # Loads under way whose blocks the current forward pass computes on.
         self._in_step: set[int] = set()
         self._tainted: set[int] = set()
         self._pending_blocks = 0
-        # Engine block -> the store that is reading it. Blocks may be freed and reused while the copy runs; whoever
-        # writes them next is told to wait for exactly that copy.
+        # Engine block -> the store that is reading it. Blocks may be freed and reused while the copy runs; the step or
+        # load that writes them next waits for exactly that copy.
         self._reading: dict[int, int] = {}
-        # Called with every load that has ended and the positions in it that did not arrive, for engines whose workers
-        # cannot tell them.
+        # Called with every load that has ended and the positions in it that did not arrive.
         self.on_ended_load: Callable[[LoadPlan, set[int]], None] | None = None
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -123,10 +130,11 @@ class Leader:
         in_step: bool,
         layered: bool = False,
         tokens: int = 0,
-        within: float = 0.0,
+        deadline_seconds: float = 0.0,
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, whatever happens to the request."""
-        plan = self.manager.load(match, request, blocks, in_step, self.fences(blocks), layered, tokens, within)
+        fences = self.fences(blocks)
+        plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds)
         self._loads[plan.id] = _Load(plan, self.ranks)
         if in_step:
             self._in_step.add(plan.id)
@@ -150,16 +158,36 @@ class Leader:
             self._reading[block] = plan.id
         return plan
 
-    def spill(self) -> SpillPlan | None:
-        """Plan to write blocks on to disk, as far as that keeps up; None when there is nothing to do."""
-        return None if self.spills is None or self._lost else self.spills.plan()
+    def add_edge(
+        self, target: TierName, admission: AdmissionRule | None, max_pending_blocks: int, bypass: bool = False
+    ) -> None:
+        """Let blocks move on from the near tier to this one; see :class:`~kvbm.tiers.edges.Edge`."""
+        self.edges.append(
+            Edge(
+                target, self.manager, self.ranks, self.counts, admission=admission,
+                max_pending_blocks=max_pending_blocks, block_bytes=self._kept_bytes, bypass=bypass,
+            )
+        )  # fmt: skip
+
+    def plan_moves(self) -> list[MovePlan]:
+        """Plan to write blocks on to other tiers, as far as those keep up."""
+        if self._lost:
+            return []
+        self._suspend()  # with every step: a breaker closes when its pause is over
+        plans = (edge.plan() for edge in self.edges)
+        return [plan for plan in plans if plan is not None]
 
     def take_verdicts(self) -> dict[int, bool]:
-        """For :attr:`kvbm.plans.StepPlan.keeps` of the next plan."""
-        return {} if self.kept is None else self.kept.take_verdicts()
+        """For :attr:`kvbm.plans.StepPlan.verdicts` of the next plan, which must reach every rank."""
+        verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
+
+    @property
+    def owes_verdicts(self) -> bool:
+        return bool(self._verdicts)
 
     def fences(self, blocks: Iterable[int]) -> list[int]:
-        """Stores that must have read their source before anybody writes to ``blocks``."""
+        """Stores that must have read their source before a step or a load writes to ``blocks``."""
         if not self._reading:
             return []
         reading = self._reading
@@ -176,19 +204,19 @@ class Leader:
         for report in reports:
             for store in report.stores:
                 self._end_store(report.rank, store.id, store.ok, store.seconds)
-            for spill in report.spills:
-                if self.spills is not None:
-                    self.spills.end(report.rank, spill)
+            for move in report.moves:
+                for edge in self.edges:
+                    edge.end(report.rank, move)
 
     def _end_load(self, rank: int, result: LoadResult) -> None:
         if (late := self._late.get(result.id)) is not None:
             late.take_in(rank, result)
             self._finish_late(late)
-            self._rest()
+            self._suspend()
             return
         flight = self._loads.get(result.id)
         if result.bad or result.missed or (flight is not None and flight.absent):
-            # Whoever planned it, and again with every further rank: the engine may have gone on until it heard of it.
+            # Again with every further rank: the engine may have gone on until it heard of the failure.
             self._tainted.update(self._stores)
         if flight is None:
             return
@@ -198,14 +226,15 @@ class Leader:
         flight.seconds = max(flight.seconds, result.seconds)
         for tier, seconds in result.tier_seconds.items():
             flight.tier_seconds[tier] = max(flight.tier_seconds.get(tier, 0.0), seconds)
-        self._rest()
         if flight.ranks:
+            self._suspend()
             return
         del self._loads[result.id]
         self._in_step.discard(result.id)
         self._count_load(flight)
         self._late[result.id] = flight
         self._finish_late(flight)
+        self._suspend()
         if self._watcher is not None:
             self._watcher.loaded(flight.plan, flight.seconds, flight.absent)
         if self.on_ended_load is not None:
@@ -215,35 +244,48 @@ class Leader:
                 self._settle_store(store_id, store)
 
     def _finish_late(self, flight: _Load) -> None:
-        """Let go of a load's slots once nobody writes to them any more."""
+        """Let go of a load's slots once no read writes to them any more."""
         if flight.late:
             return
         del self._late[flight.plan.id]
         missed = {position for positions in flight.missed.values() for position in positions}
         self.counts.promoted_blocks += self.manager.finish_load(flight.plan.id, flight.bad, missed, flight.keep)
 
-    def _rest(self) -> None:
-        """A disk that owes us a read is not asked for anything before it has answered."""
-        owes = any(load.late for load in (*self._loads.values(), *self._late.values()))
-        (self.manager.resting.add if owes else self.manager.resting.discard)(Tier.DISK)
+    def _suspend(self) -> None:
+        """Suspend every tier whose breaker is open: it owes a read, or its operations keep failing."""
+        late = [tiers for load in (*self._loads.values(), *self._late.values()) for tiers in load.late.values()]
+        now = time.monotonic()
+        for tier, breaker in self.breakers.items():
+            breaker.late = sum(tier in tiers for tiers in late)
+            (self.manager.suspended.add if breaker.is_open(now) else self.manager.suspended.discard)(tier)
 
     def _count_load(self, flight: _Load) -> None:
-        """What became of a load, and how long each tier took if nothing went wrong."""
+        """Count a load's blocks, and how long each tier took if nothing went wrong."""
         self.counts.failed_load_blocks += len(flight.absent)
         self.counts.missed_load_blocks += len(flight.absent - flight.bad)
-        blocks: dict[Tier, int] = {}
+        blocks: dict[TierName, int] = {}
+        arrived: dict[TierName, int] = {}
+        bad: dict[TierName, int] = {}
         at = 0
         for copy in flight.plan.copies:
-            good = len(copy.slots) - sum(at <= position < at + len(copy.slots) for position in flight.absent)
-            self.counts.add_onboarded(copy.tier, good)
-            blocks[copy.tier] = blocks.get(copy.tier, 0) + len(copy.slots)
-            at += len(copy.slots)
+            end = at + len(copy.slots)
+            add(blocks, copy.tier, len(copy.slots))
+            add(arrived, copy.tier, len(copy.slots) - sum(at <= position < end for position in flight.absent))
+            add(bad, copy.tier, sum(at <= position < end for position in flight.bad))
+            at = end
+        for tier, good in arrived.items():
+            self.counts.add_onboarded(tier, good)
+            if (breaker := self.breakers.get(tier)) is not None:
+                if bad[tier] == blocks[tier]:
+                    breaker.failed(time.monotonic())
+                elif good:
+                    breaker.succeeded()
         if flight.bad or not self._block_bytes:
             return
         took = flight.tier_seconds or (dict.fromkeys(blocks, flight.seconds) if len(blocks) == 1 else {})
         for tier, seconds in took.items():
             if seconds > 0 and tier in blocks:
-                # What was given up would have taken longer still: that much is known of the tier.
+                # A load that was given up would have taken longer still: the cost model learns at least that much.
                 if self._cost is not None:
                     self._cost.observe_load(tier, blocks[tier] * max(self._block_bytes), seconds)
                 if not flight.absent:
@@ -261,7 +303,7 @@ class Leader:
         flight.ranks.remove(rank)
         if flight.ranks:
             return
-        # Every rank has read its source: the engine's blocks are its own again, whatever becomes of the copy.
+        # Every rank has read its source: the engine's blocks need no fence any more, whatever becomes of the copy.
         blocks = flight.plan.copy.blocks
         self._pending_blocks -= len(blocks)
         for block in blocks:
@@ -286,15 +328,16 @@ class Leader:
         ok = not flight.bad and not tainted
         keys = self.manager.finish_store(plan_id, ok)
         self.counts.offloaded_blocks += len(keys)
-        if self.kept is not None:
-            self.kept.settled(flight.plan, keys)
-        if keys and self.spills is not None:
-            self.spills.stored(keys)
+        if self.manager.tags_stores:
+            self._verdicts[plan_id] = bool(keys)
+        if keys:
+            for edge in self.edges:
+                edge.stored(keys)
         if self._watcher is not None:
             self._watcher.stored(flight.plan, flight.seconds, ok)
 
     def fail_rank(self, rank: int) -> None:
-        """A rank is gone for good: what it still owed has failed, and the cache rests from here on.
+        """A rank is gone for good: its plans under way have failed, and the cache is off from here on.
 
         The other ranks finish what they have begun. Nothing is found and nothing is kept any more: a rank out of reach
         can neither load nor store its share, and should it be alive after all, no slot that it may still be writing is
@@ -307,58 +350,59 @@ class Leader:
             if rank in flight.ranks:
                 self._end_load(rank, LoadResult(plan_id, list(range(len(flight.plan.blocks)))))
         for load in (*self._loads.values(), *self._late.values()):
-            load.late.discard(rank)
+            load.late.pop(rank, None)
             load.keep = False
         for load in list(self._late.values()):
             self._finish_late(load)
-        self._rest()
+        self._suspend()
         for plan_id in list(self._stores):
             self._end_store(rank, plan_id, ok=False)
-        if self.spills is not None:
-            self.spills.fail_rank(rank)
+        for edge in self.edges:
+            edge.fail_rank(rank)
         self.manager.clear()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every block. What is under way ends unpublished: it may be the KV of weights that are gone."""
+        """Forget every block, because the weights may have changed. Plans under way end unpublished.
+
+        The next engine starts from the weights on disk, and blocks written from now on may be the KV of others. So the
+        journals of persistent tiers are emptied and closed, and a new generation goes into every tag: should this
+        process die before a journal is empty, no entry of it fits a block from after the reset.
+        """
         self.manager.clear()  # first: no block is found, whatever fails after it
         self._tainted.update(self._stores)
         for load in (*self._loads.values(), *self._late.values()):
             load.keep = False
-        if self.spills is not None:
-            self.spills.reset()
-        if self.kept is not None:
-            self.kept.reset()
+        for edge in self.edges:
+            edge.reset()
+        self.manager.generation = os.urandom(8)
+        for catalog in self.manager.catalogs.values():
+            catalog.discard()
 
-    def forget(self, tier: Tier, keys: Iterable[Key] | None = None) -> int:
+    def forget(self, tier: TierName, keys: Iterable[Key] | None = None) -> int:
         """Drop these blocks of one tier, or all of them, and return how many there were.
 
-        Unlike a reset it says nothing of the weights: other tiers keep theirs, and what is under way comes in as usual.
+        Unlike a reset this says nothing about the weights: other tiers keep their blocks, and plans under way go on.
         """
-        pool = self.manager.pools[tier]
-        return pool.drop_many(list(pool.findable) if keys is None else keys)
+        catalog = self.manager.catalogs[tier]
+        return catalog.drop(list(catalog.findable) if keys is None else keys)
 
     def used(self, keys: Sequence[Key]) -> None:
         """A request has found these blocks, on whatever tier or on the device, and did not have to compute them."""
-        if self.spills is not None:
-            self.spills.used(keys)
+        for edge in self.edges:
+            edge.used(keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """A request has used these blocks, wherever it has them from: its last ones are the first to go."""
+        """A request has used these blocks, wherever it found them: its last ones are the first to go."""
         self.manager.touch(keys)
-        if self.spills is not None:
-            self.spills.touch(keys)
-        if self.kept is not None:
-            self.kept.touch(keys)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
         return [plan_id for plan_id, flight in self._stores.items() if flight.ranks]
 
     def under_way(self) -> list[LoadPlan | StorePlan]:
-        """All plans that are not over. May be asked from any thread: copying a dict's values takes the interpreter one
-        go."""
+        """All plans that are not over. Any thread may call it: the interpreter copies a dict's values atomically."""
         loads, stores = list(self._loads.values()), list(self._stores.values())
         return [*(load.plan for load in loads), *(store.plan for store in stores)]
 
@@ -381,9 +425,12 @@ class Leader:
     @property
     def keeping(self) -> bool:
         """Blocks are on their way to a tier, or workers have not heard yet which of them to keep."""
-        owes = self.kept is not None and self.kept.owes
-        return owes or bool(self._stores) or (self.spills is not None and self.spills.under_way)
+        return self.owes_verdicts or bool(self._stores) or self.moves_under_way
+
+    @property
+    def moves_under_way(self) -> bool:
+        return any(edge.under_way for edge in self.edges)
 
     @property
     def busy(self) -> bool:
-        return bool(self._stores or self._loads or self._late or (self.spills is not None and self.spills.under_way))
+        return bool(self._stores or self._loads or self._late or self.moves_under_way)

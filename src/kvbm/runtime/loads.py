@@ -1,8 +1,8 @@
-"""Loads under way, and how the long ones among those that no step waits for are submitted: part by part.
+"""Loads under way, and how a long load that no step waits for is submitted: part by part.
 
 Submitting a long load takes the engine's thread milliseconds. A step that waits for it has nothing else to do. Beside
-requests that decode it is done in parts, with every step as much as keeps the bus busy until the next, and the first of
-them not in the step in which the engine has made room for thousands of blocks.
+requests that decode the worker submits it in parts, with every step enough to keep the bus busy until the next, and the
+first part not in the step in which the engine has made room for thousands of blocks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvbm.observe.nvtx import annotate
-from kvbm.plans import LoadPlan, LoadResult, Tier
-from kvbm.runtime.disk import Ascent, Send
+from kvbm.plans import LoadPlan, LoadResult, TierName
+from kvbm.tiers.staged_read import Send, StagedRead
 from kvbm.transfer.base import Copier, Ticket, When
 
 _LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
@@ -47,41 +47,42 @@ class Rest(NamedTuple):
 
 
 class Load:
-    """A load under way."""
+    """A load under way. ``near_tier``: the tier that the copier reaches; others come by staged reads."""
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, plan: LoadPlan, near_tier: TierName) -> None:
         self.plan = plan
+        self._near_tier = near_tier
         self.parts: list[Part] = []
         self.rest: deque[Rest] = deque()
         self.lead = 0  # parts that may be under way at a time, where it comes in parts
-        self.ascents: list[Ascent] = []  # what comes from disk
-        self.send: Send | None = None  # how these go on to the engine
+        self.staged: list[StagedRead] = []
+        self.send: Send | None = None  # how staged blocks go on to the engine
         self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
         self.missed: set[int] = set()
         self.began = 0.0
-        self.waited = 0.0  # seconds until the disk was given up
-        self.expected = 0.0  # seconds that it would have taken at least, had it not been
+        self.waited = 0.0  # seconds until its staged reads were given up
+        self.expected = 0.0  # seconds that they would have taken at least
 
     def divide(self, rest: Iterable[Rest]) -> None:
-        """It comes in these parts."""
+        """Submit it in these parts."""
         self.rest.extend(rest)
         self.lead = _LEAD
 
     def spoil(self) -> None:
-        """Nothing of it counts. What lies on disk is no worse for that."""
+        """Count none of its blocks as arrived. Blocks of staged tiers are not bad for that, only missed."""
         self.rest.clear()
         first = 0
         for copy in self.plan.copies:
             positions = range(first, first + len(copy.blocks))
-            (self.bad if copy.tier is Tier.HOST else self.missed).update(positions)
+            (self.bad if copy.tier == self._near_tier else self.missed).update(positions)
             first += len(copy.blocks)
-        for ascent in self.ascents:
-            ascent.give_up("the load has failed")
+        for read in self.staged:
+            read.give_up("the load has failed")
 
     def done(self) -> bool:
         if self.rest:
             return False
-        return all(part.ticket.done() for part in self.parts) and all(ascent.done() for ascent in self.ascents)
+        return all(part.ticket.done() for part in self.parts) and all(read.done() for read in self.staged)
 
     def lost(self) -> tuple[list[int], list[int]]:
         """(positions that turned out bad, positions that were missed); valid when done."""
@@ -89,34 +90,38 @@ class Load:
         for part in self.parts:
             mine = range(part.offset, part.offset + part.blocks)
             bad.update(part.first + position - part.offset for position in part.ticket.bad if position in mine)
-        bad.update(*(ascent.bad for ascent in self.ascents))
-        return sorted(bad), sorted(self.missed.union(*(ascent.missed for ascent in self.ascents)) - bad)
+        bad.update(*(read.bad for read in self.staged))
+        return sorted(bad), sorted(self.missed.union(*(read.missed for read in self.staged)) - bad)
 
     @property
-    def owes(self) -> bool:
-        """The disk still writes to its host slots."""
-        return any(ascent.owes for ascent in self.ascents)
+    def late(self) -> list[TierName]:
+        """Tiers that still write to its near slots."""
+        return list(dict.fromkeys(read.store.tier for read in self.staged if read.owes))
 
     def result(self) -> LoadResult:
         bad, missed = self.lost()
         near = sum(part.seconds for part in self.parts)
-        if not self.ascents:
+        if not self.staged:
             return LoadResult(self.plan.id, bad, near, missed)
-        read = [ascent for ascent in self.ascents if ascent.ended]
-        far = max(a.ended for a in read) - min(a.began for a in read) if read else 0.0  # they are read side by side
-        took = near + max(far, self.waited)
-        by_tier = {tier: t for tier, t in ((Tier.HOST, near), (Tier.DISK, max(far, self.expected))) if t}
-        return LoadResult(self.plan.id, bad, took, missed, self.owes, by_tier)
+        by_tier: dict[TierName, float] = {self._near_tier: near} if near else {}
+        longest = self.waited
+        for tier in dict.fromkeys(read.store.tier for read in self.staged):
+            read = [read for read in self.staged if read.store.tier == tier and read.ended]
+            far = max(r.ended for r in read) - min(r.began for r in read) if read else 0.0  # they are read side by side
+            longest = max(longest, far)
+            if took := max(far, self.expected):
+                by_tier[tier] = took
+        return LoadResult(self.plan.id, bad, near + longest, missed, self.late, by_tier)
 
 
 class Submission:
-    """Hands loads to the copier, whole or part by part, and knows what the copier has begun to bring near."""
+    """Hands loads to the copier, whole or part by part, and knows which slots the copier prefetches."""
 
     def __init__(self, copier: Copier, loads: Collection[Load]) -> None:
         """``loads``: those under way, as they are at any moment, the oldest first."""
         self._copier = copier
         self._loads = loads
-        self._near: list[int] = []  # slots that the copier has begun to bring near
+        self._prefetched: list[int] = []  # slots that the copier has begun to prefetch
         self._polled = time.monotonic()
         self._submits_until = 0.0  # parts, however many are under way
         self.steps_are_long = True  # as far as is known
@@ -133,23 +138,23 @@ class Submission:
         with annotate("copier.prefetch"):
             begun = self._copier.prefetch(slots, tokens, whole)
         if begun:
-            self._near = slots
+            self._prefetched = slots
         return begun
 
     def end_prefetch(self) -> None:
-        self._near = []
+        self._prefetched = []
         self._copier.end_prefetch()
 
     def submit(self, slots: list[int], blocks: list[int], after: Iterable[Ticket], when: When, tokens: int) -> Ticket:
         """A load as a whole."""
-        self._near = []  # whatever it was, it is used now or has been given up
+        self._prefetched = []  # the load uses it now, or it has been given up
         with annotate("copier.load"):
             return self._copier.load(slots, blocks, after, when, tokens)
 
     def cuts(self, slots: list[int]) -> list[tuple[int, int]]:
         """The parts in which a load outside of the step goes to the copier, from where to where: as equal as can be.
-        What has been fetched as one is placed as one, or it would have to be fetched again; what is left follows."""
-        near = len(self._near) if slots[: len(self._near)] == self._near else 0
+        Slots that were prefetched together are placed together, or they would be fetched again; the others follow."""
+        near = len(self._prefetched) if slots[: len(self._prefetched)] == self._prefetched else 0
         count, portion = len(slots) - near, self._copier.portion
         parts = -(-count // portion) if portion else min(count, 1)
         ends = [near + count * i // parts for i in range(1, parts + 1)]
@@ -166,7 +171,7 @@ class Submission:
         """A load that comes in these parts. Beside short steps the first of them waits for the next step: in this one
         the engine has made room for the blocks, which took long enough. Unless it is near by now."""
         load.divide(rest)
-        if self.steps_are_long or self._near:
+        if self.steps_are_long or self._prefetched:
             self.go_on(failed)
 
     def go_on(self, failed: Callable[[Load, Exception], None]) -> None:
@@ -185,8 +190,8 @@ class Submission:
         if load.parts and not under_way:
             load.lead *= 2  # steps are long: the bus had nothing to do
         due = load.lead - under_way
-        if load.lead == _LEAD and not self._near:
-            due = min(due, 1)  # as far as is known it takes longer than a step; what is near has come part of the way
+        if load.lead == _LEAD and not self._prefetched:
+            due = min(due, 1)  # a part is expected to take longer than a step, unless it was prefetched
         while load.rest and (due > 0 or time.monotonic() < self._submits_until):
             first, slots, blocks, after = load.rest.popleft()
             ticket = self.submit(slots, blocks, after, When.LATER, load.plan.tokens)
@@ -199,7 +204,7 @@ class Submission:
 
 
 def _is_over(ticket: Ticket) -> bool:
-    """As far as the bus goes. Of a ticket that cannot say so its own load will hear."""
+    """Whether the bus is done with it. Errors are reported by the load that owns the ticket."""
     try:
         return ticket.done()
     except Exception:

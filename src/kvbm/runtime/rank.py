@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kvbm.config import Config, slots_for
-from kvbm.plans import Hello, Tier
-from kvbm.runtime.disk import Disk, bounce_slots, measure, open_file
+from kvbm.core.rate import Rate
+from kvbm.plans import Hello, TierHello
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
 from kvbm.storage import gds, numa
@@ -29,6 +29,10 @@ from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, Rows, held, rows_of
 from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.storage.lock import PATIENCE_SECONDS
 from kvbm.storage.shared import SharingError
+from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.disk.open import measure, open_file, staging_slots
+from kvbm.tiers.registry import NEAR
+from kvbm.tiers.staged_read import StagedStore
 from kvbm.transfer import open_copier
 from kvbm.transfer.base import slots_tried
 from kvbm.transfer.broadcast import Passing
@@ -65,7 +69,7 @@ class Rank:
         self._wire: Wire | None = None
         self.cache = cache
         self._disk: Call[DiskFile | None] | None = None
-        self._rates: dict[Tier, tuple[float, float]] = {}
+        self._rate: Rate | None = None
         self._keeps_host = keeps_host
         self._kept = self._compared = b""
         self._rows: Rows = []  # of the persistent host tier's index
@@ -168,7 +172,7 @@ class Rank:
         """Slots for the memory that the user grants all ranks together."""
         config, kept = self._config, self.ranks // self._shared_by
         if self._disk is not None and not config.has_host_tier:
-            return bounce_slots(config, layout.slot_bytes)
+            return staging_slots(config, layout.slot_bytes)
         return self._slots_for(
             "DYN_KVBM_CPU_CACHE_GB",
             config.cpu_cache_gb,
@@ -222,8 +226,7 @@ class Rank:
         )  # fmt: skip
 
     def _speed(self) -> str:
-        rate = self._rates.get(Tier.DISK)
-        return "" if rate is None else f", read at {rate[0] / 1e9:.2f} GB/s"
+        return "" if self._rate is None else f", read at {self._rate.bytes_per_second / 1e9:.2f} GB/s"
 
     def _file(self) -> DiskFile | None:
         """Waits until the file is there, or the disk has been silent for too long."""
@@ -248,23 +251,11 @@ class Rank:
         """What the leader must know of this rank; None when there is no cache to serve."""
         if self.layout is None or self._slab is None:
             return None
-        slots = {Tier.HOST: self._slots}
-        disk = ""
+        tiers = [TierHello(NEAR.name, self._slots, intact=self._kept, index=self._compared)]
         if (file := self._file()) is not None:
-            slots[Tier.DISK] = file.slots
-            disk = file.path.parent.name
-        return Hello(
-            self.rank,
-            self.layout.block_bytes,
-            slots,
-            self.layout.description,
-            self._shared_by,
-            self._rates,
-            self._kept,
-            self._compared,
-            disk,
-            "" if self.cache is None else str(self.cache.get("weights", "")),
-        )
+            tiers.append(TierHello(disk_tier.TIER.name, file.slots, self._rate, file.path.parent.name))
+        weights = "" if self.cache is None else str(self.cache.get("weights", ""))
+        return Hello(self.rank, self.layout.block_bytes, self.layout.description, tiers, self._shared_by, weights)
 
     def open(self) -> Hello | None:
         """Finish the start: the engine has warmed up and captured its graphs, so this is the time for CUDA calls of our
@@ -323,13 +314,16 @@ class Rank:
                 passing,
             )
         file = self._file()
-        disk = None if file is None else Disk(file, slab.address, config.disk_load_timeout_secs)
-        # A disk with faults on purpose counts its calls, and shall strike those of a test.
-        if file is not None and not config.inject_faults and (rate := measure(file)) is not None:
-            self._rates[Tier.DISK] = rate
+        stores = []
+        if file is not None:
+            stall = config.disk_load_timeout_secs
+            stores.append(StagedStore(disk_tier.TIER.name, file, slab.address, layout.slot_bytes, stall))
+            # Injected faults count the disk's calls, and must hit those of a test.
+            if not config.inject_faults:
+                self._rate = measure(file)
         if kept is not None:
             self._kept, self._compared = held(kept, self._slots, self._rows)
-        return Worker(self.rank, copier, {Tier.HOST: self._slots}, layout.num_blocks, share, disk, kept)
+        return Worker(self.rank, copier, NEAR.name, self._slots, layout.num_blocks, share, stores, kept)
 
     def _carve(self, layout: BlockLayout, slab: HostSlab) -> HostSlab:
         """The slab in slots. Another one, which ends with this engine, where it cannot be kept after all: each rank has

@@ -7,16 +7,18 @@ import time
 from collections.abc import Sequence
 
 from kvbm.config import Config
-from kvbm.core.cost import Rate
+from kvbm.core.catalog import Catalog
 from kvbm.core.manager import BlockManager
 from kvbm.core.policy.admission import FrequencyFilter
 from kvbm.core.pool import Pool
-from kvbm.plans import Hello, Tier
+from kvbm.core.rate import Rate
+from kvbm.plans import Hello, TierName
 from kvbm.runtime.leader import Leader
-from kvbm.runtime.spills import Spills
 from kvbm.storage.bounded import Call
 from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
 from kvbm.storage.lock import PATIENCE_SECONDS
+from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.registry import NEAR
 
 logger = logging.getLogger("kvbm")
 
@@ -31,7 +33,8 @@ class DiskTier:
     @classmethod
     def open(cls, config: Config, hellos: Sequence[Hello], cache: Fingerprint) -> DiskTier | None:
         """None, with a sentence, when there is no disk that all ranks can use."""
-        slots = min((hello.slots.get(Tier.DISK, 0) for hello in hellos), default=0)
+        opened = [tier for hello in hellos if (tier := hello.tier(disk_tier.TIER.name)) is not None]
+        slots = min((tier.slots for tier in opened), default=0) if len(opened) == len(hellos) else 0
         if slots < 1:
             return None  # a rank that has none has said why
         name = common_fingerprint(cache, (hello.layout for hello in hellos))
@@ -39,7 +42,7 @@ class DiskTier:
             logger.warning("there is no disk tier: the ranks have layers of different kinds, and no common cache")
             return None
         directory = cache_directory(config.disk_cache_dir, name)
-        if others := {hello.disk for hello in hellos} - {directory.name}:
+        if others := {tier.store for tier in opened} - {directory.name}:
             logger.warning(
                 "disk tier off: the ranks compute different cache directories (leader %s, ranks %s). Give all ranks "
                 "the same model, settings and KVBM release",
@@ -60,19 +63,17 @@ class DiskTier:
                 why or f"{type(error).__name__}: {error}",
             )
             return None
-        pool = Pool(slots)
+        pool = Pool(slots, journal=index)
         found = pool.adopt(index.entries())
         logger.info("disk tier: %d of %d blocks are there from before, in %s", found, slots, directory)
         return cls(pool, index)
 
-    def serve(self, config: Config, leader: Leader, block_bytes: int) -> None:
-        """Let the leader spill to this disk. ``block_bytes``: of all ranks together."""
+    def serve(self, config: Config, leader: Leader) -> None:
+        """Let blocks move on to this disk."""
         filtered = config.has_host_tier and not config.disable_disk_offload_filter
-        leader.spills = Spills(
-            leader.manager,
-            leader.ranks,
-            leader.counts,
-            filter=FrequencyFilter(
+        leader.add_edge(
+            disk_tier.TIER.name,
+            FrequencyFilter(
                 time.monotonic,
                 config.disk_filter_threshold,
                 config.disk_filter_decay_secs,
@@ -80,9 +81,7 @@ class DiskTier:
             )
             if filtered
             else None,
-            index=self.index,
-            max_pending_blocks=config.max_pending_spills,
-            block_bytes=block_bytes,
+            config.max_pending_spills,
             bypass=not config.has_host_tier,
         )
 
@@ -99,15 +98,15 @@ def agreed_weights(hellos: Sequence[Hello]) -> str:
 
 
 def make_manager(hellos: Sequence[Hello], disk: DiskTier | None) -> BlockManager:
-    pools = {Tier.HOST: Pool(min(hello.slots[Tier.HOST] for hello in hellos))}
+    catalogs: dict[TierName, Catalog] = {NEAR.name: Pool(min(hello.slots[NEAR.name] for hello in hellos))}
     if disk is not None:
-        pools[Tier.DISK] = disk.pool
-    return BlockManager(pools)
+        catalogs[disk_tier.TIER.name] = disk.pool
+    return BlockManager(catalogs)
 
 
-def measured(hellos: Sequence[Hello], tier: Tier) -> Rate | None:
-    """What the slowest rank has found of a tier; None unless all have."""
-    rates = [hello.rates.get(tier) for hello in hellos]
+def measured(hellos: Sequence[Hello], tier: TierName) -> Rate | None:
+    """The rate on the slowest rank; None unless all ranks have measured it."""
+    rates = [None if (known := hello.tier(tier)) is None else known.rate for hello in hellos]
     found = [rate for rate in rates if rate is not None]
     if not found or len(found) < len(rates):
         return None

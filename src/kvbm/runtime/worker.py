@@ -1,11 +1,11 @@
-"""The worker: moves bytes on one rank and says what became of them. No policy.
+"""The worker: moves bytes on one rank and reports what became of them. No policy.
 
-Called from the engine's worker thread, in the order :mod:`kvbm.transfer.base` describes. Nothing raises into the
+The engine's worker thread calls it, in the order that :mod:`kvbm.transfer.base` describes. Nothing raises into the
 engine: a load that cannot even be started is a load that failed, and is reported like any other. The engine hears of an
 in-step load that failed in that very step, before it believes what it has computed.
 
-Blocks on disk come by way of host memory (:mod:`kvbm.runtime.disk`), always outside of the step, and go there from host
-memory when the leader says so. Whatever the disk does, no step waits for it.
+Blocks of staged tiers come through near slots (:mod:`kvbm.tiers.staged_read`), always outside of the step, and go there
+from near slots when the leader says so. Whatever a store does, no step waits for it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvbm.plans import (
     Copy,
     LoadPlan,
     LoadResult,
+    MovePlan,
+    MoveResult,
     Report,
-    SpillPlan,
-    SpillResult,
     StepPlan,
     StorePlan,
     StoreResult,
-    Tier,
+    TierName,
 )
-from kvbm.runtime.disk import Ascent, Disk, behind, joined
 from kvbm.runtime.loads import Load, Part, Rest, Submission
 from kvbm.storage.bounded import keep_until_exit
-from kvbm.storage.disk import Operation
 from kvbm.storage.kept import Hashes, KeptSlab
+from kvbm.tiers.base import Operation
+from kvbm.tiers.staged_read import StagedRead, StagedStore, expected_if_late, merge_copies
 from kvbm.transfer.base import Copier, Ticket, When
 
 
@@ -66,23 +66,25 @@ class Worker:
         self,
         rank: int,
         copier: Copier,
-        slots: dict[Tier, int],
+        near_tier: TierName,
+        near_slots: int,
         num_blocks: int,
         share: Share | None = None,
-        disk: Disk | None = None,
+        stores: Iterable[StagedStore] = (),
         kept: KeptSlab | None = None,
     ) -> None:
         """``kept``: the slab, where it outlives the engine."""
         self.rank = rank
         self._share = share or Share()
         self._copier = copier
-        self._slots = slots if disk is None else {**slots, Tier.DISK: disk.slots}
+        self._near_tier = near_tier
+        self._near_slots = near_slots
         self._num_blocks = num_blocks
-        self._disk = disk
-        self._late: dict[int, Load] = {}  # over for the engine, while the disk still writes to their host slots
-        self._spills: dict[int, Operation] = {}
-        self._failed_spills: list[SpillPlan] = []
-        self._due_spills: list[SpillPlan] = []  # of the current step, not started yet
+        self._tiers = {store.tier: store for store in stores}
+        self._late: dict[int, Load] = {}  # over for the engine, while a store still writes to their near slots
+        self._moves: dict[int, Operation] = {}
+        self._failed_moves: list[MovePlan] = []
+        self._due_moves: list[MovePlan] = []  # of the current step, not started yet
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Ticket] = {}
         self._kept = kept
@@ -128,8 +130,8 @@ class Worker:
         if plan.changes_heard[self.rank : self.rank + 1] == [self.weight_changes]:
             self._outdated = False
         self._plan = plan
-        self._due_spills = [*self._due_spills, *plan.spills]  # a step that nobody has ended loses nothing
-        self._record(plan.keeps)
+        self._due_moves = [*self._due_moves, *plan.moves]  # those of a step that was never ended are still due
+        self._record(plan.verdicts)
         if not plan:
             return
         reading = {i: self._stores[i] for i in plan.fences if i in self._stores}
@@ -141,7 +143,7 @@ class Worker:
             self._fault("fence", error)
             self._spoiled_stores.update(reading)
             self._step_begun = False
-        for store in plan.settle:
+        for store in plan.drain_stores:
             if store in self._stores:
                 self._stores[store].wait()
         self._fetch_ahead(plan)
@@ -180,7 +182,7 @@ class Worker:
                 self._early.remove(load.id)
             elif load.id in self._refused:
                 self._refused.remove(load.id)
-                refused = self._loads[load.id] = Load(load)
+                refused = self._loads[load.id] = Load(load, self._near_tier)
                 refused.missed.update(range(len(load.blocks)))
                 self.end_prefetch()  # it may have been for this load, and its slots may soon hold other blocks
             elif load.in_step:
@@ -203,10 +205,10 @@ class Worker:
         if not waiting or any(load.in_step for load in waiting):
             return
         copies = waiting[0].copies
-        if len(copies) != 1 or copies[0].tier is not Tier.HOST or self._submission.keeps_up:
+        if len(copies) != 1 or copies[0].tier != self._near_tier or self._submission.keeps_up:
             return
         try:
-            self._check(Tier.HOST, copies[0].slots, copies[0].blocks)
+            self._check(self._near_tier, copies[0].slots, copies[0].blocks)
             _, end = self._submission.cuts(copies[0].slots)[0]
             self.prefetch(copies[0].slots[:end], 0, whole=True)
         except Exception as error:
@@ -231,7 +233,7 @@ class Worker:
         except Exception as error:
             self._fault("load", error)
             for load in loads:
-                self._loads.setdefault(load.id, Load(load)).spoil()
+                self._loads.setdefault(load.id, Load(load, self._near_tier)).spoil()
 
     def _spoil(self, load: Load, error: Exception) -> None:
         self._fault("load", error)
@@ -269,37 +271,37 @@ class Worker:
                 self._failed_stores.append(store.id)
                 self._fault("store", error)
         if plan is self._plan:
-            self._start_due_spills()
+            self._start_due_moves()
         else:
-            self._start_spills(plan.spills)
+            self._start_moves(plan.moves)
 
-    def _start_due_spills(self) -> None:
-        """Once a step: at its end or, where that comes later or not at all, when somebody asks for results. vLLM asks
-        before the end where there is a draft model, and ends no step that has no forward pass."""
-        due, self._due_spills = self._due_spills, []
-        self._start_spills(due)
+    def _start_due_moves(self) -> None:
+        """Once a step: at its end or, where that comes later or not at all, with the next poll. vLLM polls before the
+        end where there is a draft model, and ends no step that has no forward pass."""
+        due, self._due_moves = self._due_moves, []
+        self._start_moves(due)
 
-    def _start_spills(self, spills: list[SpillPlan]) -> None:
-        for spill in spills:
+    def _start_moves(self, moves: list[MovePlan]) -> None:
+        for move in moves:
             try:
-                self._spills[spill.id] = self._spill(spill)
+                self._moves[move.id] = self._move(move)
             except Exception as error:
-                self._failed_spills.append(spill)
+                self._failed_moves.append(move)
                 self._fault("spill", error)
 
-    def _spill(self, spill: SpillPlan) -> Operation:
-        if self._disk is None:
-            raise RuntimeError("there is no disk tier here")
-        self._check_slots(Tier.HOST, spill.slots)
-        self._check_slots(Tier.DISK, spill.targets)
-        return self._disk.write(spill.targets, spill.slots, spill.tags)
+    def _move(self, move: MovePlan) -> Operation:
+        if move.source != self._near_tier or move.target not in self._tiers:
+            raise RuntimeError(f"this rank cannot move blocks from {move.source} to {move.target}")
+        self._check_slots(move.source, move.slots)
+        self._check_slots(move.target, move.targets)
+        return self._tiers[move.target].write(move.targets, move.slots, move.tags)
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
         self._submission.step_ended()
         self._submission.go_on(self._spoil)
         self._start_put_off()
-        self._start_due_spills()
+        self._start_due_moves()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
         self._advance()
         loads = self._collect_late()
@@ -338,53 +340,52 @@ class Worker:
             if reason:
                 self._faults[f"store: {reason}"] += 1
         stores += self._ended_hashes()
-        spills = self._ended_spills()
+        moves = self._ended_moves()
         news = self.weight_changes if self._outdated else 0  # until the leader has heard of it: a report may get lost
-        report = Report(self.rank, loads, stores, dict(self._faults), spills, weight_changes=news)
+        report = Report(self.rank, loads, stores, dict(self._faults), moves, weight_changes=news)
         self._faults.clear()
         return Outcome(report, arrived, failed, bad_blocks)
 
     def _advance(self) -> None:
-        """Let loads from disk go on, and give up those that take too long."""
-        disk = self._disk
-        slow = [load for load in self._loads.values() if load.ascents]
-        if disk is None or not slow:
-            return
-        for load in slow:
-            for ascent in load.ascents:
+        """Let staged reads go on, and give up those that are late."""
+        staged = [load for load in self._loads.values() if load.staged]
+        for load in staged:
+            for read in load.staged:
                 assert load.send is not None
-                ascent.advance(load.send)
-        now = disk.clock()
-        for load in slow:
+                read.advance(load.send)
+        for load in staged:
+            now, deadline = load.staged[0].store.clock(), load.plan.deadline_seconds
             waited = now - load.began
-            expected = behind(load.ascents, load.plan.within, now) if load.plan.within else None
-            if expected is not None or (load.plan.within and waited > load.plan.within):
-                reason = "slower than computing"
-            elif now - max(load.began, disk.heard_at) > disk.patience:
-                reason = f"nothing came for {disk.patience:g} s"
-            else:
-                continue
-            if not all(ascent.given_up for ascent in load.ascents):
-                load.waited, load.expected = waited, max(waited, expected or 0.0)
-            for ascent in load.ascents:
-                ascent.give_up(f"the disk was given up: {reason}")
+            expected = expected_if_late(load.staged, deadline, now) if deadline else None
+            late = expected is not None or (deadline and waited > deadline)
+            for read in load.staged:
+                stall = read.store.stall_seconds
+                if late:
+                    reason = "slower than computing"
+                elif now - max(load.began, read.store.heard_at) > stall:
+                    reason = f"nothing came for {stall:g} s"
+                else:
+                    continue
+                if not read.given_up and not read.done():
+                    load.waited, load.expected = waited, max(waited, expected or 0.0)
+                read.give_up(f"gave up waiting for the {read.store.tier} tier: {reason}")
 
     def _collect_late(self) -> list[LoadResult]:
-        """Loads whose given-up reads have ended by now: their host slots are free."""
+        """Loads whose given-up reads have ended by now: their near slots are free."""
         results = []
         for load in list(self._late.values()):
-            for ascent in load.ascents:
-                ascent.collect()
-            if not load.owes:
+            for read in load.staged:
+                read.collect()
+            if not load.late:
                 del self._late[load.plan.id]
-                bad: set[int] = set().union(*(ascent.bad for ascent in load.ascents))
-                missed = load.missed.union(*(ascent.missed for ascent in load.ascents))
+                bad: set[int] = set().union(*(read.bad for read in load.staged))
+                missed = load.missed.union(*(read.missed for read in load.staged))
                 results.append(LoadResult(load.plan.id, sorted(bad), missed=sorted(missed)))
         return results
 
     def _hash(self, store: int, ok: bool, seconds: float) -> bool:
-        """Begin to hash what a store has written, where that is to be found by the next engine. It counts as confirmed
-        when that is over: nobody writes to its slots before."""
+        """Begin to hash the blocks of a store, where the next engine shall find them. The store counts as confirmed
+        when that is over: nothing writes to its slots before."""
         copy = self._to_hash.pop(store, None)
         if copy is None or not ok or self._kept is None:
             return False
@@ -414,21 +415,21 @@ class Worker:
                 except Exception as error:
                     self._fault("keep", error)
 
-    def _ended_spills(self) -> list[SpillResult]:
-        results = [SpillResult(spill.id, list(range(len(spill.slots)))) for spill in self._failed_spills]
-        self._failed_spills.clear()
-        for i, operation in list(self._spills.items()):
+    def _ended_moves(self) -> list[MoveResult]:
+        results = [MoveResult(move.id, list(range(len(move.slots)))) for move in self._failed_moves]
+        self._failed_moves.clear()
+        for i, operation in list(self._moves.items()):
             if operation.done():
-                del self._spills[i]
-                results.append(SpillResult(i, operation.bad, operation.seconds))
+                del self._moves[i]
+                results.append(MoveResult(i, operation.bad, operation.seconds))
                 if operation.reason:
                     self._faults[f"spill: {operation.reason}"] += 1
         return results
 
     @property
     def keeping(self) -> bool:
-        """Blocks are on their way to host memory or to disk, or the disk still owes a read that was given up."""
-        return bool(self._stores or self._hashing or self._spills or self._due_spills or self._late)
+        """Blocks are on their way to a tier, or a store still owes a read that was given up."""
+        return bool(self._stores or self._hashing or self._moves or self._due_moves or self._late)
 
     def take_step(self, plan: StepPlan) -> Report:
         """A step without a forward pass, which the leader takes in place of an engine that ends."""
@@ -436,13 +437,14 @@ class Worker:
         self.start_stores(plan)
         return self.poll().report
 
-    def hurry_disk(self) -> None:
-        """A flush has waited for the disk in vain: :meth:`close` does not wait for it a second time."""
-        if self._disk is not None:
-            self._disk.close_seconds = 1.0
+    def hurry_stores(self) -> None:
+        """A flush has waited for a store in vain: :meth:`close` does not wait for it a second time."""
+        for store in self._tiers.values():
+            store.close_seconds = 1.0
 
     def close(self) -> None:
-        if self._disk is None or self._disk.close():
+        closed = [store.close() for store in self._tiers.values()]
+        if all(closed):
             self._copier.close()
         else:
             keep_until_exit(self._copier)  # and with it the slab, which the disk may still read and write
@@ -457,14 +459,14 @@ class Worker:
                 return None
             tickets = [part.ticket for part in load.parts]
             self._faults.update(f"load: {reason}" for reason in {ticket.reason for ticket in tickets} if reason)
-            for ascent in load.ascents:
-                self._faults.update(f"disk load: {reason}" for reason in ascent.reasons if reason)
+            for read in load.staged:
+                self._faults.update(f"{read.store.tier} load: {reason}" for reason in read.reasons if reason)
             result = load.result()
         except Exception as error:
             self._fault("load", error)
             self._outlast(load)
             load.spoil()
-            result = LoadResult(load.plan.id, sorted(load.bad), missed=sorted(load.missed), late=load.owes)
+            result = LoadResult(load.plan.id, sorted(load.bad), missed=sorted(load.missed), late=load.late)
         if result.late:
             self._late[load.plan.id] = load
         return result
@@ -486,30 +488,30 @@ class Worker:
         places: list[tuple[Load, int, int, int]] = []
         after: dict[int, Ticket] = {}
         for plan in plans:
-            load = self._loads[plan.id] = Load(plan)
+            load = self._loads[plan.id] = Load(plan, self._near_tier)
             loads.append(load)
             if when is When.BY_LAYER:
                 self._by_layer[plan.id] = load
             after.update((i, self._stores[i]) for i in plan.after if i in self._stores)
             first = 0
-            slow: list[tuple[int, Copy]] = []
+            staged: dict[TierName, list[tuple[int, Copy]]] = {}
             for copy in plan.copies:
                 try:
                     self._check(copy.tier, copy.slots, copy.blocks)
-                    if copy.tier is Tier.HOST:
+                    if copy.tier == self._near_tier:
                         places.append((load, first, len(copy.blocks), len(blocks)))
                         slots += copy.slots
                         blocks += copy.blocks
                     else:
-                        self._check_way(copy, when)
-                        slow.append((first, copy))
+                        self._check_staged(copy, when)
+                        staged.setdefault(copy.tier, []).append((first, copy))
                 except Exception as error:
-                    near = copy.tier is Tier.HOST
+                    near = copy.tier == self._near_tier
                     (load.bad if near else load.missed).update(range(first, first + len(copy.blocks)))
                     self._fault("load", error)
                 first += len(copy.blocks)
-            if slow:
-                self._climb(load, slow)
+            if staged:
+                self._start_staged_reads(load, staged)
         if not blocks:
             return
         try:
@@ -531,28 +533,26 @@ class Worker:
         for load, first, count, offset in places:
             load.parts.append(Part(first, count, ticket, offset, count / len(blocks)))
 
-    def _check_way(self, copy: Copy, when: When) -> None:
+    def _check_staged(self, copy: Copy, when: When) -> None:
         """Whether blocks can come from this tier now."""
-        if self._disk is None or copy.tier is not Tier.DISK or len(copy.tags) != len(copy.slots):
-            raise ValueError(f"blocks of {copy.tier.name} cannot be loaded here")
+        if copy.tier not in self._tiers or len(copy.tags) != len(copy.slots):
+            raise ValueError(f"blocks of the {copy.tier} tier cannot be loaded here")
         if when is not When.LATER or not self._step_begun:
-            raise RuntimeError("a load from disk cannot begin in this step")
+            raise RuntimeError(f"a load from the {copy.tier} tier cannot begin in this step")
         if copy.via:
-            self._check_slots(Tier.HOST, copy.via)
+            self._check_slots(self._near_tier, copy.via)
 
-    def _climb(self, load: Load, copies: list[tuple[int, Copy]]) -> None:
-        """Begin to bring blocks from disk."""
-        assert self._disk is not None
-        load.began = self._disk.clock()
+    def _start_staged_reads(self, load: Load, copies: Mapping[TierName, list[tuple[int, Copy]]]) -> None:
+        load.began = next(self._tiers[tier].clock() for tier in copies)
         after = [self._stores[i] for i in load.plan.after if i in self._stores]
 
         def send(slots: list[int], blocks: list[int]) -> Ticket:
             return self._submission.submit(slots, blocks, after, When.LATER, load.plan.tokens)
 
         load.send = send
-        load.ascents = [Ascent(self._disk, part) for part in joined(copies)]
-        for ascent in load.ascents:
-            ascent.advance(send)
+        load.staged = [StagedRead(self._tiers[tier], part) for tier in copies for part in merge_copies(copies[tier])]
+        for read in load.staged:
+            read.advance(send)
 
     def _end_loads(self, plan: StepPlan) -> None:
         """The step's forward pass has been submitted: did every layer wait for its blocks?"""
@@ -576,17 +576,20 @@ class Worker:
             self._fault("load", error)
             return False
 
-    def _check(self, tier: Tier, slots: list[int], blocks: list[int]) -> None:
+    def _check(self, tier: TierName, slots: list[int], blocks: list[int]) -> None:
         if self._outdated:
             raise RuntimeError("the weights have changed since this was planned")
-        # A wrong number here would copy somebody else's KV, or scribble over it; nothing later could notice.
+        # A wrong number here would copy another request's KV, or overwrite it; nothing later could notice.
         if len(slots) != len(blocks) or not slots:
             raise ValueError(f"plan with {len(slots)} slots for {len(blocks)} blocks")
         self._check_slots(tier, slots)
         if min(blocks) < 0 or max(blocks) >= self._num_blocks:
             raise ValueError(f"plan outside of the engine's {self._num_blocks} blocks")
 
-    def _check_slots(self, tier: Tier, slots: list[int]) -> None:
-        size = self._slots.get(tier, 0)
+    def _check_slots(self, tier: TierName, slots: list[int]) -> None:
+        store = self._tiers.get(tier)
+        if store is not None and not store.slots:
+            return  # a keyed tier: its places are the catalog's own
+        size = self._near_slots if tier == self._near_tier else 0 if store is None else store.slots
         if not slots or min(slots) < 0 or max(slots) >= size:
-            raise ValueError(f"plan outside of {tier.name}'s {size} slots")
+            raise ValueError(f"plan outside of the {size} slots of the {tier} tier")

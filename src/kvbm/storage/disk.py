@@ -34,6 +34,7 @@ import xxhash
 from kvbm.storage import bounded
 from kvbm.storage.bounded import Call, DiskHangs, report_progress
 from kvbm.storage.lock import FileLock
+from kvbm.tiers.base import Operation, Store
 
 logger = logging.getLogger("kvbm")
 
@@ -72,60 +73,6 @@ class FileIO:
         return os.pwritev(fd, buffers, offset)
 
 
-class Operation:
-    """Reads or writes on their way. What is said of their end is valid once :meth:`done` is True.
-
-    Whoever carries it out says in how many parts, calls :meth:`begin_part` and :meth:`end_part` for each of them, from
-    any thread, and leaves out the work of parts that begin after it was cancelled.
-    """
-
-    def __init__(self, kind: str, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes], size: int):
-        if not len(slots) == len(addresses) == len(tags):
-            raise ValueError(f"{len(slots)} slots, {len(addresses)} addresses and {len(tags)} tags do not match")
-        self.kind = kind
-        self.slots, self.addresses, self.tags = slots, addresses, tags
-        self.bytes = len(slots) * size
-        self.bad: list[int] = []  # positions that did not arrive, or were not written
-        self.reason = ""  # why the first of them failed
-        self.began = self.ended = 0.0  # by the monotonic clock, first byte and last; the time in the queue is before
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self.cancelled = False
-        self.parts_left = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._over.wait(timeout)
-
-    def cancel(self) -> None:
-        """What has not begun by now is not wanted any more, and counts as bad."""
-        self.cancelled = True
-
-    def begin_part(self) -> None:
-        with self._lock:
-            self.began = self.began or time.monotonic()
-
-    def end_part(self, bad: Sequence[int], reason: str) -> bool:
-        """True when it was the last one."""
-        with self._lock:
-            self.bad += bad
-            self.reason = self.reason or reason
-            self.parts_left -= 1
-            if self.parts_left:
-                return False
-        self.bad.sort()
-        self.ended = time.monotonic()
-        self.began = self.began or self.ended
-        self._over.set()
-        return True
-
-
 class _Part(NamedTuple):
     operation: Operation
     positions: list[int]  # in order of their slots
@@ -134,7 +81,7 @@ class _Part(NamedTuple):
 _Queue = SimpleQueue["Operation | _Part | None"]
 
 
-class DiskFile:
+class DiskFile(Store):
     """``slots`` places of ``slot_bytes`` in a file that outlives the process.
 
     ``write`` and ``read`` return at once and never raise for the disk's sake. The caller keeps the memory at the
@@ -228,7 +175,7 @@ class DiskFile:
     def close(self, timeout: float | None = None) -> bool:
         """Give up what has not begun, finish what has, let go of the file.
 
-        False when a call to the disk still hangs after ``timeout``: then the memory it was given must stay.
+        False when a call to the disk still hangs after ``timeout`` seconds: then the memory it was given must stay.
         """
         self._closing = True
         timeout = bounded.DISK_END_SECONDS if timeout is None else timeout

@@ -31,10 +31,11 @@ import numpy as np
 
 from kvbm.storage.bounded import DaemonThreads, keep_until_exit
 from kvbm.storage.database import DATABASE, explain
-from kvbm.storage.disk import SUMS_SUFFIX, DiskSpaceError, Operation, checksum, open_sums, write_sums
+from kvbm.storage.disk import SUMS_SUFFIX, DiskSpaceError, checksum, open_sums, write_sums
 from kvbm.storage.host import HostSlab, Shared, mapped_bytes, refuse_if_too_large
 from kvbm.storage.index import LOCK
 from kvbm.storage.lock import PATIENCE_SECONDS, FileLock
+from kvbm.tiers.base import Operation
 
 logger = logging.getLogger("kvbm")
 

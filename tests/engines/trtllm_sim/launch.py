@@ -243,7 +243,7 @@ def _state(scheduler: Any) -> dict[str, Any] | None:
     half = getattr(scheduler, "_half", None)
     if half is None or half.leader is None:
         return None
-    pools = half.leader.manager.pools
+    pools = half.leader.manager.catalogs
     return {
         "counts": half.counts,
         "faults": dict(scheduler._faults.counts),
@@ -252,7 +252,7 @@ def _state(scheduler: Any) -> dict[str, Any] | None:
         "set_backs": len(half._set_backs),
         "pinned": sum(pool.pinned for pool in pools.values()),
         "writing": sum(pool.writing for pool in pools.values()),
-        "published": {tier.name: pool.published for tier, pool in pools.items()},
+        "published": {tier: pool.published for tier, pool in pools.items()},
         "lost": sorted(half._lost),
     }
 

@@ -1,32 +1,62 @@
-"""What is worth writing to disk.
+"""Which blocks a tier takes in.
 
-A flash drive wears out by being written, and most blocks are never asked for again. The filter of the guide lets a
-block through once it has been of use: "only offloads KV blocks from CPU to disk if the blocks have frequency >= 2.
+A flash drive wears out by being written, and most blocks are never asked for again. The filter of the guide admits a
+block once it has been of use: "only offloads KV blocks from CPU to disk if the blocks have frequency >= 2.
 Frequency doubles on cache hit (initialized at 1) and decrements by 1 on each time decay step."
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from kvbm.core.keys import Key
 
 # Eight hits. At one step every ten minutes a block that reached it is remembered for almost two days without another;
 # more would say nothing new, and no step of decay would ever get a full table rid of it.
-MOST = 256
+MAX_FREQUENCY = 256
 # Entries looked at for each key that is handled while dead ones are cleared away.
 _SWEEP = 8
 
 
-class FrequencyFilter:
-    """Counts how often blocks are of use. Called from the leader's thread; never walks over the whole table.
+class AdmissionRule(ABC):
+    """Decides which blocks move on to a tier. The leader's thread calls it, for every block."""
+
+    @abstractmethod
+    def admit(self, keys: Iterable[Key]) -> list[Key]:
+        """These blocks are now in the tier above: those of them that may move on at once."""
+
+    @abstractmethod
+    def hit(self, keys: Iterable[Key]) -> list[Key]:
+        """A request has found and used these blocks: those of them that may move on now."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget every block, because the cache was cleared."""
+
+
+class AdmitAll(AdmissionRule):
+    """Every block moves on as soon as the tier above has it."""
+
+    def admit(self, keys: Iterable[Key]) -> list[Key]:
+        return list(keys)
+
+    def hit(self, keys: Iterable[Key]) -> list[Key]:
+        return list(keys)
+
+    def forget(self) -> None:
+        return
+
+
+class FrequencyFilter(AdmissionRule):
+    """Counts how often blocks are of use. Never walks over the whole table.
 
     Time passes for all blocks at once: an entry holds the *step* at which its frequency will have come down to 0, so a
     decay step adds one to a counter and touches no entry. What has come down to 0 stays in the dict until a quarter as
     many are dead as may be alive: then the dict becomes the old one, and every call moves a few living entries from it
     to a new one. Both hold integers only, which the garbage collector does not walk through: a key is remembered by
-    Python's own hash of it, 64 bits that take less than half the memory. Should two blocks ever share one, a block goes
-    to disk early.
+    Python's own hash of it, 64 bits that take less than half the memory. Should two blocks ever share one, a block is
+    admitted early.
 
     When the table is full, a decay step comes early, and the next one is a whole interval later.
     """
@@ -38,7 +68,7 @@ class FrequencyFilter:
         decay_seconds: float = 600.0,
         max_entries: int = 1_000_000,
     ) -> None:
-        if threshold < 1 or threshold > MOST or decay_seconds <= 0 or max_entries < 1:
+        if threshold < 1 or threshold > MAX_FREQUENCY or decay_seconds <= 0 or max_entries < 1:
             raise ValueError(f"cannot filter with {threshold=}, {decay_seconds=}, {max_entries=}")
         self.threshold = threshold
         self.decay_seconds = decay_seconds
@@ -48,18 +78,15 @@ class FrequencyFilter:
         self._step = 0
         self._ends: dict[int, int] = {}  # hash of the key -> the step at which its frequency is 0
         self._old: dict[int, int] = {}  # entries not moved yet, living and dead
-        self._ending = [0] * (MOST + 1)  # living entries by the step they end at, as a ring
+        self._ending = [0] * (MAX_FREQUENCY + 1)  # living entries by the step they end at, as a ring
         self._living = 0
 
     def admit(self, keys: Iterable[Key]) -> list[Key]:
-        """These blocks are now in the tier above: those of them that may go to disk at once.
-
-        A block that is not known starts at 1. Being offered again is no hit.
-        """
+        """A block that is not known starts at 1. Being offered again is no hit."""
         return self._count(keys, 1)
 
     def hit(self, keys: Iterable[Key]) -> list[Key]:
-        """These blocks were found and used: those of them that may go to disk now.
+        """Doubles the frequency of each.
 
         A block that is no longer known, because it has come down to 0 or because the table was full, starts at 1 again
         and doubles by this very hit.
@@ -73,7 +100,6 @@ class FrequencyFilter:
         return max(0, end - self._step)
 
     def forget(self) -> None:
-        """Forget every block, because the cache was cleared."""
         self._ends, self._old = {}, {}
         self._ending = [0] * len(self._ending)
         self._living = 0
@@ -98,7 +124,7 @@ class FrequencyFilter:
             frequency = end - self._step
             if frequency > 0:
                 ending[end % size] -= 1
-                frequency = min(frequency * factor, MOST)
+                frequency = min(frequency * factor, MAX_FREQUENCY)
             else:
                 self._make_room()
                 ends = self._ends
@@ -131,7 +157,7 @@ class FrequencyFilter:
             return
         steps = int((now - self._next_step) / self.decay_seconds) + 1
         self._next_step += steps * self.decay_seconds
-        for _ in range(min(steps, MOST)):
+        for _ in range(min(steps, MAX_FREQUENCY)):
             self._decay()
 
     def _decay(self) -> None:

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from kvbm.core.pool import Pool
+from kvbm.core.catalog import Catalog
+from kvbm.core.counts import Counts
 from kvbm.observe.requests import LOADED, NOT_FOUND
-from kvbm.observe.snapshot import DEVICE, DISK, HOST, Flow, HitRates, Identity, Saved, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, HitRates, Identity, Saved, Snapshot, TierState
 from kvbm.observe.source import kinds
-from kvbm.plans import Tier
-from kvbm.runtime.counts import Counts
+from kvbm.plans import TierName
+from kvbm.tiers.registry import NEAR
 
 
 class Lookups:
@@ -23,9 +24,9 @@ class Lookups:
 
     def __init__(self, latest: int) -> None:
         self.asked = self.pages = self.found = 0
-        self._latest: deque[tuple[int, dict[Tier, int]]] = deque(maxlen=max(1, latest))
+        self._latest: deque[tuple[int, dict[TierName, int]]] = deque(maxlen=max(1, latest))
 
-    def add(self, pages: int, found: dict[Tier, int]) -> None:
+    def add(self, pages: int, found: dict[TierName, int]) -> None:
         self.asked += 1
         self.pages += pages
         self.found += bool(found)
@@ -36,7 +37,7 @@ class Lookups:
         hits: dict[str, int] = {}
         for _, found in latest:
             for tier, pages in found.items():
-                hits[tier.name.lower()] = hits.get(tier.name.lower(), 0) + pages
+                hits[tier] = hits.get(tier, 0) + pages
         return HitRates(requests=len(latest), blocks=sum(pages for pages, _ in latest), hits=hits)
 
 
@@ -47,7 +48,7 @@ class Observed(Protocol):
     lookups: Lookups
 
     @property
-    def tiers(self) -> Mapping[Tier, Pool]: ...
+    def tiers(self) -> Mapping[TierName, Catalog]: ...
 
 
 class StoreSource:
@@ -61,7 +62,7 @@ class StoreSource:
 
     def snapshot(self, requests: int = 0) -> Snapshot:
         counts, lookups = self._store.counts, self._store.lookups
-        matched = {tier.name.lower(): pages for tier, pages in dict(counts.matched_blocks).items()}
+        matched = dict(counts.matched_blocks)
         return Snapshot(
             at=time.time(),
             started=self.started,
@@ -78,32 +79,29 @@ class StoreSource:
             outcomes={LOADED: lookups.found, NOT_FOUND: lookups.asked - lookups.found},
             missed={},
             failures=kinds(self._failures()),
-            object_read_failures=0,
-            object_write_failures=0,
             saved=Saved(),
         )
 
     def _flows(self, counts: Counts) -> Iterator[Flow]:
         size, tiers = self.identity.block_bytes, self._store.tiers
-        above = DEVICE
-        if Tier.HOST in tiers:
-            above = HOST
-            kept = counts.offloaded_blocks
-            yield Flow(source=DEVICE, target=HOST, blocks=kept, bytes=kept * size)
-        if Tier.DISK in tiers:
-            kept, failed = counts.spilled_blocks, counts.failed_spill_blocks
-            yield Flow(source=above, target=DISK, blocks=kept, bytes=kept * size, failed_blocks=failed)
+        above = NEAR.name if NEAR.name in tiers else DEVICE
+        for tier in tiers:
+            if tier == NEAR.name:
+                kept = counts.offloaded_blocks
+                yield Flow(source=DEVICE, target=tier, blocks=kept, bytes=kept * size)
+            else:
+                kept, failed = counts.moved_blocks.get(tier, 0), counts.failed_move_blocks.get(tier, 0)
+                yield Flow(source=above, target=tier, blocks=kept, bytes=kept * size, failed_blocks=failed)
         for tier, pages in dict(counts.onboarded_blocks).items():
-            # From host memory nothing fails to come.
-            failed = counts.failed_load_blocks if tier is Tier.DISK else 0
-            name = tier.name.lower()
-            yield Flow(source=name, target=DEVICE, blocks=pages, bytes=pages * size, failed_blocks=failed)
+            # Copies from the near tier do not fail.
+            failed = counts.failed_load_blocks if tier != NEAR.name else 0
+            yield Flow(source=tier, target=DEVICE, blocks=pages, bytes=pages * size, failed_blocks=failed)
 
 
-def _state(tier: Tier, pool: Pool, size: int) -> TierState:
+def _state(tier: TierName, pool: Catalog, size: int) -> TierState:
     free, writing, pinned = pool.free, pool.writing, pool.pinned
     return TierState(
-        tier=tier.name.lower(),
+        tier=tier,
         slots=pool.size,
         free=free,
         writing=writing,

@@ -21,19 +21,22 @@ from pathlib import Path
 import numpy as np
 
 from kvbm.config import Config
+from kvbm.core.catalog import Catalog
+from kvbm.core.counts import Counts
 from kvbm.core.keys import Key
-from kvbm.core.pool import Pool
 from kvbm.engines.sglang.observed import Lookups
 from kvbm.engines.sglang.store import Page, scatter
-from kvbm.plans import Tier
-from kvbm.runtime.counts import Counts
-from kvbm.runtime.disk import bounce_slots
+from kvbm.plans import TierName
 from kvbm.storage.bounded import Call, DaemonThreads, keep_until_exit
 from kvbm.storage.directory import CacheRefused, private_directory
 from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
 from kvbm.storage.index import KEY_MAP, cache_directory, slab_path
+from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.disk.open import staging_slots
 
 logger = logging.getLogger("kvbm")
+
+DISK = disk_tier.TIER.name
 
 _EMPTY, _GONE = 0, 1  # instead of the first bytes of a key
 _SUM_BYTES = 8
@@ -135,7 +138,7 @@ class Reader:
         self.page_bytes = page_bytes
         self.counts = Counts()
         self.lookups = Lookups(config.cache_stats_max_requests)
-        self.tiers: Mapping[Tier, Pool] = {}  # all of them the writer's
+        self.tiers: Mapping[TierName, Catalog] = {}  # all of them the writer's
         self.directory = cache_directory(config.disk_cache_dir, cache)
         self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         self._direct = 0 if config.disk_disable_o_direct else os.O_DIRECT
@@ -145,7 +148,7 @@ class Reader:
         self._looked = 0.0
         self._looking: Call[_Found | None] | None = None
         self._refused = False  # and said so
-        slots = bounce_slots(config, self._slot_bytes)
+        slots = staging_slots(config, self._slot_bytes)
         self._memory = mmap.mmap(-1, slots * self._slot_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = list(range(slots))  # places of the memory that no read writes to
@@ -157,8 +160,8 @@ class Reader:
         has = self.has(keys)
         found = has.index(False) if False in has else len(has)
         with self._lock:
-            self.lookups.add(len(keys), {Tier.DISK: found} if found else {})
-            self.counts.matched_blocks[Tier.DISK] = self.counts.matched_blocks.get(Tier.DISK, 0) + found
+            self.lookups.add(len(keys), {DISK: found} if found else {})
+            self.counts.matched_blocks[DISK] = self.counts.matched_blocks.get(DISK, 0) + found
         return found
 
     def has(self, keys: Sequence[Key]) -> list[bool]:
@@ -214,7 +217,7 @@ class Reader:
                 break
             arrived += self._end(group, pages[len(arrived) :], patience)
         with self._lock:
-            self.counts.add_onboarded(Tier.DISK, sum(arrived))
+            self.counts.add_onboarded(DISK, sum(arrived))
             self.counts.failed_load_blocks += arrived.count(False)
         return arrived + [False] * (len(keys) - len(arrived))
 

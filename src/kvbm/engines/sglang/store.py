@@ -19,20 +19,26 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvbm.config import Config
+from kvbm.core.catalog import Catalog
+from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.sglang.observed import Lookups
-from kvbm.plans import Copy, LoadPlan, SpillPlan, Tier
-from kvbm.runtime.counts import Counts
-from kvbm.runtime.disk import bounce_slots, open_file
+from kvbm.plans import Copy, LoadPlan, MovePlan, TierName
 from kvbm.storage import bounded
 from kvbm.storage.bounded import Call, keep_until_exit
-from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError, Operation
+from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError
 from kvbm.storage.host import HostSlab
 from kvbm.storage.index import Index, cache_directory, slab_path
+from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.base import Operation
+from kvbm.tiers.disk.open import open_file, staging_slots
+from kvbm.tiers.registry import NEAR
 
 logger = logging.getLogger("kvbm")
+
+DISK = disk_tier.TIER.name
 
 # A page, piece by piece: (address, bytes).
 Page = Sequence[tuple[int, int]]
@@ -59,6 +65,32 @@ class Shown(Protocol):
     def close(self) -> None: ...
 
 
+class _Journal:
+    """The disk tier's journal: the index for the next engine, and the map for readers in other processes."""
+
+    def __init__(self, index: Index, shown: Shown | None) -> None:
+        self._index = index
+        self._shown = shown
+
+    def put(self, pairs: Sequence[tuple[Key, int]]) -> None:
+        self._index.put(pairs)
+        if self._shown is not None:
+            self._shown.put(pairs)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        self._index.remove(keys)
+        if self._shown is not None:
+            self._shown.remove(keys)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        self._index.touch(keys)
+
+    def clear(self) -> None:
+        self._index.clear()
+        if self._shown is not None:
+            self._shown.clear()
+
+
 class _OnDisk(NamedTuple):
     index: Index
     file: DiskFile
@@ -76,7 +108,7 @@ class _Load(NamedTuple):
 
     plan: LoadPlan
     reads: list[Operation | None]  # one a copy of the plan; None: it is in host memory already
-    seal: bytes  # the manager's when it began
+    generation: bytes  # the manager's when it began
 
     @property
     def pages(self) -> int:
@@ -103,23 +135,23 @@ class Store:
         self.directory: Path | None = None
         self._slot_bytes = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         self._persistent = not sizes.host  # a page counts as kept only when it is on disk
-        slots = sizes.host or bounce_slots(config, self._slot_bytes)
+        slots = sizes.host or staging_slots(config, self._slot_bytes)
         self._group = max(1, min(slots // 4, 32))  # pages that are moved together
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._slab = HostSlab(slots * self._slot_bytes).carve(slots, self._slot_bytes)
-        pools = {Tier.HOST: Pool(slots)}
+        catalogs: dict[TierName, Catalog] = {NEAR.name: Pool(slots)}
         self._file: DiskFile | None = None
         self._index: Index | None = None  # what the next start finds; None after a clear
         self._cleared_index: Index | None = None  # holds the cache until the store is closed
         self._shown: Shown | None = None
         try:
             if sizes.disk and (disk := self._open_disk(config, cache, sizes.disk, rank, shown)) is not None:
-                pools[Tier.DISK] = disk
+                catalogs[DISK] = disk
         except BaseException:
             self._slab.close()
             raise
-        self._manager = BlockManager(pools)
+        self._manager = BlockManager(catalogs)
         self._under_way: deque[tuple[Sequence[Operation], Callable[[], None]]] = deque()
         self._users = 0  # calls that copy pages right now
         self._closing = False
@@ -164,47 +196,39 @@ class Store:
             )
             return None
         self._index, self._file, self._shown = disk
-        pool = Pool(slots)
-        pool.on_gone = self._gone
-        found = pool.adopt(self._index.entries())
+        pool = Pool(slots, journal=_Journal(disk.index, disk.shown))
+        found = pool.adopt(disk.index.entries())
         logger.info("disk tier: %d of %d pages are there from before, in %s", found, slots, directory)
         return pool
-
-    def _gone(self, keys: Sequence[Key]) -> None:
-        """Pages of the disk tier that were evicted, or turned out bad."""
-        if self._index is not None:
-            self._index.remove(keys)
-        if self._shown is not None:
-            self._shown.remove(keys)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def count(self, keys: Sequence[Key]) -> int:
         """How many pages from the first on are there."""
         with self._lock:
-            match = self._manager.lookup(keys, patient=False)
-            found: dict[Tier, int] = {}
+            match = self._manager.lookup(keys, wait_for_writers=False)
+            found: dict[TierName, int] = {}
             for run in match.runs:
                 found[run.tier] = found.get(run.tier, 0) + len(run.slots)
             self._note(len(keys), found)
             return match.blocks
 
-    def _note(self, asked: int, found: dict[Tier, int]) -> None:
+    def _note(self, asked: int, found: dict[TierName, int]) -> None:
         self.lookups.add(asked, found)
         for tier, pages in found.items():
-            self.counts.matched_blocks[tier] = self.counts.matched_blocks.get(tier, 0) + pages
+            add(self.counts.matched_blocks, tier, pages)
 
     @property
-    def tiers(self) -> Mapping[Tier, Pool]:
+    def tiers(self) -> Mapping[TierName, Catalog]:
         """Those that were asked for: host memory that is but the way to the disk is none."""
         return {
-            tier: pool for tier, pool in self._manager.pools.items() if tier is not Tier.HOST or not self._persistent
+            tier: pool for tier, pool in self._manager.catalogs.items() if tier != NEAR.name or not self._persistent
         }
 
     def has(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:
-            pools = self._manager.pools.values()
-            return [any(key in pool for pool in pools) for key in keys]
+            catalogs = self._manager.catalogs.values()
+            return [any(key in catalog for catalog in catalogs) for key in keys]
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
@@ -219,14 +243,14 @@ class Store:
             if not self._persistent:
                 return self.has(keys)
             with self._changed:
-                disk = self._manager.pools[Tier.DISK]
+                disk = self._manager.catalogs[DISK]
                 self._changed.wait_for(lambda: not any(map(disk.is_writing, keys)), deadline - time.monotonic())
                 return [key in disk for key in keys]
 
     def _put_group(self, keys: Sequence[Key], pages: Sequence[Page], deadline: float) -> bool:
         """False when there was no room in time."""
         left = dict(zip(keys, pages, strict=True))
-        near = self._manager.pools[Tier.HOST]
+        near = self._manager.near
         while True:
             with self._changed:
                 left = {key: page for key, page in left.items() if not self._holds(key)}
@@ -234,7 +258,7 @@ class Store:
                 fresh = [key for key in left if key not in near]
                 plan = self._manager.store(fresh, range(len(fresh))) if fresh else None
                 waits = plan is None and bool(fresh) and not here
-                seal = self._manager.seal
+                generation = self._manager.generation
                 if waits and not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     return False
             for key in here:
@@ -244,36 +268,32 @@ class Store:
                     gather(left.pop(fresh[i]), self._address(slot))
             with self._lock:
                 if plan is not None:
-                    published = self._manager.finish_store(plan.id, ok=self._manager.seal == seal)
+                    published = self._manager.finish_store(plan.id, ok=self._manager.generation == generation)
                     self.counts.offloaded_blocks += len(published)
                     here += published
                 # In one go: nobody shall push them out in between.
-                spill = self._manager.spill(here) if here and self._file is not None else None
-            if spill is not None:
-                self._spill(spill)
+                move = self._manager.move(here, DISK) if here and self._file is not None else None
+            if move is not None:
+                self._move(move)
             if not left:
                 return True
 
     def _holds(self, key: Key) -> bool:
         """Whether the page needs no more thought. Without a host tier, what is not on disk or on its way there does."""
-        tier = Tier.DISK if self._persistent and self._file is not None else Tier.HOST
-        return self._manager.pools[tier].holds(key)
+        tier = DISK if self._persistent and self._file is not None else NEAR.name
+        return self._manager.catalogs[tier].holds(key)
 
-    def _spill(self, plan: SpillPlan) -> None:
-        """Write pages of the host tier on to disk, behind everybody's back."""
+    def _move(self, plan: MovePlan) -> None:
+        """Write pages of the host tier on to disk, in the background."""
         file = self._file
         assert file is not None
         write = file.write(plan.targets, [self._address(slot) for slot in plan.slots], plan.tags)
 
         def end() -> None:
             with self._changed:
-                written = self._manager.finish_spill(plan.id, write.bad)
-                self.counts.spilled_blocks += len(written)
-                self.counts.failed_spill_blocks += len(write.bad)
-                if self._index is not None:
-                    self._index.put(written)
-                if self._shown is not None:
-                    self._shown.put(written)
+                written = self._manager.finish_move(plan.id, write.bad)
+                add(self.counts.moved_blocks, DISK, len(written))
+                add(self.counts.failed_move_blocks, DISK, len(write.bad))
                 self._changed.notify_all()
 
         self._finish([write], end)
@@ -309,30 +329,27 @@ class Store:
                 break
         count = arrived.index(False) if False in arrived else len(arrived)
         with self._lock:
-            # Whatever tier had them; and the next engine shall know.
             self._manager.touch(keys[:count])
-            if self._index is not None:
-                self._index.touch(keys[:count])
         return arrived + [False] * (len(keys) - len(arrived))
 
     def _begin_load(self, keys: Sequence[Key], patience: float) -> _Load | None:
         """None when the first page is not there, or there is no room to bring it up in time."""
-        near = self._manager.pools[Tier.HOST]
+        near = self._manager.near
         with self._changed:
-            match = self._manager.lookup(keys, patient=False)
-            missing = sum(len(run.slots) for run in match.runs if run.tier is not Tier.HOST)
+            match = self._manager.lookup(keys, wait_for_writers=False)
+            missing = sum(len(run.slots) for run in match.runs if run.tier != NEAR.name)
             if missing > near.available and patience:
                 self._changed.wait_for(lambda: missing <= near.available, patience)
-                match = self._manager.lookup(keys, patient=False)
-                missing = sum(len(run.slots) for run in match.runs if run.tier is not Tier.HOST)
+                match = self._manager.lookup(keys, wait_for_writers=False)
+                missing = sum(len(run.slots) for run in match.runs if run.tier != NEAR.name)
             if not match.blocks or missing > near.available:
                 return None
             plan = self._manager.load(match, "", range(match.blocks), in_step=False, after=[])
-            seal = self._manager.seal
-        return _Load(plan, [self._read(copy) for copy in plan.copies], seal)
+            generation = self._manager.generation
+        return _Load(plan, [self._read(copy) for copy in plan.copies], generation)
 
     def _read(self, copy: Copy) -> Operation | None:
-        if copy.tier is Tier.HOST or self._file is None:
+        if copy.tier == NEAR.name or self._file is None:
             return None
         # Where there was not room for all of them, the rest does not come.
         count = len(copy.via)
@@ -367,7 +384,7 @@ class Store:
                 for copy in load.plan.copies:
                     self.counts.add_onboarded(copy.tier, sum(came[at : at + len(copy.blocks)]))
                     at += len(copy.blocks)
-                keep = not late and self._manager.seal == load.seal
+                keep = not late and self._manager.generation == load.generation
                 self.counts.promoted_blocks += self._manager.finish_load(load.plan.id, bad, missed, keep)
                 self._changed.notify_all()
 
@@ -383,17 +400,17 @@ class Store:
         """Forget every page, because the weights may have changed.
 
         The name of the cache covers the weights that were loaded at start, so this process keeps nothing more for the
-        next start and shows nothing more to other ranks. Pages that are written from now on bear another seal: no entry
-        of an index that a crash leaves behind fits them.
+        next start and shows nothing more to other ranks. Pages that are written from now on carry another generation:
+        no entry of an index that a crash leaves behind fits them.
         """
         with self._changed:
             self._manager.clear()
-            self._manager.seal = os.urandom(8)
+            self._manager.generation = os.urandom(8)
+            for catalog in self._manager.catalogs.values():
+                catalog.discard()
             if self._index is not None:
-                self._index.clear()
                 self._cleared_index, self._index = self._index, None
             if self._shown is not None:
-                self._shown.clear()
                 self._shown.close()
                 self._shown = None
         if self._cleared_index is not None:

@@ -25,11 +25,12 @@ from kvbm.engines.trtllm.step import StepMeta
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
-from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan, Tier
+from kvbm.plans import LoadPlan, Recompute, Report, StepPlan, StorePlan
 from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.steps import StepTimes, Work
-from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager
+from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
+from kvbm.tiers import registry
 
 logger = logging.getLogger("kvbm")
 
@@ -57,8 +58,8 @@ class _Request:
     """What we know of a request that the engine is working on."""
 
     __slots__ = (
-        "blocks", "chain", "found", "keep", "limit", "load", "match", "offered_at", "prompt", "scope", "seen", "start",
-        "stored", "tokens", "within",
+        "blocks", "chain", "deadline_seconds", "found", "keep", "limit", "load", "match", "offered_at", "prompt",
+        "scope", "seen", "start", "stored", "tokens",
     )  # fmt: skip
 
     def __init__(self, chain: KeyChain | None, tokens: list[int], scope: Scope | None) -> None:
@@ -74,7 +75,7 @@ class _Request:
         self.start = 0  # its first block
         self.offered_at: float | None = None  # None: nothing is, or the engine has made room
         self.load: LoadPlan | None = None  # what is filling its blocks
-        self.within = 0.0  # seconds that a load from disk may take
+        self.deadline_seconds = 0.0  # of a load from a staged tier
         self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
         self.seen: Admission | None = None  # what was looked up for it
 
@@ -97,7 +98,9 @@ class LeaderHalf:
         self._setup = setup
         self._faults = faults
         self._size = setup.tokens_per_block
-        self._cost = CostModel(setup.step_tokens or 8192, layers_from=inf, mode="async", load=config.load)
+        self._cost = CostModel(
+            registry.priors(), setup.step_tokens or 8192, layers_from=inf, mode="async", load=config.load
+        )
         self._steps = StepTimes(self._cost)
         self._step_planned = False  # in this iteration
         self.engine_blocks = 0  # the worker of this rank says
@@ -146,15 +149,18 @@ class LeaderHalf:
         manager = make_manager(hellos, self._disk)
         leader = Leader(manager, setup.ranks, pending, sizes, self._cost, self.observer.log)
         if self._disk is not None:
-            self._disk.serve(self._config, leader, sum(sizes))
+            self._disk.serve(self._config, leader)
+        for tier in manager.catalogs:
+            if (rate := measured(hellos, tier)) is not None:
+                self._cost.start_from(tier, rate)
         leader.on_ended_load = self._load_ended
         self.counts = leader.counts
-        self._outside.appear(self._config, setup, manager.pools, lambda: self.leader)
-        host, disk = manager.pools[Tier.HOST].size, 0 if self._disk is None else self._disk.pool.size
+        self._outside.appear(self._config, setup, manager.catalogs, lambda: self.leader)
+        slots = {name: catalog.size for name, catalog in manager.catalogs.items()}
         logger.info(
-            "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s)", host,
-            f" and {disk} disk blocks" if disk else "", self._size, (host + disk) * sum(sizes) / 1e9, setup.ranks,
-            "" if setup.ranks == 1 else "s",
+            "KVBM is ready: %s of %d tokens (%.2f GB over %d rank%s)",
+            " and ".join(f"{size} {name} blocks" for name, size in slots.items()), self._size,
+            sum(slots.values()) * sum(sizes) / 1e9, setup.ranks, "" if setup.ranks == 1 else "s",
         )  # fmt: skip
         return leader
 
@@ -213,8 +219,8 @@ class LeaderHalf:
         if self._waiting:
             self._forget_old()
         # Not part of any step, and so over the channel: they go on while the engine has no batch.
-        if (spill := self.leader.spill()) is not None:
-            self._send(StepPlan(spills=[spill]))
+        if moves := self.leader.plan_moves():
+            self._send(StepPlan(moves=moves))
         self._outside.tell()
 
     def _apply(self, leader: Leader, reports: list[Report]) -> None:
@@ -271,12 +277,12 @@ class LeaderHalf:
             return 0, False
         # The engine asks once, so there is no waiting for what is just being written.
         keys = state.chain.extend(tokens)
-        found = self.leader.manager.lookup(keys, start, limit, patient=False)
+        found = self.leader.manager.lookup(keys, start, limit, wait_for_writers=False)
         state.seen = looked_up(name, len(tokens), computed, limit, found, 0, self._size)
         if found.blocks:
             # Nobody may have heard of what an engine before this one has left.
             self._outside.follow(keys, tokens, start, start + found.blocks, scope)
-            found, state.within = self._worth_loading(found, computed, len(tokens) - computed)
+            found, state.deadline_seconds = self._worth_loading(found, computed, len(tokens) - computed)
             state.seen = state.seen._replace(why=OUTSIDE if found.blocks else RECOMPUTE)
         if not found.blocks:
             log.admitted(state.seen)
@@ -356,7 +362,7 @@ class LeaderHalf:
             raise RuntimeError("the engine has made no room for what was offered")
         end = match.start + match.blocks
         targets = list(blocks[match.start : end])
-        plan = self.leader.onboard(match, str(number), targets, in_step=False, within=state.within)
+        plan = self.leader.onboard(match, str(number), targets, in_step=False, deadline_seconds=state.deadline_seconds)
         state.load, state.stored = plan, end
         self._loads[plan.id] = set()
         self._send(StepPlan(loads=[plan]))
@@ -500,7 +506,7 @@ class LeaderHalf:
             state.keep = False  # a block without a page: a sliding window has passed over it
             return None
         keys = state.chain.extend(state.tokens)
-        pool = leader.manager.pools[Tier.HOST]
+        pool = leader.manager.near
         if pool.free < len(blocks):
             # Something must go for these blocks, and not the blocks in front of them.
             pool.touch(keys[: state.stored])

@@ -13,13 +13,13 @@ import zmq
 
 import kvbm
 from kvbm.config import Config
+from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key, Scope
-from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.events import launch
 from kvbm.events.outlet import Outlet
-from kvbm.plans import Tier
+from kvbm.plans import TierName
 from kvbm.runtime.control import Controller
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.presence import Presence
@@ -35,11 +35,15 @@ class Outside:
         self._presence: Presence | None = None
 
     def appear(
-        self, config: Config, setup: compat.Setup, pools: Mapping[Tier, Pool], leader: Callable[[], Leader | None]
+        self,
+        config: Config,
+        setup: compat.Setup,
+        catalogs: Mapping[TierName, Catalog],
+        leader: Callable[[], Leader | None],
     ) -> None:
         """The leader begins."""
         try:
-            self._publish(config, setup, pools)
+            self._publish(config, setup, catalogs)
             engine = f"trtllm-{config.leader_zmq_pub_port}"
             about = {"engine": engine, "rank": 0, "model": setup.model, "kvbm": kvbm.__version__}
             controller = Controller(self._faults.turn, leader, about, self._announce)
@@ -47,7 +51,7 @@ class Outside:
         except Exception as error:
             self._faults.record("appearing", error)
 
-    def _publish(self, config: Config, setup: compat.Setup, pools: Mapping[Tier, Pool]) -> None:
+    def _publish(self, config: Config, setup: compat.Setup, catalogs: Mapping[TierName, Catalog]) -> None:
         if config.kv_events_enable_consolidator == "off":
             return
         if config.trtllm_zmq_port is None:
@@ -58,7 +62,7 @@ class Outside:
                 )
             return
         try:
-            self._outlet = Outlet(pools, setup.tokens_per_block)
+            self._outlet = Outlet(catalogs, setup.tokens_per_block)
         except zmq.ZMQError as error:
             logger.warning("No block events: %s", error)
             return

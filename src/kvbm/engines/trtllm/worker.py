@@ -20,10 +20,11 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.leader import find_local
 from kvbm.engines.trtllm.step import StepMeta, decode
-from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult, Tier
+from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult
 from kvbm.runtime.channel import TIMING, ZmqWorker
 from kvbm.runtime.rank import Rank
 from kvbm.storage.index import Fingerprint
+from kvbm.tiers import registry
 
 logger = logging.getLogger("kvbm")
 
@@ -103,7 +104,7 @@ class WorkerHalf:
         if self._cuda:
             self._forward_ended = torch.cuda.Event()
         channel.confirm()
-        slots = agreement.slots[Tier.HOST]
+        slots = agreement.slots[registry.NEAR.name]
         if self._rank.rank == 0 and self._config.has_host_tier and slots < num_blocks:
             gigabytes = num_blocks * sum(agreement.block_bytes) / 1e9
             logger.warning(
@@ -133,7 +134,7 @@ class WorkerHalf:
 
     def _stay_out(self, reason: str) -> None:
         logger.warning("KVBM stays out of the way: %s. The engine runs as if it were not configured.", reason)
-        self._meet(Hello(self._rank.rank, 0, {}, ""))  # no slots: the leader learns that there is nothing to agree on
+        self._meet(Hello(self._rank.rank, 0, "", []))  # no slots: the leader learns that there is nothing to agree on
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -275,8 +276,8 @@ class WorkerHalf:
         for plan in self._channel.receive(timeout):
             self._received += 1
             self._late += plan.loads
-            if plan.spills and self._rank.worker is not None:
-                self._rank.worker.start_stores(StepPlan(spills=plan.spills))
+            if plan.moves and self._rank.worker is not None:
+                self._rank.worker.start_stores(StepPlan(moves=plan.moves))
             for order in plan.recompute:
                 if order.agreed:
                     self._orders.pop(order.id, None)

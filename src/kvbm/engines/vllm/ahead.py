@@ -17,7 +17,7 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.worker import WorkerHalf
-from kvbm.plans import LoadPlan, Tier
+from kvbm.plans import LoadPlan
 from kvbm.runtime.leader import Leader
 from kvbm.transfer.turns import short_turns
 
@@ -103,7 +103,7 @@ class Ahead:
         if not keys or self._on_device(keys[0]):
             return
         found = self._manager.lookup(keys, 0, limit)
-        if len(found.runs) != 1 or found.runs[0].tier is not Tier.HOST:
+        if len(found.runs) != 1 or found.runs[0].tier != self._manager.near_tier:
             return  # the slots of other tiers are not in host memory
         if found.blocks < PREFETCH_BLOCKS or found.pending:
             return

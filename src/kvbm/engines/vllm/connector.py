@@ -26,7 +26,7 @@ from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures
 from kvbm.engines.vllm.worker import WorkerHalf
 from kvbm.observe import nvtx
 from kvbm.observe.nvtx import annotate
-from kvbm.plans import Report, StepPlan, decode_hello, encode, joined
+from kvbm.plans import Report, StepPlan, decode_hello, encode, merge_plans
 from kvbm.runtime.channel import InBandLeader, InBandWorker
 from kvbm.runtime.worker import Outcome
 
@@ -223,7 +223,7 @@ class DynamoConnector(KVConnectorBase_V1):
             assert isinstance(metadata, DynamoConnectorMetadata)
             self._worker_channel.unpack(metadata.metadata)
             plans = self._worker_channel.receive()
-            self._plan = plans[0] if len(plans) == 1 else joined(plans)
+            self._plan = plans[0] if len(plans) == 1 else merge_plans(plans)
             self._received = metadata
 
     def clear_connector_metadata(self) -> None:

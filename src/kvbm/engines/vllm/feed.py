@@ -14,13 +14,13 @@ from vllm import envs
 from vllm.distributed import kv_events
 
 from kvbm.config import Config
+from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key
-from kvbm.core.pool import Pool
 from kvbm.engines.vllm import compat
 from kvbm.events import launch
 from kvbm.events.ledger import Ledger, Name, Run, Stored
-from kvbm.events.outlet import MEDIA
-from kvbm.plans import Tier
+from kvbm.plans import TierName
+from kvbm.tiers.registry import TIERS
 
 
 def is_wanted(vllm_config: Any) -> bool:
@@ -54,7 +54,7 @@ def consolidator_endpoints(config: Config, vllm_config: Any) -> tuple[str, str]:
 class EventFeed:
     """Called from vLLM's scheduler thread. ``group``: the one KV cache group that all blocks belong to."""
 
-    def __init__(self, pools: Mapping[Tier, Pool], block_size: int, group: Any) -> None:
+    def __init__(self, pools: Mapping[TierName, Catalog], block_size: int, group: Any) -> None:
         self._block_size = block_size
         self._group = compat.event_group(group)
         self._ledger = Ledger(pools, block_size)
@@ -83,7 +83,7 @@ class EventFeed:
     def _translate(self, event: Any) -> Any:
         names = _external(event.names)
         if not isinstance(event, Stored):
-            return kv_events.BlockRemoved(block_hashes=names, medium=MEDIA[event.tier], group_idx=0)
+            return kv_events.BlockRemoved(block_hashes=names, medium=TIERS[event.tier].medium, group_idx=0)
         lora_id, lora_name = event.about
         return kv_events.BlockStored(
             block_hashes=names,
@@ -91,7 +91,7 @@ class EventFeed:
             token_ids=event.tokens,
             block_size=self._block_size,
             lora_id=lora_id,
-            medium=MEDIA[event.tier],
+            medium=TIERS[event.tier].medium,
             lora_name=lora_name,
             extra_keys=None if event.each is None else list(event.each),
             **self._group,

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from kvbm.core.keys import Key, in_group
 from kvbm.core.manager import BlockManager, Match, Run
-from kvbm.plans import Tier
+from kvbm.plans import TierName
 
 Tables = Sequence[Sequence[int]]  # block 0 stands where there is none
 
@@ -29,7 +29,9 @@ Tables = Sequence[Sequence[int]]  # block 0 stands where there is none
 class Groups(Protocol):
     apart: bool  # blocks of a prefix are in several places, so that it is loaded as a whole, outside of the step
 
-    def find(self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, patient: bool = True) -> Match:
+    def find(
+        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+    ) -> Match:
         """The longest prefix that can be brought back, see :meth:`BlockManager.lookup`."""
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
@@ -57,8 +59,10 @@ class OneGroup:
 
     apart = False
 
-    def find(self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, patient: bool = True) -> Match:
-        return manager.lookup(keys, start, limit, patient=patient)
+    def find(
+        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+    ) -> Match:
+        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers)
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
         return match.cut(count), self.targets(tables, match.start, count)
@@ -89,15 +93,17 @@ class SeveralGroups:
         self._sliding = [group for group, window in enumerate(windows) if window]
         self._block_size = block_size
 
-    def find(self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, patient: bool = True) -> Match:
+    def find(
+        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+    ) -> Match:
         """Its runs say how much of it lies in which tier, not what: it is taken as a whole. They have no slots yet:
         which ones are wanted turns out when vLLM has made room."""
         wanted = keys[:limit]
-        end, awaited = self._reach(manager, wanted, start, patient)
-        pieces: Counter[Tier] = Counter()
-        for tier, slots in manager.lookup(self._needed(wanted, start, end), patient=False).runs:
+        end, awaited = self._reach(manager, wanted, start, wait_for_writers)
+        pieces: Counter[TierName] = Counter()
+        for tier, slots in manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).runs:
             pieces[tier] += len(slots)
-        nearest, *slower = manager.pools
+        nearest, *slower = manager.catalogs
         left = end - start
         runs: list[Run] = []
         for tier in reversed(slower):  # rather too much of a slow one than too little
@@ -108,7 +114,9 @@ class SeveralGroups:
         found = [run for run in reversed(runs) if run.slots]
         return Match(start, found, awaited is not None, wanted, awaited=awaited)
 
-    def _reach(self, manager: BlockManager, keys: Sequence[Key], start: int, patient: bool) -> tuple[int, Key | None]:
+    def _reach(
+        self, manager: BlockManager, keys: Sequence[Key], start: int, wait_for_writers: bool
+    ) -> tuple[int, Key | None]:
         """(where the longest prefix ends of which every group has what it needs, something that a longer one lacks and
         that is being written right now)"""
         end, before, awaited = len(keys), -1, None
@@ -118,7 +126,7 @@ class SeveralGroups:
             for group in groups:
                 # Without a block no prefix ends behind it, until a window has passed over it.
                 first = max(start, self._first(group, end * self._block_size))
-                end, writing = _run(manager, keys, group, first, end, patient)
+                end, writing = _run(manager, keys, group, first, end, wait_for_writers)
                 awaited = awaited or writing
             groups = self._sliding  # what sees all has all of a shorter prefix, too
         return end, awaited
@@ -139,7 +147,7 @@ class SeveralGroups:
         """All that vLLM has made room for, whatever we think that it needs: it will take all of it for computed."""
         end = match.start + count
         wanted, blocks = self._pieces(match.keys, tables, [match.start] * len(tables), end)
-        return manager.lookup(wanted, patient=False), blocks
+        return manager.lookup(wanted, wait_for_writers=False), blocks
 
     def _pieces(
         self, keys: Sequence[Key], tables: Tables, firsts: Sequence[int], end: int
@@ -175,13 +183,13 @@ class SeveralGroups:
 
 
 def _run(
-    manager: BlockManager, keys: Sequence[Key], group: int, first: int, end: int, patient: bool
+    manager: BlockManager, keys: Sequence[Key], group: int, first: int, end: int, wait_for_writers: bool
 ) -> tuple[int, Key | None]:
     """(where the blocks end that a group has from the first on, the next one if it is being written)"""
     portion = 16  # most prompts are new: who has no more than the first few is not asked for thousands
     while first < end:
         asked = in_group(keys[first : min(end, first + portion)], group)
-        found = manager.lookup(asked, patient=patient)
+        found = manager.lookup(asked, wait_for_writers=wait_for_writers)
         first += found.blocks
         if found.blocks < len(asked):
             return first, asked[found.blocks] if found.pending else None

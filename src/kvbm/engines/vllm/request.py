@@ -14,8 +14,9 @@ class RequestState:
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "declined", "failures", "found", "in_step", "keep", "loaded", "loads", "local_tokens", "lookup", "match",
-        "outside", "put_off", "put_off_since", "refused", "request", "stored", "tables", "waits_since", "within",
+        "deadline_seconds", "declined", "failures", "found", "in_step", "keep", "loaded", "loads", "local_tokens",
+        "lookup", "match", "outside", "put_off", "put_off_since", "refused", "request", "stored", "tables",
+        "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -38,7 +39,7 @@ class RequestState:
         self.waits_since: float | None = None
         self.put_off = 0  # blocks that it was to have in a step that was full
         self.put_off_since = 0.0
-        self.within = 0.0  # seconds that a load from disk may take
+        self.deadline_seconds = 0.0  # of a load from a staged tier
         self.found: int | None = None  # blocks it did not have to compute when it was first scheduled
 
     def new_tables(self, tables: Sequence[Sequence[int]], computed: int) -> None:

@@ -27,7 +27,7 @@ from kvbm.engines.vllm.waits import Waits
 from kvbm.engines.vllm.worker import WorkerHalf, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
-from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, SpillPlan, StepPlan, StorePlan, Tier
+from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, MovePlan, Report, StepPlan, StorePlan
 from kvbm.runtime import flush
 from kvbm.runtime.control import Controller
 from kvbm.runtime.kept import KeptHost
@@ -35,6 +35,7 @@ from kvbm.runtime.leader import Counts, Leader
 from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
+from kvbm.tiers import registry
 from kvbm.transfer import turns
 
 logger = logging.getLogger("kvbm")
@@ -43,8 +44,8 @@ logger = logging.getLogger("kvbm")
 # expected of steps of milliseconds is not that exact.
 SHORTEST_LOAD = 1.0
 
-# Without requests vLLM steps on for the sake of spills only as long as the disk makes progress.
-SPILL_PATIENCE_SECONDS = 2.0
+# Without requests vLLM steps on for moves only while their stores make progress.
+MAX_MOVE_STALL_SECONDS = 2.0
 
 # vLLM stops stepping when it is told that there is no work. When it asks again so much later, something woke it up.
 ASLEEP_SECONDS = 0.5
@@ -75,16 +76,16 @@ class SchedulerHalf:
         self._cache = fingerprint.describe(vllm_config, kv_cache_config) if config.outlives_engine else None
         self._disk: DiskTier | None = None
         self._kept: KeptHost | None = None
-        self._spill_progress = 0.0  # when there was something new for the disk, or from it
-        self._asked = 0.0  # when vLLM asked last whether to step for the disk's sake
-        self._steps_for_disk = False  # the answer to that
+        self._move_progress = 0.0  # when there was something new for the disk, or from it
+        self._asked = 0.0  # when vLLM last asked whether to step for moves
+        self._steps_for_moves = False  # the answer to that
         self._local: list[WorkerHalf] = []  # all workers, where they are in this process
         self._flush_deadline: float | None = None  # once the end has begun
         self._flushed = True  # in time
         self._requests: dict[str, RequestState] = {}
         self._loads: list[LoadPlan] = []
         self._uses: list[AdapterUse] = []  # adapters that the next step's plan depends on
-        self._settle: list[int] = []  # stores that must be over before the next step
+        self._drain_stores: list[int] = []  # stores that must be over before the next step
         self._hopeless = 0  # loads that could not be planned
         self._ended: list[Ended] = []  # requests that are not seen off yet
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
@@ -96,6 +97,7 @@ class SchedulerHalf:
         if groups.apart:
             self._may_layer = False
         self._cost = CostModel(
+            registry.priors(),
             step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             layers_from=self._decode_tokens + 1 if self._may_layer else inf,
             attention_span=4 * vllm_config.model_config.get_hidden_size(),
@@ -168,7 +170,6 @@ class SchedulerHalf:
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
-        self.leader.kept = self._kept
         self.leader.on_ended_load = self._load_ended
         self._waits = Waits(manager, self._cost, self._block_size, self._block_bytes)
         self._stores = Stores(
@@ -188,9 +189,10 @@ class SchedulerHalf:
                 self._faults,
             )
         if self._disk is not None:
-            self._disk.serve(self._config, self.leader, block_bytes)
-            if (rate := measured(hellos, Tier.DISK)) is not None:
-                self._cost.start_from(Tier.DISK, rate)
+            self._disk.serve(self._config, self.leader)
+        for tier in manager.catalogs:
+            if (rate := measured(hellos, tier)) is not None:
+                self._cost.start_from(tier, rate)
         self.counts = self.leader.counts
         hashed = compat.hashed_tokens(self._vllm_config, self._kv_cache_config)
         if feed.is_wanted(self._vllm_config) and self._groups.apart:
@@ -199,7 +201,7 @@ class SchedulerHalf:
             )
         elif feed.is_wanted(self._vllm_config) and hashed == self._block_size:
             group = self._kv_cache_config.kv_cache_groups[0]
-            self._feed = feed.EventFeed(manager.pools, self._block_size, group)
+            self._feed = feed.EventFeed(manager.catalogs, self._block_size, group)
             if self._config.kv_events_enable_consolidator == "on":
                 source, _ = feed.consolidator_endpoints(self._config, self._vllm_config)
                 rank, count = parallel.data_parallel_index, self._faults.count
@@ -207,7 +209,7 @@ class SchedulerHalf:
         about = identity(self._vllm_config, self._config, self._ranks, block_bytes, self._engine_blocks)
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         shared = block_bytes < sum(by_rank)
-        say_ready(about, manager.pools, self._config.has_host_tier, shared, hashes)
+        say_ready(about, manager.catalogs, self._config.has_host_tier, shared, hashes)
         parallel_rank = getattr(parallel, "data_parallel_rank_local", None) or 0
         self.observer.start(about, lambda: self.leader, self._cost, who=f"engine {engine_id}", replica=parallel_rank)
         self._presence = self._appear(parallel_rank)
@@ -245,7 +247,7 @@ class SchedulerHalf:
                 self._faults.record("flushing to disk", error)
             if not self._flushed:
                 for worker in self._local:
-                    worker.hurry_disk()
+                    worker.hurry_stores()
 
     def close(self) -> None:
         self._flush()
@@ -316,7 +318,7 @@ class SchedulerHalf:
         if found.pending:
             if self._waits.for_block(state, found, request.num_tokens):
                 return None, False
-            found = self._groups.find(self.leader.manager, keys, start, limit, patient=False)
+            found = self._groups.find(self.leader.manager, keys, start, limit, wait_for_writers=False)
         if self._drops_last_block:
             found = found.cut(found.blocks - 1)
         if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
@@ -337,8 +339,8 @@ class SchedulerHalf:
         state.match = found.cut(decision.blocks)
         forced = self._config.onboard == "sync"
         state.in_step = decision.in_step and (forced or not state.put_off)  # else it has waited long enough for a step
-        # By then it would have been computed. Who forces a load waits for it as long as anything comes at all.
-        state.within = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
+        # By then it would have been computed. A load that the user forces is waited for while anything comes at all.
+        state.deadline_seconds = max(decision.recompute_seconds, SHORTEST_LOAD) if self._config.load == "auto" else 0.0
         may_extend = not self._groups.apart and not self._drops_last_block
         if may_extend and not state.in_step and self._others_go_on(request.request_id):
             self._go_to_the_end(request, keys, state)
@@ -359,7 +361,7 @@ class SchedulerHalf:
         if (last + 1) * self._block_size != request.num_tokens:
             return
         more = self.leader.manager.lookup(keys, last, last + 1).runs
-        if more and more[0].tier is state.match.runs[-1].tier:
+        if more and more[0].tier == state.match.runs[-1].tier:
             state.match = state.match.extended(more[0], keys)
             state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
 
@@ -424,7 +426,7 @@ class SchedulerHalf:
                     # No others: those in front of them are good, and may be shared with requests that are running.
                     start, end = state.match.start, state.match.start + count
             targets = list(self._groups.targets(tables, start, end - start))
-            copies = [Copy(Tier.HOST, [-1] * len(targets), targets)]
+            copies = [Copy(registry.NEAR.name, [-1] * len(targets), targets)]
             self._loads.append(LoadPlan(-self._hopeless, request.request_id, copies, in_step))
             return
         plan = self._loads[-1]
@@ -441,7 +443,7 @@ class SchedulerHalf:
         On a GPU that is more than a fence, which holds back the engine's stream and nobody else.
         """
         if self.leader is not None:
-            self._settle += self.leader.fences(blocks)
+            self._drain_stores += self.leader.fences(blocks)
 
     def _let_in(self, request: Any, state: RequestState | None, plan: LoadPlan | None, loaded: int) -> None:
         """Once for every time a request is let in; vLLM comes here again when a load outside of the step is over."""
@@ -458,7 +460,9 @@ class SchedulerHalf:
         match, targets = self._groups.place(self.leader.manager, state.match, tables, count)
         left = request.num_tokens - (state.match.start + count) * self._block_size
         layered = self._may_layer and left > self._decode_tokens
-        plan = self.leader.onboard(match, request.request_id, targets, state.in_step, layered, left, state.within)
+        plan = self.leader.onboard(
+            match, request.request_id, targets, state.in_step, layered, left, state.deadline_seconds
+        )
         if (weights := self._keys.bound_weights(request)) is not None:
             state.loaded = range(state.match.start, state.match.start + count)
             if state.in_step or self._groups.apart:
@@ -475,7 +479,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: Any) -> StepPlan:
         loads, self._loads = self._loads, []
-        settle, self._settle = self._settle, []
+        drain_stores, self._drain_stores = self._drain_stores, []
         stores: list[StorePlan] = []
         fences: list[int] = []
         self._see_off()
@@ -507,12 +511,12 @@ class SchedulerHalf:
                 turns.decoding.begin()
         except Exception as error:
             self._faults.record("timing a step", error)
-        keeps = {} if self.leader is None else self.leader.take_verdicts()
+        verdicts = {} if self.leader is None else self.leader.take_verdicts()
         uses, self._uses = self._uses, []
         wanted = [] if self._adapters is None else self._adapters.take_wanted(bool(output.num_scheduled_tokens))
         heard = [self._weight_changes.get(rank, 0) for rank in range(self._ranks)] if self._weight_changes else []
         return StepPlan(
-            loads, stores, fences, spills=self._plan_spills(), settle=settle, keeps=keeps,
+            loads, stores, fences, moves=self._plan_moves(), drain_stores=drain_stores, verdicts=verdicts,
             adapters=uses, wanted=wanted, changes_heard=heard,
         )  # fmt: skip
 
@@ -520,16 +524,15 @@ class SchedulerHalf:
         """Requests that have not had a block yet, in the order in which they came."""
         return (state.request for name, state in self._requests.items() if not state.loads and name not in self._active)
 
-    def _plan_spills(self) -> list[SpillPlan]:
+    def _plan_moves(self) -> list[MovePlan]:
         try:
-            plan = None if self.leader is None else self.leader.spill()
-            if plan is None:
-                return []
-            self._spill_progress = time.monotonic()
-            return [plan]
+            moves = [] if self.leader is None else self.leader.plan_moves()
         except Exception as error:
-            self._faults.record("planning spills", error)
+            self._faults.record("planning moves", error)
             return []
+        if moves:
+            self._move_progress = time.monotonic()
+        return moves
 
     def _follow_tables(self, output: Any) -> list[int]:
         """Bring our block tables up to date; returns the copies that must be over before this step writes."""
@@ -646,8 +649,8 @@ class SchedulerHalf:
                 self._hear_of_weights(report.rank, report.weight_changes)
                 if self.leader is None:
                     return
-        if any(report.stores or report.spills for report in reports):
-            self._spill_progress = time.monotonic()
+        if any(report.stores or report.moves for report in reports):
+            self._move_progress = time.monotonic()
         try:
             if self._adapters is not None and any(report.adapters for report in reports):
                 self._adapters.apply(reports)
@@ -715,7 +718,7 @@ class SchedulerHalf:
                     self.leader.touch(self._groups.used(keys, stored))
                     if found:
                         self.leader.used(self._groups.used(keys, found))
-                        self._spill_progress = time.monotonic()
+                        self._move_progress = time.monotonic()
                 self.observer.log.finished(request, output_tokens, keys)
             except Exception as error:
                 self._faults.record("the end of a request", error)
@@ -755,18 +758,16 @@ class SchedulerHalf:
             return True
         if self.leader is None:
             return False
-        kept = self.leader.kept
-        owes = kept is not None and kept.owes
-        return owes or self.leader.stores_under_way or self._spills_progress(self.leader)
+        return self.leader.owes_verdicts or self.leader.stores_under_way or self._moves_progress(self.leader)
 
-    def _spills_progress(self, leader: Leader) -> bool:
-        """Whether vLLM has to step on for the disk. One that hangs is not waited for, but it gets another chance when
-        vLLM has stopped stepping and wakes up: for a request, for a call from outside, or to end. By then the disk may
-        have done what nobody has heard of."""
+    def _moves_progress(self, leader: Leader) -> bool:
+        """Whether vLLM has to step on for moves. A store that hangs is not waited for, but it gets another chance when
+        vLLM has stopped stepping and wakes up: for a request, for a call from outside, or to end. By then the store may
+        have finished writes that the leader has not heard of."""
         now = time.monotonic()
-        woken, self._asked = not self._steps_for_disk and now - self._asked > ASLEEP_SECONDS, now
+        woken, self._asked = not self._steps_for_moves and now - self._asked > ASLEEP_SECONDS, now
         if woken:
-            self._spill_progress = now
-        has_work = leader.spills is not None and leader.spills.under_way and Tier.DISK not in leader.manager.resting
-        self._steps_for_disk = has_work and now < self._spill_progress + SPILL_PATIENCE_SECONDS
-        return self._steps_for_disk
+            self._move_progress = now
+        has_work = any(edge.can_progress and not leader.breakers[edge.target].late for edge in leader.edges)
+        self._steps_for_moves = has_work and now < self._move_progress + MAX_MOVE_STALL_SECONDS
+        return self._steps_for_moves

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import kvbm
 from kvbm.config import Config
+from kvbm.core.catalog import Catalog
 from kvbm.core.cost import CostModel, Decision
 from kvbm.core.manager import Match
-from kvbm.core.pool import Pool
 from kvbm.observe.observer import settings_given
 from kvbm.observe.requests import ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
 from kvbm.observe.snapshot import Identity
-from kvbm.plans import Tier
+from kvbm.plans import TierName
 
 __all__ = ["ON_DEVICE", "SKIPPED", "TOO_SHORT", "Lookup", "admission", "identity", "say_ready"]
 
@@ -62,13 +62,16 @@ def identity(vllm_config: Any, config: Config, ranks: int, block_bytes: int, eng
     )
 
 
-def say_ready(about: Identity, pools: Mapping[Tier, Pool], has_host_tier: bool, shared: bool, hashes: str) -> None:
+def say_ready(
+    about: Identity, catalogs: Mapping[TierName, Catalog], has_host_tier: bool, shared: bool, hashes: str
+) -> None:
     """``shared``: ranks with the same KV keep it once. ``hashes``: whose, in words."""
-    host, disk = pools[Tier.HOST].size, pools.get(Tier.DISK)
+    sizes = {name: catalog.size for name, catalog in catalogs.items()}
+    host = next(iter(sizes.values()))
     logger.info(
-        "KVBM is ready: %d host blocks%s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
-        host, "" if disk is None else f" and {disk.size} disk blocks", about.block_tokens,
-        (host + (disk.size if disk is not None else 0)) * about.block_bytes / 1e9,
+        "KVBM is ready: %s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
+        " and ".join(f"{size} {name} blocks" for name, size in sizes.items()), about.block_tokens,
+        sum(sizes.values()) * about.block_bytes / 1e9,
         about.ranks, "" if about.ranks == 1 else "s", ", which keep their common KV once" if shared else "", hashes,
     )  # fmt: skip
     if not has_host_tier:

@@ -11,7 +11,7 @@ from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.steps import computed_of
-from kvbm.plans import AdapterUse, StorePlan, Tier
+from kvbm.plans import AdapterUse, StorePlan
 from kvbm.runtime.leader import Leader
 
 # Requests that complete no more blocks than this in a step, as those do that decode, are stored together.
@@ -107,7 +107,7 @@ class Stores:
             fresh, places = self._groups.completed(known, state.tables, first, end, computed)
             keys += fresh
             blocks += places
-        pool = self._leader.manager.pools[Tier.HOST]
+        pool = self._leader.manager.near
         if pool.free < len(keys):
             # Something must go for these blocks, and not the blocks in front of them.
             for _, known, first, _, _ in grown:

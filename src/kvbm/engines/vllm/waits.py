@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager, Match
 from kvbm.engines.vllm.request import RequestState
-from kvbm.plans import LoadPlan, Tier
+from kvbm.plans import LoadPlan
 
 # A request whose next block is just being written is asked to come again in the next step, for at most this long: a
 # copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
@@ -31,13 +31,14 @@ class Waits:
     def for_block(self, state: RequestState, found: Match, tokens: int) -> bool:
         """Whether the block after a match, which is just being written, is worth waiting for.
 
-        What another request is bringing up from disk takes longer than a store does: it is worth as long a wait as
-        computing would take.
+        A block that another request is staging from a slow tier takes longer than a store does: it is worth as long a
+        wait as computing would take.
         """
-        disk = self._manager.pools.get(Tier.DISK)
         patience = PATIENCE_SECONDS
-        if disk is not None and (found.awaited or found.keys[found.start + found.blocks]) in disk:
-            if Tier.DISK in self._manager.resting:
+        awaited = found.awaited or found.keys[found.start + found.blocks]
+        slower = [tier for tier in self._manager.catalogs if tier != self._manager.near_tier]
+        if holding := [tier for tier in slower if awaited in self._manager.catalogs[tier]]:
+            if self._manager.suspended.issuperset(holding):
                 return False
             computed = (found.start + found.blocks) * self._block_size
             patience = max(patience, self._cost.compute_seconds(computed, tokens - computed))
@@ -65,4 +66,7 @@ class Waits:
         ahead = sum(len(copy.blocks) for load in loads if load.in_step for copy in load.copies)
         if not ahead:
             return False
-        return self._cost.load_seconds(Tier.HOST, (ahead + blocks) * self._block_bytes) > self._cost.step_seconds
+        return (
+            self._cost.load_seconds(self._manager.near_tier, (ahead + blocks) * self._block_bytes)
+            > self._cost.step_seconds
+        )

@@ -193,9 +193,9 @@ class WorkerHalf:
     def take_step(self, plan: StepPlan) -> Report | None:
         return None if self._worker is None else self._worker.take_step(plan)
 
-    def hurry_disk(self) -> None:
+    def hurry_stores(self) -> None:
         if self._worker is not None:
-            self._worker.hurry_disk()
+            self._worker.hurry_stores()
 
     def close(self) -> None:
         _local.pop(self._name, None)

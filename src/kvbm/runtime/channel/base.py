@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvbm.plans import Hello, Report, StepPlan, Tier
+from kvbm.plans import Hello, Report, StepPlan, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class WorkerChannel(ABC):
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks have in common: the outcome of the handshake."""
 
-    slots: dict[Tier, int]  # of every tier that all ranks have: as many as the poorest of them
+    slots: dict[TierName, int]  # of every tier that all ranks have: the smallest number among them
     layout: str
     block_bytes: list[int]  # of one block, by rank
 
@@ -97,11 +97,11 @@ def agree(hellos: Sequence[Hello]) -> Agreement:
             f"the workers disagree on the layout of a block: {found}. A block must mean the same on every rank: start "
             "all workers with the same engine, model and cache settings"
         )
-    slots: dict[Tier, int] = {}
-    for tier in sorted({tier for hello in hellos for tier in hello.slots}):
+    slots: dict[TierName, int] = {}
+    for tier in dict.fromkeys(tier.name for hello in hellos for tier in hello.tiers):
         without = [hello.rank for hello in hellos if hello.slots.get(tier, 0) < 1]
         if without:
-            logger.warning("%s is not used: %s without a slot in it", tier.name, name_ranks(without))
+            logger.warning("the %s tier is not used: %s without a slot in it", tier, name_ranks(without))
         else:
             slots[tier] = min(hello.slots[tier] for hello in hellos)
     if not slots:

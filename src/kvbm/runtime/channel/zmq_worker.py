@@ -214,13 +214,13 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
 def _merge(first: Report, second: Report) -> Report:
     faults = Counter(first.faults)
     faults.update(second.faults)
-    spills = first.spills + second.spills
+    moves = first.moves + second.moves
     return Report(
         first.rank,
         first.loads + second.loads,
         first.stores + second.stores,
         dict(faults),
-        spills,
+        moves,
         {**first.adapters, **second.adapters},
         max(first.weight_changes, second.weight_changes),
     )

@@ -6,11 +6,9 @@ from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager
 from kvbm.core.policy.admission import FrequencyFilter
 from kvbm.core.pool import Pool
-from kvbm.plans import LoadResult, Report, SpillResult, StoreResult, Tier
+from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
-from kvbm.runtime.spills import Spills
-
-HOST, DISK = Tier.HOST, Tier.DISK
+from tiernames import DISK, HOST, PRIORS
 
 
 def keys(text):
@@ -37,16 +35,9 @@ class Book:
 
 def make(ranks=2, host=16, disk=16, filtered=False, most=100):
     manager = BlockManager({HOST: Pool(host), DISK: Pool(disk)})
-    leader = Leader(manager, ranks, block_bytes=[1000] * ranks, cost=CostModel())
-    leader.spills = Spills(
-        manager,
-        ranks,
-        leader.counts,
-        filter=FrequencyFilter(lambda: 0.0) if filtered else None,
-        index=Book(),
-        max_pending_blocks=most,
-        block_bytes=1000 * ranks,
-    )
+    leader = Leader(manager, ranks, block_bytes=[1000] * ranks, cost=CostModel(PRIORS))
+    leader.add_edge(DISK, FrequencyFilter(lambda: 0.0) if filtered else None, max_pending_blocks=most)
+    manager.catalogs[DISK].journal = Book()
     return leader
 
 
@@ -60,67 +51,71 @@ def store(leader, text):
     leader.apply([Report(rank, stores=[StoreResult(plan.id)]) for rank in range(leader.ranks)])
 
 
+def move(leader):
+    return next(iter(leader.plan_moves()), None)
+
+
 def spilled(plan, *ranks, bad=(), seconds=0.0):
-    return [Report(rank, spills=[SpillResult(plan.id, list(bad), seconds)]) for rank in ranks]
+    return [Report(rank, moves=[MoveResult(plan.id, list(bad), seconds)]) for rank in ranks]
 
 
 def on_disk(leader, text):
-    return "".join(letter for letter in text if letter.encode() in leader.manager.pools[DISK])
+    return "".join(letter for letter in text if letter.encode() in leader.manager.catalogs[DISK])
 
 
 def index(leader):
-    return leader.spills._index.rows
+    return leader.manager.catalogs[DISK].journal.rows
 
 
 def test_without_a_filter_what_has_come_to_host_memory_goes_on_to_disk(leader):
     store(leader, "abc")
-    plan = leader.spill()
+    plan = move(leader)
     assert plan.tags == keys("abc")
-    assert leader.spill() is None
+    assert move(leader) is None
     leader.apply(spilled(plan, 0))
     assert on_disk(leader, "abc") == ""
     assert index(leader) == {}
     leader.apply(spilled(plan, 1))
     assert on_disk(leader, "abc") == "abc"
     assert index(leader) == dict(zip(keys("abc"), plan.targets, strict=True))
-    assert leader.counts.spilled_blocks == 3
+    assert sum(leader.counts.moved_blocks.values()) == 3
     assert not leader.busy
 
 
 def test_with_a_filter_only_what_is_found_again_goes_to_disk():
     leader = make(filtered=True)
     store(leader, "abc")
-    assert leader.spill() is None
+    assert move(leader) is None
     leader.used(keys("ab"))
-    plan = leader.spill()
+    plan = move(leader)
     assert plan.tags == keys("ab")
     leader.apply(spilled(plan, 0, 1))
     leader.used(keys("abc"))
-    assert leader.spill().tags == keys("c")
+    assert move(leader).tags == keys("c")
 
 
 def test_a_block_that_one_rank_could_not_write_is_not_on_disk(leader):
     store(leader, "abc")
-    plan = leader.spill()
+    plan = move(leader)
     leader.apply(spilled(plan, 0) + spilled(plan, 1, bad=[1]))
     assert on_disk(leader, "abc") == "ac"
     assert set(index(leader)) == set(keys("ac"))
-    assert (leader.counts.spilled_blocks, leader.counts.failed_spill_blocks) == (2, 1)
+    assert (sum(leader.counts.moved_blocks.values()), sum(leader.counts.failed_move_blocks.values())) == (2, 1)
 
 
 def test_what_is_evicted_from_the_disk_leaves_the_index():
     leader = make(disk=2)
     for text in ("ab", "c"):
         store(leader, text)
-        leader.apply(spilled(leader.spill(), 0, 1))
+        leader.apply(spilled(move(leader), 0, 1))
     assert on_disk(leader, "abc") == "ac"
     assert set(index(leader)) == set(keys("ac"))
 
 
 def test_a_block_that_cannot_be_read_leaves_disk_and_index(leader):
     store(leader, "ab")
-    leader.apply(spilled(leader.spill(), 0, 1))
-    leader.manager.pools[HOST].clear()
+    leader.apply(spilled(move(leader), 0, 1))
+    leader.manager.catalogs[HOST].clear()
     plan = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
     leader.apply([Report(rank, loads=[LoadResult(plan.id, [0])]) for rank in (0, 1)])
     assert on_disk(leader, "ab") == "b"
@@ -132,16 +127,16 @@ def test_a_block_that_cannot_be_read_leaves_disk_and_index(leader):
 def test_only_so_much_is_under_way_and_as_much_again_waits():
     leader = make(most=3)
     store(leader, "abcde")
-    assert leader.counts.refused_spill_blocks == 2
-    first = leader.spill()
+    assert sum(leader.counts.refused_move_blocks.values()) == 2
+    first = move(leader)
     assert first.tags == keys("abc")
     store(leader, "fghi")
-    assert leader.spill() is None
-    assert leader.counts.refused_spill_blocks == 3
+    assert move(leader) is None
+    assert sum(leader.counts.refused_move_blocks.values()) == 3
     leader.apply(spilled(first, 0, 1))
-    assert leader.spill().tags == keys("fgh")
+    assert move(leader).tags == keys("fgh")
     leader.used(keys("de"))  # passed over once, found again
-    assert leader.spills._waiting == dict.fromkeys(keys("de"))
+    assert leader.edges[0]._waiting == dict.fromkeys(keys("de"))
 
 
 def test_prompts_that_come_at_once_wait_for_their_turn():
@@ -151,64 +146,64 @@ def test_prompts_that_come_at_once_wait_for_their_turn():
     for prompt in prompts:
         plan = leader.offload(prompt, range(28))
         leader.apply([Report(rank, stores=[StoreResult(plan.id)]) for rank in (0, 1)])
-    while (plan := leader.spill()) is not None:
+    while (plan := move(leader)) is not None:
         assert len(plan.slots) <= 150
         leader.apply(spilled(plan, 0, 1))
-    assert leader.counts.refused_spill_blocks == 0
-    assert [sum(key in leader.manager.pools[DISK] for key in prompt) for prompt in prompts] == [28] * 6
+    assert sum(leader.counts.refused_move_blocks.values()) == 0
+    assert [sum(key in leader.manager.catalogs[DISK] for key in prompt) for prompt in prompts] == [28] * 6
 
 
 def test_never_more_than_half_of_host_memory_waits_for_the_disk():
     leader = make(host=8)
     store(leader, "abcdef")
-    assert len(leader.spill().slots) == 4
+    assert len(move(leader).slots) == 4
     store(leader, "uvwxyz")
-    assert leader.spill() is None
-    assert leader.manager.pools[HOST].pinned == 4
+    assert move(leader) is None
+    assert leader.manager.catalogs[HOST].pinned == 4
 
 
 def test_a_block_that_left_host_memory_before_its_turn_is_skipped():
     leader = make(host=8)
     store(leader, "ab")
     for text in ("wxyz", "1234"):
-        leader.spills._waiting.clear()
+        leader.edges[0]._waiting.clear()
         store(leader, text)
-    leader.spills._waiting = dict.fromkeys(keys("ab"))
-    assert leader.spill() is None
-    assert leader.counts.refused_spill_blocks == 2
+    leader.edges[0]._waiting = dict.fromkeys(keys("ab"))
+    assert move(leader) is None
+    assert sum(leader.counts.refused_move_blocks.values()) == 2
     assert not leader.busy
     leader.used(keys("abwx"))
-    assert leader.spill().tags == keys("wx")
+    assert move(leader).tags == keys("wx")
 
 
 def test_a_disk_that_owes_a_read_is_left_alone_until_it_has_answered(leader):
     store(leader, "abcd")
-    leader.apply(spilled(leader.spill(), 0, 1))
-    leader.manager.pools[HOST].clear()
+    leader.apply(spilled(move(leader), 0, 1))
+    leader.manager.catalogs[HOST].clear()
     load = leader.onboard(leader.manager.lookup(keys("abcd")), "r", range(4), in_step=False)
     leader.apply(
-        [Report(0, loads=[LoadResult(load.id, missed=[2, 3], late=True)]), Report(1, loads=[LoadResult(load.id)])]
+        [Report(0, loads=[LoadResult(load.id, missed=[2, 3], late=[DISK])]), Report(1, loads=[LoadResult(load.id)])]
     )
     assert leader.counts.failed_load_blocks == leader.counts.missed_load_blocks == 2
     assert leader.counts.onboarded_blocks == {DISK: 2}
     store(leader, "xy")
-    assert leader.spill() is None
-    assert leader.manager.lookup(keys("abcd"), patient=False).blocks == 0
-    assert leader.manager.pools[HOST].writing == 4  # the late read still writes there
+    assert move(leader) is None
+    assert leader.manager.lookup(keys("abcd"), wait_for_writers=False).blocks == 0
+    assert leader.manager.catalogs[HOST].writing == 4  # the late read still writes there
     leader.apply([Report(0, loads=[LoadResult(load.id, bad=[3])])])
-    assert leader.manager.pools[HOST].writing == 0
-    assert [key in leader.manager.pools[HOST] for key in keys("abcd")] == [True, True, True, False]
+    assert leader.manager.catalogs[HOST].writing == 0
+    assert [key in leader.manager.catalogs[HOST] for key in keys("abcd")] == [True, True, True, False]
     assert on_disk(leader, "abcd") == "abc"
-    assert leader.spill().tags == keys("xy")
+    assert move(leader).tags == keys("xy")
 
 
 def test_what_is_under_way_at_a_reset_is_not_kept_and_the_next_engine_finds_nothing(leader):
     store(leader, "ab")
-    leader.apply(spilled(leader.spill(), 0, 1))
-    book = leader.spills._index
+    leader.apply(spilled(move(leader), 0, 1))
+    book = leader.manager.catalogs[DISK].journal
     store(leader, "cd")
-    plan = leader.spill()
-    leader.manager.pools[HOST].clear()
+    plan = move(leader)
+    leader.manager.catalogs[HOST].clear()
     load = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
     leader.reset()
     assert book.rows == {}
@@ -217,7 +212,7 @@ def test_what_is_under_way_at_a_reset_is_not_kept_and_the_next_engine_finds_noth
     assert on_disk(leader, "abcd") == ""
     assert leader.manager.lookup(keys("abcd")).blocks == 0
     store(leader, "ab")
-    again = leader.spill()
+    again = move(leader)
     assert again.tags != keys("ab")
     leader.apply(spilled(again, 0, 1))
     assert on_disk(leader, "ab") == "ab"
@@ -226,20 +221,20 @@ def test_what_is_under_way_at_a_reset_is_not_kept_and_the_next_engine_finds_noth
 
 def test_a_lost_rank_ends_spilling_and_leaves_the_index_to_the_next_engine(leader):
     store(leader, "ab")
-    leader.apply(spilled(leader.spill(), 0, 1))
+    leader.apply(spilled(move(leader), 0, 1))
     store(leader, "cd")
-    plan = leader.spill()
+    plan = move(leader)
     store(leader, "e")
     leader.fail_rank(1)
     leader.apply(spilled(plan, 0))
     assert not leader.busy
-    assert leader.spill() is None
+    assert move(leader) is None
     assert set(index(leader)) == set(keys("ab"))
 
 
 def test_what_writing_took_is_counted(leader):
     store(leader, "ab")
-    plan = leader.spill()
+    plan = move(leader)
     leader.apply(spilled(plan, 0, seconds=2.0) + spilled(plan, 1, seconds=0.5))
     assert leader.counts.stored_bytes == {DISK: 4000}
     assert leader.counts.stored_seconds == {DISK: 2.0}
@@ -247,8 +242,8 @@ def test_what_writing_took_is_counted(leader):
 
 def test_a_load_of_two_tiers_says_what_each_took(leader):
     store(leader, "ab")
-    leader.apply(spilled(leader.spill(), 0, 1))
-    leader.manager.pools[HOST].drop(b"b")
+    leader.apply(spilled(move(leader), 0, 1))
+    leader.manager.catalogs[HOST].drop([b"b"])
     load = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
     took = [{HOST: 0.25, DISK: 4.0}, {HOST: 0.5, DISK: 1.0}]
     leader.apply([Report(rank, loads=[LoadResult(load.id, tier_seconds=took[rank])]) for rank in (0, 1)])
@@ -258,8 +253,8 @@ def test_a_load_of_two_tiers_says_what_each_took(leader):
 
 def test_a_load_that_was_given_up_shows_how_slow_the_disk_is(leader):
     store(leader, "ab")
-    leader.apply(spilled(leader.spill(), 0, 1))
-    leader.manager.pools[HOST].clear()
+    leader.apply(spilled(move(leader), 0, 1))
+    leader.manager.catalogs[HOST].clear()
     before = leader._cost.rate(DISK)
     load = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
     missed = LoadResult(load.id, missed=[1], tier_seconds={DISK: 3.0})
@@ -270,15 +265,15 @@ def test_a_load_that_was_given_up_shows_how_slow_the_disk_is(leader):
 
 def test_the_next_engine_learns_what_was_used(leader):
     store(leader, "abc")
-    leader.apply(spilled(leader.spill(), 0, 1))
+    leader.apply(spilled(move(leader), 0, 1))
     leader.touch(keys("axb"))
-    assert leader.spills._index.touched == keys("ab")
+    assert leader.manager.catalogs[DISK].journal.touched == keys("ab")
 
 
 def test_nothing_comes_to_stay_in_host_memory_once_a_rank_is_lost(leader):
     store(leader, "ab")
-    leader.apply(spilled(leader.spill(), 0, 1))
-    leader.manager.pools[HOST].clear()
+    leader.apply(spilled(move(leader), 0, 1))
+    leader.manager.catalogs[HOST].clear()
     load = leader.onboard(leader.manager.lookup(keys("ab")), "r", [0, 1], in_step=False)
     leader.apply([Report(1, loads=[LoadResult(load.id)])])
     leader.fail_rank(1)
@@ -290,9 +285,9 @@ def test_nothing_comes_to_stay_in_host_memory_once_a_rank_is_lost(leader):
 def test_what_the_filter_holds_back_is_counted():
     leader = make(filtered=True)
     store(leader, "abcd")
-    assert leader.counts.filtered_spill_blocks == 4
-    leader.spills.used(keys("ab"))
-    assert leader.counts.filtered_spill_blocks == 4
+    assert sum(leader.counts.filtered_move_blocks.values()) == 4
+    leader.edges[0].used(keys("ab"))
+    assert sum(leader.counts.filtered_move_blocks.values()) == 4
     without = make()
     store(without, "abcd")
-    assert without.counts.filtered_spill_blocks == 0
+    assert sum(without.counts.filtered_move_blocks.values()) == 0

@@ -1,0 +1,151 @@
+"""The leader's half of a tier: which blocks the tier holds, and where."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from kvbm.core.keys import Key
+
+# Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
+PENDING = -1
+
+
+class Journal(Protocol):
+    """What a catalog holds, written down for the next engine. Every call returns at once."""
+
+    def put(self, pairs: Sequence[tuple[Key, int]]) -> None:
+        """These blocks lie in these places now, on every rank."""
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """These blocks are gone."""
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These blocks have been used; the first of them last."""
+
+    def clear(self) -> None:
+        """Every block is gone."""
+
+
+class Catalog(ABC):
+    """Finds, reserves, commits, pins and drops blocks of one tier.
+
+    The leader's thread calls every method. None of them blocks, or raises because a tier is full, slow or gone. A
+    *place* is an integer: the number of a slot, or a handle of the catalog's own where the tier is addressed by key.
+    The worker's half gets both the places and the keys (tags) of a plan.
+    """
+
+    # Told of every change, in order: of blocks that have become findable (True), that no longer are (False), and that
+    # were being written and will not become findable (None). Once each, before the next change.
+    on_change: Callable[[Sequence[Key], bool | None], None] | None = None
+    # Kept up to date while it is set; None for a tier that ends with the engine.
+    journal: Journal | None = None
+    # Goes up with every change of what can be found.
+    changes: int = 0
+    size: int = 0  # places; 0: no limit
+    evictions: int = 0
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def expect(self, keys: Sequence[Key]) -> None:
+        """A request is about to look for these blocks. A tier with slow lookups starts them here."""
+        return
+
+    @abstractmethod
+    def find(self, key: Key) -> int | None:
+        """The place of a block; None when the tier does not have it, ``PENDING`` while it does not know yet."""
+
+    @abstractmethod
+    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
+        """Places of the longest run of blocks that begins at ``keys[start]``."""
+
+    @abstractmethod
+    def holds(self, key: Key) -> bool:
+        """True when the block is here or on its way here, so writing it again would be wasted."""
+
+    @abstractmethod
+    def is_writing(self, key: Key) -> bool: ...
+
+    @abstractmethod
+    def key_of(self, place: int) -> Key | None: ...
+
+    def __contains__(self, key: Key) -> bool:
+        place = self.find(key)
+        return place is not None and place != PENDING
+
+    @property
+    @abstractmethod
+    def findable(self) -> Collection[Key]:
+        """All blocks that can be found, as they are at any moment."""
+
+    @property
+    @abstractmethod
+    def arriving(self) -> Collection[Key]:
+        """All blocks that are being written, as they are at any moment."""
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+        """A place for each key, evicting as needed; None, and nothing changed, when that many cannot be had. Every
+        place ends with :meth:`commit` or :meth:`abandon`."""
+
+    @abstractmethod
+    def commit(self, places: Sequence[int]) -> None:
+        """Every rank has written these places: their blocks can be found from now on."""
+
+    @abstractmethod
+    def abandon(self, places: Iterable[int]) -> None:
+        """These places could not be written: their blocks are never found."""
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def pin(self, places: Sequence[int]) -> None:
+        """Keep these places, just found, from being evicted until :meth:`unpin`. Two pins need two unpins."""
+
+    @abstractmethod
+    def unpin(self, places: Sequence[int], used: bool = True) -> None:
+        """Undo one pin each. ``used``: a request has used the blocks; False: they were only copied elsewhere."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[Key]) -> None:
+        """A request has used these blocks, wherever it found them: the last of them is the first to go."""
+
+    # -- forgetting ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def drop(self, keys: Iterable[Key]) -> int:
+        """Make these blocks unfindable at once; returns how many could be found before."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Drop every block that can be found; returns how many there were. The journal keeps them: the leader decides
+        whether the next engine may have them (:meth:`discard`)."""
+
+    def discard(self) -> None:
+        """The blocks of this engine are for no other: empty the journal and write no more to it."""
+        journal, self.journal = self.journal, None
+        if journal is not None:
+            journal.clear()
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def available(self) -> int:
+        """How many blocks :meth:`reserve` could take right now."""
+
+    @property
+    @abstractmethod
+    def free(self) -> int:
+        """Places that hold nothing."""
+
+    @property
+    @abstractmethod
+    def writing(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def pinned(self) -> int: ...

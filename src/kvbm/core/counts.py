@@ -1,0 +1,54 @@
+"""Numbers since the start, for metrics, logs and tests."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from kvbm.plans import TierName
+
+T = TypeVar("T", int, float)
+
+
+class Counts(msgspec.Struct):
+    """Blocks count once, not once a rank. Bytes are those of all ranks, seconds those of the slowest one; both count
+    transfers that went well and whose time is known."""
+
+    matched_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    matched_tokens: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    promoted_blocks: int = 0  # came from a staged tier and stayed in the near one
+    failed_load_blocks: int = 0
+    missed_load_blocks: int = 0  # of these: with nothing known against the block, no slot was free or it came too late
+    failed_store_blocks: int = 0
+    tainted_store_blocks: int = 0
+    refused_store_blocks: int = 0
+    # Moves to a tier, by that tier.
+    moved_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    failed_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    refused_move_blocks: dict[TierName, int] = msgspec.field(
+        default_factory=dict
+    )  # passed over: queue full, or evicted first
+    filtered_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)  # not admitted; may be later
+    refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
+    loaded_bytes: dict[TierName, int] = msgspec.field(default_factory=dict)
+    loaded_seconds: dict[TierName, float] = msgspec.field(default_factory=dict)
+    stored_bytes: dict[TierName, int] = msgspec.field(default_factory=dict)
+    stored_seconds: dict[TierName, float] = msgspec.field(default_factory=dict)
+
+    def add_loaded(self, tier: TierName, size: int, seconds: float) -> None:
+        add(self.loaded_bytes, tier, size)
+        add(self.loaded_seconds, tier, seconds)
+
+    def add_stored(self, tier: TierName, size: int, seconds: float) -> None:
+        add(self.stored_bytes, tier, size)
+        add(self.stored_seconds, tier, seconds)
+
+    def add_onboarded(self, tier: TierName, blocks: int) -> None:
+        add(self.onboarded_blocks, tier, blocks)
+
+
+def add(totals: dict[str, T], name: str, value: T) -> None:
+    totals[name] = totals.get(name, 0) + value

@@ -1,0 +1,76 @@
+"""Opening a rank's file, and measuring how fast it is read."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+from kvbm.config import Config
+from kvbm.core.rate import Rate
+from kvbm.storage import bounded
+from kvbm.storage.disk import DiskFile
+from kvbm.storage.faults import disk_io
+from kvbm.tiers.base import Operation
+
+# Read at start to see how fast the disk is: enough to tell, and over in a moment.
+_MEASURED_BYTES = 64 << 20
+_MEASURE_SECONDS = 3.0
+
+# Staging slots where the user asked for no host tier.
+_MIN_STAGING_SLOTS = 8
+
+
+def open_file(config: Config, path: Path, slots: int, slot_bytes: int, rank: int, patience: float) -> DiskFile:
+    """A rank's file as the settings want it. ``patience``: seconds to wait for a process that still holds it."""
+    return DiskFile(
+        path,
+        slots,
+        slot_bytes,
+        allocator=config.disk_allocator_type,
+        direct=not config.disk_disable_o_direct,
+        zerofill=config.disk_zerofill_fallback,
+        threads=config.disk_threads,
+        patience=patience,
+        io=disk_io(config.inject_faults, rank),
+    )
+
+
+def staging_slots(config: Config, slot_bytes: int) -> int:
+    """Near slots to stage blocks through, where the user asked for no host tier."""
+    return max(_MIN_STAGING_SLOTS, (config.disk_bounce_mb << 20) // slot_bytes)
+
+
+def measure(file: DiskFile) -> Rate | None:
+    """The rate of reads from a disk, before it serves any request; None when it does not answer.
+
+    Reads blocks of the last engine, or a few that it writes for this: the kernel reads a place that was never written
+    without asking the disk. No index names the blocks that it writes, so no lookup finds them.
+    """
+    blocks = max(1, min(file.slots // 8, _MEASURED_BYTES // file.slot_bytes))
+    memory = mmap.mmap(-1, blocks * file.slot_bytes)
+    first = (ctypes.c_char * len(memory)).from_buffer(memory)
+    places = [ctypes.addressof(first) + i * file.slot_bytes for i in range(blocks)]
+    slots = file.held(blocks)
+    if len(slots) < blocks and not file.kept:
+        slots = list(range(blocks))
+        if not _finish(file.write(slots, places, [b""] * blocks), memory):
+            return None
+    took = []
+    for part in (slots[:1], slots):
+        read = file.read(part, places[: len(part)], [b""] * len(part))
+        if not _finish(read, memory):
+            return None
+        took.append(read.seconds)
+    if not slots or min(took) <= 0:
+        return None
+    rate = len(slots) * file.slot_bytes / took[1]
+    return Rate(rate, max(0.0, took[0] - file.slot_bytes / rate))
+
+
+def _finish(operation: Operation, memory: object) -> bool:
+    if operation.wait(_MEASURE_SECONDS):
+        return True
+    operation.cancel()  # a late write must not overwrite blocks
+    bounded.keep_until_exit(memory)  # the disk may still write to it
+    return False

@@ -1,0 +1,35 @@
+"""All tiers that KVBM knows, the near one first, then from fast to slow.
+
+A new tier is a folder beside this file and a line in ``TIERS`` (or a call of :func:`register` from a plugin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbm.core.rate import Rate
+from kvbm.plans import DEVICE, TierName
+from kvbm.tiers import disk, host, objects
+from kvbm.tiers.base import Tier
+
+NEAR: Tier = host.TIER
+TIERS: dict[TierName, Tier] = {tier.name: tier for tier in (NEAR, disk.TIER, objects.TIER)}
+
+
+def register(tier: Tier) -> None:
+    """Add a tier, slower than all others."""
+    if tier.name in TIERS or not tier.staged:
+        raise ValueError(f"tier {tier.name!r}: expected a staged tier with a name of its own")
+    TIERS[tier.name] = tier
+
+
+def priors() -> Mapping[TierName, Rate]:
+    """The rate of every tier until it is measured, the near tier first."""
+    return {name: tier.prior for name, tier in TIERS.items()}
+
+
+def resolve(word: str) -> TierName:
+    """The name of a tier, or of the engine's own cache, from its name or upstream's number; empty if there is none."""
+    if word.lower() in (DEVICE, "g1"):
+        return DEVICE
+    return next((tier.name for tier in TIERS.values() if word.lower() in (tier.name, tier.level)), "")
