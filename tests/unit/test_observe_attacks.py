@@ -342,7 +342,8 @@ def test_it_is_small_and_yields_to_the_engine(server):
     get(server, "/api/state")
     mapped = Path(f"/proc/{server.child}/maps").read_text()
     assert "msgspec" in mapped
-    assert not [name for name in ("numpy", "torch", "zmq", "_ssl") if name in mapped]
+    # vLLM preloads the OpenMP library of torch into all processes of a CPU engine.
+    assert not [name for name in ("numpy", "libtorch", "zmq", "_ssl") if name in mapped]
     assert os.getpriority(os.PRIO_PROCESS, server.child) == 19
 
 
