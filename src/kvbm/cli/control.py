@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would act on, and no longer than anybody reads."""
+    """The text with control characters escaped, cut to a readable length."""
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in text[:2000])
 
 

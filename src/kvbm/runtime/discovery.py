@@ -171,7 +171,7 @@ class FileRegistry:
 
 
 def _is_own(directory: Path) -> bool:
-    """In /tmp anybody can make a directory of this name, and fill it."""
+    """In /tmp every user can make a directory of this name, and fill it."""
     try:
         found = os.lstat(directory)
     except OSError:

@@ -39,7 +39,7 @@ def reason_of(error: Exception) -> str:
 class Call(Generic[T]):
     """One call on a daemon thread of its own.
 
-    ``undo`` receives a result that nobody waits for any more: it releases locks and files as soon as the disk answers.
+    ``undo`` receives a result that comes too late: it releases locks and files as soon as the disk answers.
     """
 
     def __init__(self, call: Callable[[], T], what: str, undo: Callable[[T], object] | None = None) -> None:
@@ -74,7 +74,7 @@ class Call(Generic[T]):
         return self._over.wait(seconds)
 
     def abandon(self) -> None:
-        """Nobody wants the result: undo it, now or when it comes. Never waits for the call."""
+        """Abandon the call: undo its result, now or when it comes. Never waits."""
         if self._give_up():
             self._undo_result()
 

@@ -129,7 +129,7 @@ def _files(path: Path, *, group_may_write: bool = False) -> Files:
 
     ``group_may_write``: to remove them. An older release left files that a group can write to, where the umask is 002.
 
-    Nobody else can exchange them afterwards, so they can be opened by their paths.
+    Other users cannot replace them afterwards, so they can be opened by their paths.
     """
     found: Files = {}
     with _opened(path, open_private) as fd:

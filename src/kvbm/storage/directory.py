@@ -96,7 +96,7 @@ def private_directory(path: Path, setting: str = SETTING, *, make: bool = True) 
     try:
         if make and os.fstat(fd).st_mode & 0o077:
             os.fchmod(fd, 0o700)
-        # Nobody else can add or exchange a file from here on. Files from before may have been planted.
+        # Other users cannot add or replace files from here on. Files from before may have been planted.
         for name in os.listdir(fd):
             with contextlib.suppress(FileNotFoundError):  # another rank removes its own
                 found = os.stat(name, dir_fd=fd, follow_symlinks=False)
