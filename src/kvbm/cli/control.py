@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped, cut to a readable length."""
+    """The text with unprintable characters replaced, cut to 2,000 characters."""
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in text[:2000])
 
 

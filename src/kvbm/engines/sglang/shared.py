@@ -289,7 +289,7 @@ def _open_file(path: Path, flags: int = 0) -> int:
 
 
 def _take_place(fd: int, fresh: int) -> int:
-    """Put an open file in the place of another, if there is one: who is reading that one reads it to the end."""
+    """Put an open file in the place of another, if there is one. Reads of that one go on to their end."""
     if fd < 0:
         return fresh
     os.dup2(fresh, fd, inheritable=False)
