@@ -470,15 +470,19 @@ def test_a_child_that_was_forked_does_not_listen_after_the_engine_has_died():
         "nothing = Controller(threading.RLock(), lambda: None, {}, lambda: True, None)\n"
         "server = ControlServer(nothing, 'forks')\n"
         "if os.fork() == 0:\n"
+        "    print(server.address, flush=True)\n"
         "    sys.stdin.read()\n"
         "    os._exit(0)\n"
-        "print(server.address, flush=True)\n"
+        "sys.stdin.readline()\n"
         "os._exit(0)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as engine:
-        address = engine.stdout.readline().strip()
+        address = engine.stdout.readline().strip()  # the child has run its fork handlers
+        assert address in addresses()
+        engine.stdin.write("\n")
+        engine.stdin.flush()
         assert engine.wait(60) == 0
         assert address not in addresses()
         engine.stdin.close()
