@@ -5,16 +5,17 @@
     PYTHONPATH=/path/to/other/src python benchmarks/attacks.py --json before.json     # the same of another version
 
 The engine decodes with a tiny model in this process, on a CPU or a GPU, with one core and one thread of the host;
-attackers, a scraper and the process that answers on the metrics port share another core, so what is measured is what
-crosses over. Each round takes every attack once, in another order, and a stretch of steps for each. Compared is the
-99th percentile of a stretch, in the median over rounds, with that of the stretches without an attack. Time during which
-another program has the engine's core does not count (schedstat); time spent waiting for the interpreter does. A scraper
-asks for /metrics all along.
+attackers, a scraper and the process that answers on the metrics port share another core, so the benchmark measures
+only what crosses over. Each round takes every attack once, in another order. A stretch of steps without an attack
+runs before and after each stretch under attack. The benchmark compares the 99th percentile of all steps under an
+attack with that of all steps of its neighbours, so a drift of the machine meets both sides alike. The interval beside
+it is the middle 90 % of 200 draws of rounds (bootstrap). Time during which another program has the engine's core does
+not count (schedstat); time spent waiting for the interpreter does. A scraper asks for /metrics all along.
 
 --cpu needs no vLLM and no quiet machine: it gives the CPU time that each attack takes of the engine's process.
 
-Ends with status 1 when an attack raises it by more than 5 %, or when a scrape fails. Needs vLLM; as root the attackers
-are another user than the engine, but for the clients of the control socket.
+Ends with status 1 when an attack raises the p99 by more than 5 %, or when a scrape fails. Needs vLLM; as root the
+attackers are another user than the engine, but for the clients of the control socket.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ATTACKS: dict[str, tuple[str, int]] = {  # name -> (what an attacker does, how many processes do it)
     "none": ("", 0),
@@ -90,9 +92,9 @@ def attempt(kind: str, port: int, control: str) -> None:
 
 
 def scrape(port: int) -> None:
-    """Until it is told to end; then says what became of each scrape."""
-    times, failed = [], []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print(json.dumps({"seconds": times, "failed": failed}))))
+    """Until it is told to end; then says when each scrape began, how long it took, and whether it failed."""
+    scrapes = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print(json.dumps(scrapes))))
     print("ready", flush=True)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     while True:
@@ -103,9 +105,9 @@ def scrape(port: int) -> None:
             body = connection.getresponse().read()
             connection.close()
             assert b"kvbm_info{" in body
-            times.append(time.monotonic() - began)
+            scrapes.append((began, time.monotonic() - began, ""))
         except (OSError, http.client.HTTPException, AssertionError) as error:
-            failed.append(repr(error))
+            scrapes.append((began, time.monotonic() - began, repr(error)))
         time.sleep(max(0.0, 0.5 - (time.monotonic() - began)))
 
 
@@ -198,7 +200,7 @@ def control_address() -> str:
 
 
 def percentile(times: list[float], percent: int) -> float:
-    return statistics.quantiles(times, n=100)[percent - 1]
+    return sorted(times)[len(times) * percent // 100]
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -214,36 +216,66 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         os.setpriority(os.PRIO_PROCESS, child, 19)  # as it is beside an engine that is not raised
     control = control_address()
     engine.steps(200)
-    stretches: dict[str, list[list[float]]] = {name: [] for name in ATTACKS}
-    scrapes: dict[str, dict[str, list[Any]]] = {name: {"seconds": [], "failed": []} for name in ATTACKS}
+    pairs: dict[str, list[Pair]] = {name: [] for name in ATTACKS if name != "none"}
+    moments: list[tuple[str, float, float]] = []  # of which attack, from when to when
+    scraper = Helpers(["--scrape", "--port", str(options.port)], 1, there)
+
+    def stretch(name: str) -> list[float]:
+        kind, count = ATTACKS[name]
+        user = STRANGER if os.getuid() == 0 and kind != "control" else None
+        attackers = Helpers(["--attack", kind, "--port", str(options.port), "--control", control], count, there, user)
+        began = time.monotonic()
+        engine.steps(20)
+        times = engine.steps(options.steps)
+        moments.append((name, began, time.monotonic()))
+        attackers.end()
+        return times
+
+    deadline = time.monotonic() + options.seconds
+    quiet = [stretch("none")]
     for number in range(options.rounds):
-        order = list(ATTACKS)
-        random.Random(number).shuffle(order)
-        for name in order:
-            kind, count = ATTACKS[name]
-            user = STRANGER if os.getuid() == 0 and kind != "control" else None
-            attackers = Helpers(
-                ["--attack", kind, "--port", str(options.port), "--control", control], count, there, user
-            )
-            scraper = Helpers(["--scrape", "--port", str(options.port)], 1, there)
-            engine.steps(40)
-            stretches[name].append(engine.steps(options.steps))
-            for key, values in json.loads(scraper.end()[0]).items():
-                scrapes[name][key] += values
-            attackers.end()
-        print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
-    usual = statistics.median(percentile(times, 99) for times in stretches["none"])
-    rows = []
-    for name, rounds in stretches.items():
-        each, every = [percentile(times, 99) for times in rounds], [time for times in rounds for time in times]
-        rows.append({
-            "attack": name, "steps": len(every), "median_ms": round(statistics.median(every), 3),
-            "p99_ms": round(statistics.median(each), 3), "p99_all_ms": round(percentile(every, 99), 3),
-            "longest_ms": round(max(every), 1), "p99_percent": round(100 * (statistics.median(each) / usual - 1), 1),
-            "scrapes": len(scrapes[name]["seconds"]), "scrapes_failed": len(scrapes[name]["failed"]),
-            "slowest_scrape_s": round(max(scrapes[name]["seconds"], default=0.0), 3),
-        })  # fmt: skip
-    return rows
+        for name in random.Random(number).sample(list(pairs), len(pairs)):
+            attacked = stretch(name)
+            quiet.append(stretch("none"))
+            pairs[name].append(Pair(attacked, quiet[-2] + quiet[-1]))
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+        if time.monotonic() > deadline:
+            break
+    scrapes: dict[str, list[tuple[float, str]]] = {name: [] for name in ATTACKS}
+    for at, seconds, error in json.loads(scraper.end()[0]):
+        for name, began, ended in moments:
+            if began <= at <= ended:
+                scrapes[name].append((seconds, error))
+    rows = [row("none", [Pair(times, times) for times in quiet], scrapes["none"])]
+    return rows + [row(name, rounds, scrapes[name]) for name, rounds in pairs.items()]
+
+
+class Pair(NamedTuple):
+    """Milliseconds of steps: of a stretch under attack, and of the stretches before and after it."""
+
+    attacked: list[float]
+    quiet: list[float]
+
+
+def rise(rounds: Sequence[Pair]) -> float:
+    """Percent by which the 99th percentile of a step rises under attack."""
+    attacked = percentile([time for pair in rounds for time in pair.attacked], 99)
+    return 100 * (attacked / percentile([time for pair in rounds for time in pair.quiet], 99) - 1)
+
+
+def row(name: str, rounds: Sequence[Pair], scrapes: list[tuple[float, str]]) -> dict[str, Any]:
+    every = [time for pair in rounds for time in pair.attacked]
+    quiet = [time for pair in rounds for time in pair.quiet]
+    draw = random.Random(0)
+    rises = [] if name == "none" else [rise(draw.choices(rounds, k=len(rounds))) for _ in range(200)]
+    return {
+        "attack": name, "steps": len(every), "median_ms": round(statistics.median(every), 3),
+        "p99_ms": round(percentile(every, 99), 3), "neighbours_p99_ms": round(percentile(quiet, 99), 3),
+        "longest_ms": round(max(every), 1), "p99_percent": round(rise(rounds), 1),
+        "p99_percent_interval": [round(percentile(rises, percent), 1) for percent in (5, 95)] if rises else [],
+        "scrapes": len(scrapes), "scrapes_failed": sum(bool(error) for _, error in scrapes),
+        "slowest_scrape_s": round(max((seconds for seconds, _ in scrapes), default=0.0), 3),
+    }  # fmt: skip
 
 
 def keep(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -290,8 +322,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a tiny model (scripts/models.py tiny)")
     parser.add_argument("--dtype", default="float32", help="of the model (float32; a GPU wants bfloat16)")
-    parser.add_argument("--rounds", type=int, default=12, metavar="N")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="(40)")
     parser.add_argument("--steps", type=int, default=250, metavar="N", help="of a stretch (250)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no further round after so many")
     parser.add_argument("--port", type=int, default=16880)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--cpu", action="store_true", help="CPU time of the engine's process, without vLLM")
@@ -326,7 +359,8 @@ def main() -> int:
     for row in rows:
         print(
             f"{row['attack']:36} step {row['median_ms']:7.2f} ms, p99 {row['p99_ms']:7.2f} ms "
-            f"({row['p99_percent']:+.1f} %), longest {row['longest_ms']:.0f} ms; {row['scrapes']} scrapes, "
+            f"({row['p99_percent']:+.1f} %, {row['p99_percent_interval']}), longest {row['longest_ms']:.0f} ms; "
+            f"{row['scrapes']} scrapes, "
             f"{row['scrapes_failed']} failed, "
             f"slowest {row['slowest_scrape_s']:.2f} s"
         )

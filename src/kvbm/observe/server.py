@@ -30,7 +30,8 @@ from kvbm.pacing import Bucket
 
 logger = logging.getLogger("kvbm")
 
-SNAPSHOTS_A_SECOND = 4
+# Of 100 decode steps of 10 ms a snapshot a second lies in one: more, and the p99 of a step shows them.
+SNAPSHOTS_A_SECOND = 1
 SNAPSHOT_BURST = 4  # a page that loads, or `kvbm top --once`, need not wait
 MAX_STARTS = 5  # in a row, of processes that end within SHORT_LIFE_SECONDS
 SHORT_LIFE_SECONDS = 60.0
