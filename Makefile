@@ -59,7 +59,7 @@ test: lint models ## run all that a change has to pass: lint, unit, property and
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
 	$(python) scripts/observe_tools.py > /dev/null
-	$(python) -m pytest -m observe tests/observe $(PYTEST)
+	$(python) -m pytest -m observe tests/observe_live $(PYTEST)
 
 test-dynamo: models ## run the tests with a real Dynamo, etcd and NATS, on the CPU: a quarter of an hour
 	@$(PYTHON) scripts/setup_dynamo.py --venv $(DYNAMO_VENV) --base $(VENV)
@@ -78,20 +78,20 @@ test-matrix: models ## run the matrix tests with every supported vLLM release
 	printf "\n$$summary"; exit $$status
 
 test-trtllm: env ## run the TensorRT-LLM adapter under the simulator, with many random workloads: minutes
-	$(python) -m pytest tests/engines -m "simulated or long" -k trtllm $(PYTEST)
+	$(python) -m pytest tests/engines/trtllm -m "simulated or long" $(PYTEST)
 
 test-sglang: env ## run the SGLang backend under SGLang's own classes and threads, without a GPU
 	@$(PYTHON) scripts/sglang_env.py --venv .venvs/sglang --base $(VENV)
-	.venvs/sglang/bin/python -m pytest tests/engines -m sglang $(PYTEST)
+	.venvs/sglang/bin/python -m pytest tests/engines/sglang -m sglang $(PYTEST)
 
 bench-sglang: env ## measure the SGLang backend beside SGLang's own file backend
 	@$(PYTHON) scripts/sglang_env.py --venv .venvs/sglang --base $(VENV)
 	.venvs/sglang/bin/python benchmarks/sglang_backend.py
 
 test-disk: models ## kill an engine 500 times while it writes to disk, and other accidents of the disk tier, also under vLLM
-	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/unit/test_disk_crash.py tests/unit/test_disk.py tests/unit/test_index.py \
-	  tests/unit/test_admission.py tests/unit/test_kept.py tests/unit/test_kept_host.py \
-	  tests/engine/test_disk_tier.py tests/engine/test_host_persist.py $(PYTEST)
+	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/tiers/test_disk_crash.py tests/tiers/test_disk_file.py tests/tiers/test_index.py \
+	  tests/core/test_admission.py tests/tiers/test_persistent_slab.py tests/tiers/test_persistent_host.py \
+	  tests/engines/vllm/test_disk_tier.py tests/engines/vllm/test_host_persist.py $(PYTEST)
 
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check
@@ -101,7 +101,7 @@ test-gpu: ## run the tests that need a CUDA device, with the vLLM that PYTHON ha
 	@export KVBM_TEST_DEVICE=$(DEVICE) PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	$(PYTHON) tests/gpu/devices.py; status=$$?; \
 	if [ $$status = 0 ]; then \
-	  $(PYTHON) -m pytest -m gpu tests/gpu tests/unit/test_copiers.py tests/unit/test_replicas.py $(PYTEST); \
+	  $(PYTHON) -m pytest -m gpu tests/gpu tests/transfer/test_copiers.py tests/runtime/test_replicas.py $(PYTEST); \
 	elif [ $$status != 3 ]; then exit $$status; fi
 
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing

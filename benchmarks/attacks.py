@@ -290,8 +290,8 @@ def keep(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 def measure_cpu(seconds: float = 2.0) -> list[dict[str, Any]]:
     """Milliseconds a second that the threads of the engine's process take, beside one that does nothing."""
+    from kvbm.control.socket import Controller, ControlServer
     from kvbm.observe.server import Server
-    from kvbm.runtime.control import Controller, ControlServer
     from observe import Bookkeeping
 
     books = Bookkeeping()

@@ -4,7 +4,7 @@
     python benchmarks/disk.py --threads-sweep                                        how many threads it needs
     python benchmarks/disk.py --index                                                SQLite beside LMDB as the index
 
-A match of consecutive blocks is written and read through `kvbm.storage.disk.DiskFile`, which hashes every block and
+A match of consecutive blocks is written and read through `kvbm.tiers.disk.file.DiskFile`, which hashes every block and
 keeps its checksum, and by threads that do nothing but O_DIRECT calls on the same file, in turns. The limits compare the
 best round of each: what the disk can do is not seen in a round that something else on the machine has disturbed. The
 file is written once before anything counts, because the first write to a preallocated place costs the filesystem more
@@ -33,9 +33,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from kvbm.storage.disk import DiskFile
-from kvbm.storage.host import available_memory
-from kvbm.storage.index import Index
+from kvbm.tiers.disk.file import DiskFile
+from kvbm.tiers.disk.index import Index
+from kvbm.tiers.host.slab import available_memory
 
 LIMITS = {"read": 0.90, "write": 0.85}  # of the plain loop
 CALL = 4 << 20  # bytes of one call of the plain loop: more gains nothing

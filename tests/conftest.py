@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_su
 from processes import Process
 
 # What these tests import comes with the extra of the same name; `make test-observe` installs it.
-collect_ignore = [] if importlib.util.find_spec("playwright") else ["observe"]
+collect_ignore = [] if importlib.util.find_spec("playwright") else ["observe_live"]
 
 # A busy machine stops a test for longer than Hypothesis's deadline of 200 ms.
 settings.register_profile("no deadline", deadline=None)
@@ -56,7 +58,7 @@ def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         begun.set()
         over.wait()
 
-    monkeypatch.setattr("kvbm.storage.faults.time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("kvbm.testing.disk_faults.time", SimpleNamespace(sleep=sleep))
     yield SimpleNamespace(begun=begun, over=over)
     over.set()
 
@@ -74,3 +76,24 @@ def start_process(tmp_path: Path) -> Iterator:
     yield start
     for process in started:
         process.end()
+
+
+@pytest.fixture
+def stranger():
+    """Answers whatever it is asked with what is no HTTP, as a port of TLS does."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listening.accept()
+                with client:
+                    client.recv(1000)
+                    client.sendall(b"\x15\x03\x01\x00\x02\x02\x50\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield f"127.0.0.1:{listening.getsockname()[1]}"
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvbm.storage.layout import BlockLayout, TensorSpec, describe
+from kvbm.transfer.layout import BlockLayout, TensorSpec, describe
 
 
 def packed_nhd(device, blocks, heads=2):

@@ -126,9 +126,9 @@ class Bench:
     def __init__(self, layout: str, piece: int, blocks: int, device: str = "cuda:0") -> None:
         import torch
 
-        from kvbm.storage.host import HostSlab
-        from kvbm.storage.layout import TensorSpec, describe
+        from kvbm.tiers.host.slab import HostSlab
         from kvbm.transfer import open_copier
+        from kvbm.transfer.layout import TensorSpec, describe
 
         self.blocks, self.device = blocks, torch.device(device)
         places = blocks * 3 // 2  # so that those in use are scattered

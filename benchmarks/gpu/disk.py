@@ -49,7 +49,7 @@ class Engine:
         self._engine = llm.llm_engine
         self._llm = llm
         self._scheduler = self._engine.engine_core.engine_core.scheduler
-        self._half = self._scheduler.connector._half if kvbm else None
+        self._adapter = self._scheduler.connector._adapter if kvbm else None
         self._number = 0
 
     def run(self, tokens: vllm_kinds.Tokens, count: int = TOKENS) -> tuple[Row, list[int]]:
@@ -85,14 +85,14 @@ class Engine:
         """As if the engine had been started with this `KVBM_LOAD`."""
         import msgspec
 
-        self._half._config = msgspec.structs.replace(self._half._config, load=load)
-        self._half._cost._load = load
+        self._adapter._config = msgspec.structs.replace(self._adapter._config, load=load)
+        self._adapter._cost._load = load
 
     def settle(self, seconds: float, source: random.Random) -> float:
         """Step until all that is kept lies on disk. Returns the seconds it took."""
         began = time.monotonic()
         deadline = began + seconds
-        while self._half.leader.busy:
+        while self._adapter.leader.busy:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not everything was on disk after {seconds:.0f} s")
             if self._scheduler.has_requests():
@@ -105,7 +105,7 @@ class Engine:
     def counts(self) -> Row:
         from kvbm.tiers import disk
 
-        counts, cost = self._half.leader.counts, self._half._cost
+        counts, cost = self._adapter.leader.counts, self._adapter._cost
         return {
             "spilled": sum(counts.moved_blocks.values()),
             "passed_over": sum(counts.refused_move_blocks.values()),

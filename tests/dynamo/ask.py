@@ -9,8 +9,8 @@ import sys
 
 from dynamo.runtime import DistributedRuntime
 
-from kvbm.runtime.control import OrderError
-from kvbm.runtime.dynamo import BlockManagerClient
+from kvbm.control.dynamo import BlockManagerClient
+from kvbm.control.socket import OrderError
 
 
 async def main(expected: int) -> None:

@@ -8,7 +8,7 @@ import signal
 import pytest
 from stack import Servers, wait_until
 
-from kvbm.runtime.discovery import Card, EtcdRegistry, Registration
+from kvbm.control.discovery import Card, EtcdRegistry, Registration
 
 CARDS = [Card(role="leader", engine="e", host="h", pid=1), Card(role="worker", engine="e", rank=1, host="h", pid=1)]
 

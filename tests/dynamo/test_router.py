@@ -12,7 +12,7 @@ import pytest
 from stack import PROJECT, Stack, prompt, wait_until
 
 from kvbm import config as settings
-from kvbm.runtime import discovery
+from kvbm.control import discovery
 
 BLOCK = 32
 HOST_WEIGHT = 0.75  # what the router counts for a block in host memory beside one on the GPU

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from devices import ON_CUDA  # noqa: E402
 
 import layouts  # noqa: E402
-from kvbm.storage.host import HostSlab  # noqa: E402
+from kvbm.tiers.host.slab import HostSlab  # noqa: E402
 from kvbm.transfer import open_copier  # noqa: E402
 from kvbm.transfer.base import When  # noqa: E402
 

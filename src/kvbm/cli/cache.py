@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config import load
-from kvbm.observe.words import printable, size
+from kvbm.observe.format import printable, size
 
 if TYPE_CHECKING:
-    from kvbm.storage.caches import Cache
+    from kvbm.tiers.disk.inspect import Cache
 
 NAME = "cache"
 HELP = "list, check or remove the caches that outlive an engine"
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvbm.storage import caches
+    from kvbm.tiers.disk import inspect as caches
 
     roots = [args.path] if args.path else _roots()
     found: list[Path] = []
@@ -83,7 +83,7 @@ def _complain(problem: object) -> None:
 
 def _described(paths: list[Path]) -> tuple[list[Cache], int]:
     """What can be read of them, and the exit code: one that cannot be read does not hide the others."""
-    from kvbm.storage import caches
+    from kvbm.tiers.disk import inspect as caches
 
     found, code = [], 0
     for path in paths:
@@ -156,7 +156,7 @@ def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
 
 
 def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
-    from kvbm.storage import caches
+    from kvbm.tiers.disk import inspect as caches
 
     code = 0
     for path in paths:
@@ -183,8 +183,8 @@ def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
 
 
 def _clear(args: argparse.Namespace, paths: list[Path]) -> int:
-    from kvbm.storage import caches
-    from kvbm.storage.lock import CacheInUse
+    from kvbm.tiers.disk import inspect as caches
+    from kvbm.tiers.lock import CacheInUse
 
     if args.path not in paths and not args.all:
         names = ", ".join(path.name for path in paths)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvbm.runtime.control import OrderError, addresses, ask
+    from kvbm.control.socket import OrderError, addresses, ask
 
     if args.what == "list":
         return _list(args.json)
@@ -95,8 +95,8 @@ def _said(what: str, answer: dict[str, Any]) -> list[str]:
 
 def _list(as_json: bool) -> int:
     from kvbm import config as settings
-    from kvbm.runtime import discovery
-    from kvbm.runtime.control import look
+    from kvbm.control import discovery
+    from kvbm.control.socket import look
 
     found = look()
     local = [address for address, user in found if user == os.geteuid()]

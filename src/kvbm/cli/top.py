@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterator
 
 from kvbm.config import load
+from kvbm.observe.format import seconds, size
 from kvbm.observe.remote import NotReachableError, fetch, normal_url
 from kvbm.observe.snapshot import DEVICE, Flow, Request, Snapshot, TierState
-from kvbm.observe.words import seconds, size
 
 NAME = "top"
 HELP = "watch a running KVBM in the terminal"

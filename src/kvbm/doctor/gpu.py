@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
-from kvbm.observe.words import size
 
 SLOW, VERY_SLOW = 20e9, 6e9  # bytes a second; PCIe 4 x16 carries 25 GB/s, PCIe 5 x16 55
 PROBE = 256 << 20

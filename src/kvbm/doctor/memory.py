@@ -13,12 +13,12 @@ from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.observe.format import seconds, size
 from kvbm.observe.snapshot import Finding
-from kvbm.observe.words import seconds, size
-from kvbm.storage.caches import slabs_in
-from kvbm.storage.directory import open_trusted
-from kvbm.storage.host import available_memory
-from kvbm.storage.lock import is_locked
+from kvbm.tiers.directory import open_trusted
+from kvbm.tiers.disk.inspect import slabs_in
+from kvbm.tiers.host.slab import available_memory
+from kvbm.tiers.lock import is_locked
 
 PROBE = 256 << 20
 READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0

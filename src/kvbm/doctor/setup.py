@@ -14,8 +14,8 @@ from kvbm.config import Config, ConfigError, require_tier
 from kvbm.doctor.base import Examination, bad, good, note, our_part
 from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES
+from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
-from kvbm.observe.words import size
 from kvbm.runtime.channel import local
 
 MODULE, CLASS = "kvbm.vllm_integration.connector", "DynamoConnector"

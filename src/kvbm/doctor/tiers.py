@@ -18,11 +18,11 @@ from typing import NamedTuple
 from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
 from kvbm.doctor.gpu import gpus
+from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
-from kvbm.observe.words import size
-from kvbm.storage import gds
-from kvbm.storage.caches import slabs_in
-from kvbm.storage.directory import CacheRefused, open_trusted
+from kvbm.tiers.directory import CacheRefused, open_trusted
+from kvbm.tiers.disk import gds
+from kvbm.tiers.disk.inspect import slabs_in
 
 THREADS = 4
 PIECE = 4 << 20

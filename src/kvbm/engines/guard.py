@@ -15,11 +15,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from kvbm.observe.nvtx import annotate
+from kvbm.tracing import annotate
 
 logger = logging.getLogger("kvbm")
 
-MOST_KINDS = 256  # that are counted, and said, each for itself
+MAX_KINDS = 256  # that are counted, and said, each for itself
 OTHERS = "more faults, of other kinds"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,9 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Faults:
     """Counts what went wrong and says each thing once."""
 
-    def __init__(self, turn: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, engine_lock: AbstractContextManager[Any] | None = None) -> None:
         # Held while the engine is in one of our calls: who carries out an order from outside waits for it.
-        self.turn = threading.RLock() if turn is None else turn
+        self.engine_lock = threading.RLock() if engine_lock is None else engine_lock
         self._counting = threading.Lock()
         self.counts: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
@@ -61,7 +61,7 @@ class Faults:
 
     def note(self, reason: str, times: int) -> None:
         """A fault that a worker has reported. An error's text may be another every time, and is not kept for ever."""
-        if reason not in self.counts and len(self.counts) >= MOST_KINDS:
+        if reason not in self.counts and len(self.counts) >= MAX_KINDS:
             reason = OTHERS
         if reason not in self.counts:
             logger.warning("%s; the blocks are computed again. Further faults of this kind are only counted.", reason)
@@ -79,8 +79,8 @@ def guarded(neutral: Any) -> Callable[[F], F]:
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._half is not None:
-                with self._faults.turn:
+            if self._adapter is not None:
+                with self._faults.engine_lock:
                     try:
                         return ranged(self, *args, **kwargs)
                     except Exception as error:

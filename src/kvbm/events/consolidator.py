@@ -27,7 +27,7 @@ logger = logging.getLogger("kvbm")
 
 FLUSH_SECONDS = 0.05
 # Messages that may wait for us, or for a subscriber of ours; beyond it they are dropped, as vLLM's publisher does.
-MOST_WAITING = 100_000
+MAX_WAITING = 100_000
 
 
 class Consolidator:
@@ -37,7 +37,7 @@ class Consolidator:
         self._mode = mode
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PUB)
-        self._out.set_hwm(MOST_WAITING)
+        self._out.set_hwm(MAX_WAITING)
         self._out.setsockopt(zmq.LINGER, 0)
         self._in: dict[zmq.Socket[bytes], str] = {}
         self._poller = zmq.Poller()
@@ -46,7 +46,7 @@ class Consolidator:
             for endpoint, stream in inputs.items():
                 socket = self._context.socket(zmq.SUB)
                 self._in[socket] = stream
-                socket.set_hwm(MOST_WAITING)
+                socket.set_hwm(MAX_WAITING)
                 socket.subscribe(b"")
                 socket.connect(endpoint)
                 self._poller.register(socket, zmq.POLLIN)

@@ -31,9 +31,9 @@ from kvbm.plans import TierName
 Name = bytes  # what the engine's own events call a block
 
 # Blocks of a tier that one call takes at most: one or two milliseconds of work.
-MOST_AT_ONCE = 4096
+MAX_AT_ONCE = 4096
 # Blocks in a run at most: as long as one of them is kept, so are the tokens of all.
-MOST_IN_RUN = 64
+MAX_IN_RUN = 64
 
 
 class Run(msgspec.Struct, eq=False, gc=False):
@@ -84,20 +84,20 @@ class _Book:
         self.arriving = pool.arriving
         self.journal: deque[tuple[_Change, Sequence[Key]]] = deque()
         self.pending = 0  # blocks in it
-        self.most = 4 * pool.size + MOST_AT_ONCE
+        self.most = 4 * pool.size + MAX_AT_ONCE
         self.untold: set[Key] = set()  # came, and nobody had described them
 
     def note(self, change: _Change, keys: Sequence[Key]) -> None:
         self.pending += len(keys)
-        if len(keys) <= MOST_AT_ONCE:
+        if len(keys) <= MAX_AT_ONCE:
             if keys:
                 self.journal.append((change, keys))
         else:
-            parts = range(0, len(keys), MOST_AT_ONCE)
-            self.journal.extend((change, keys[at : at + MOST_AT_ONCE]) for at in parts)
+            parts = range(0, len(keys), MAX_AT_ONCE)
+            self.journal.extend((change, keys[at : at + MAX_AT_ONCE]) for at in parts)
 
     def take(self) -> Iterator[tuple[_Change, Sequence[Key]]]:
-        left = MOST_AT_ONCE
+        left = MAX_AT_ONCE
         while self.journal and len(self.journal[0][1]) <= left:
             change, keys = self.journal.popleft()
             left -= len(keys)
@@ -167,7 +167,7 @@ class Ledger:
                 if fits:
                     places = list(group)
                     stretches.append((places[0], places[-1] + 1))
-        return [(at, min(at + MOST_IN_RUN, end)) for first, end in stretches for at in range(first, end, MOST_IN_RUN)]
+        return [(at, min(at + MAX_IN_RUN, end)) for first, end in stretches for at in range(first, end, MAX_IN_RUN)]
 
     def describe(self, run: Run) -> None:
         """The blocks are those of a stretch that :meth:`undescribed` has named."""

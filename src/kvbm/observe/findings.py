@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from kvbm.observe.format import seconds
 from kvbm.observe.snapshot import (
     DEVICE,
     EVICTED,
@@ -22,7 +23,6 @@ from kvbm.observe.snapshot import (
     Snapshot,
     TierState,
 )  # fmt: skip
-from kvbm.observe.words import seconds
 from kvbm.tiers.registry import NEAR, TIERS
 
 FEW_REQUESTS = 10  # before these, nothing can be said

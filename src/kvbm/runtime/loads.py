@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvbm.observe.nvtx import annotate
 from kvbm.plans import LoadPlan, LoadResult, TierName
 from kvbm.tiers.staged_read import Send, StagedRead
+from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket, When
 
 _LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has

@@ -19,23 +19,24 @@ from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello
 from kvbm.runtime.replicas import Offer, Replicas
 from kvbm.runtime.worker import Share, Worker
-from kvbm.storage import gds, numa
-from kvbm.storage.bounded import Call, DiskHangs, reason_of
-from kvbm.storage.directory import private_directory
-from kvbm.storage.disk import DiskFile, DiskSpaceError
-from kvbm.storage.host import HostMemoryError, HostSlab, available_memory
-from kvbm.storage.index import Fingerprint, cache_directory, fingerprint, slab_path
-from kvbm.storage.kept import DIRECTORY_SETTING, KeptSlab, Rows, held, rows_of
-from kvbm.storage.layout import BlockLayout, LayoutError, TensorSpec, describe
-from kvbm.storage.lock import PATIENCE_SECONDS
-from kvbm.storage.shared import SharingError
 from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.bounded import Call, DiskHangs, reason_of
+from kvbm.tiers.directory import private_directory
+from kvbm.tiers.disk import gds
+from kvbm.tiers.disk.file import DiskFile, DiskSpaceError
+from kvbm.tiers.disk.index import Fingerprint, cache_directory, fingerprint, slab_path
 from kvbm.tiers.disk.open import measure, open_file, staging_slots
+from kvbm.tiers.host import numa
+from kvbm.tiers.host.persistent_slab import DIRECTORY_SETTING, PersistentSlab, Rows, held, rows_of
+from kvbm.tiers.host.shared import SharingError
+from kvbm.tiers.host.slab import HostMemoryError, HostSlab, available_memory
+from kvbm.tiers.lock import PATIENCE_SECONDS
 from kvbm.tiers.registry import NEAR
 from kvbm.tiers.staged_read import StagedStore
 from kvbm.transfer import open_copier
 from kvbm.transfer.base import slots_tried
 from kvbm.transfer.broadcast import Passing
+from kvbm.transfer.layout import BlockLayout, LayoutError, TensorSpec, describe
 from kvbm.transfer.wire import Wire
 
 logger = logging.getLogger("kvbm")
@@ -99,7 +100,7 @@ class Rank:
         slots = 1 if self._wire is not None and not self._wire.sends else self._slots
         self._slab = self._kept_slab(layout, slots, node) or HostSlab(slots * layout.slot_bytes, node=node)
 
-    def _kept_slab(self, layout: BlockLayout, slots: int, node: int | None) -> KeptSlab | None:
+    def _kept_slab(self, layout: BlockLayout, slots: int, node: int | None) -> PersistentSlab | None:
         """The memory of the last engine, or some that the next one will find; None when it ends with this one."""
         config = self._config
         if not config.host_persist or not config.has_host_tier:
@@ -110,7 +111,7 @@ class Rank:
         directory = cache_directory(config.host_persist_dir, fingerprint(self.cache, layout.description))
         try:
             opening = Call(
-                lambda: self._open_kept(directory, slots, layout.slot_bytes, node), str(directory), KeptSlab.close
+                lambda: self._open_kept(directory, slots, layout.slot_bytes, node), str(directory), PersistentSlab.close
             )
             return opening.result()
         except HostMemoryError:  # a setting that can never be met
@@ -123,10 +124,10 @@ class Rank:
             )  # fmt: skip
             return None
 
-    def _open_kept(self, directory: Path, slots: int, slot_bytes: int, node: int | None) -> KeptSlab:
+    def _open_kept(self, directory: Path, slots: int, slot_bytes: int, node: int | None) -> PersistentSlab:
         """Raises OSError when the slab or its index cannot be used now."""
         private_directory(directory, DIRECTORY_SETTING)
-        slab = KeptSlab(slab_path(directory, self.rank), slots, slot_bytes, node=node, patience=PATIENCE_SECONDS)
+        slab = PersistentSlab(slab_path(directory, self.rank), slots, slot_bytes, node=node, patience=PATIENCE_SECONDS)
         try:
             self._rows = rows_of(directory)
         except OSError as error:
@@ -300,7 +301,7 @@ class Rank:
             share = share._replace(writers=1)
             passing = Passing(self._wire, config.max_transfer_batch_size, config.max_concurrent_transfers)
         slab = self._carve(layout, slab)
-        kept = slab if isinstance(slab, KeptSlab) else None
+        kept = slab if isinstance(slab, PersistentSlab) else None
         tried = slots_tried(layout.block_bytes, layout.num_blocks, slab.slots)
         with nullcontext() if kept is None else kept.spared(tried):
             copier = open_copier(
@@ -332,7 +333,7 @@ class Rank:
         try:
             return slab.carve(slots, layout.slot_bytes)
         except OSError as error:
-            if not isinstance(slab, KeptSlab):
+            if not isinstance(slab, PersistentSlab):
                 raise
             logger.warning(
                 "rank %d: this engine's host tier will not survive a restart: %s", self.rank, error.strerror or error

@@ -3,7 +3,7 @@
 With MLA every rank of a tensor-parallel group has the same KV, and a cache that lets each of them keep its own copy
 wastes all but one. The ranks agree at start, over a group of the engine's own, on one of two ways to keep it once:
 
-- they share one slab (:mod:`kvbm.storage.shared`): each block is written by one of them and read by all;
+- they share one slab (:mod:`kvbm.tiers.host.shared`): each block is written by one of them and read by all;
 - the first alone has a host tier and broadcasts what it loads (:mod:`kvbm.transfer.broadcast`).
 
 Every method that takes all ranks is called by all of them, in the same order, and none leaves before it has told the
@@ -18,8 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from kvbm.storage.host import HostMemoryError, HostSlab, Shared, mapped_bytes, refuse_if_too_large
-from kvbm.storage.shared import Place, SharedMemory, SharingError
+from kvbm.tiers.host.shared import Place, SharedMemory, SharingError
+from kvbm.tiers.host.slab import HostMemoryError, HostSlab, Shared, mapped_bytes, refuse_if_too_large
 from kvbm.transfer.wire import Wire
 
 _MESSAGE_BYTES = 2048

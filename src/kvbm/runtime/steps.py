@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvbm.core.cost import CostModel
 
 # Engines have two steps under way, or one for each stage of a pipeline. Beyond this, nobody tells us when they end.
-_MOST_UNDER_WAY = 64
+_MAX_UNDER_WAY = 64
 
 
 class Work(NamedTuple):
@@ -37,7 +37,7 @@ class StepTimes:
         self._last_end = 0.0
 
     def scheduled(self, work: Work, now: float) -> None:
-        if len(self._under_way) >= _MOST_UNDER_WAY:
+        if len(self._under_way) >= _MAX_UNDER_WAY:
             self._under_way.clear()
         self._under_way.append((now, work))
 

@@ -14,10 +14,10 @@ from kvbm.core.pool import Pool
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierName
 from kvbm.runtime.leader import Leader
-from kvbm.storage.bounded import Call
-from kvbm.storage.index import Fingerprint, Index, cache_directory, common_fingerprint
-from kvbm.storage.lock import PATIENCE_SECONDS
 from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.bounded import Call
+from kvbm.tiers.disk.index import Fingerprint, Index, cache_directory, common_fingerprint
+from kvbm.tiers.lock import PATIENCE_SECONDS
 from kvbm.tiers.registry import NEAR
 
 logger = logging.getLogger("kvbm")

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvbm.observe.nvtx import annotate
 from kvbm.plans import (
     Copy,
     LoadPlan,
@@ -29,10 +28,11 @@ from kvbm.plans import (
     TierName,
 )
 from kvbm.runtime.loads import Load, Part, Rest, Submission
-from kvbm.storage.bounded import keep_until_exit
-from kvbm.storage.kept import Hashes, KeptSlab
 from kvbm.tiers.base import Operation
+from kvbm.tiers.bounded import keep_until_exit
+from kvbm.tiers.host.persistent_slab import Hashes, PersistentSlab
 from kvbm.tiers.staged_read import StagedRead, StagedStore, expected_if_late, merge_copies
+from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket, When
 
 
@@ -71,7 +71,7 @@ class Worker:
         num_blocks: int,
         share: Share | None = None,
         stores: Iterable[StagedStore] = (),
-        kept: KeptSlab | None = None,
+        kept: PersistentSlab | None = None,
     ) -> None:
         """``kept``: the slab, where it outlives the engine."""
         self.rank = rank

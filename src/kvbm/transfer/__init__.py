@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import BlockLayout
+from kvbm.testing.fault_rules import COPY_KINDS, Fault, parse
+from kvbm.tiers.host.slab import HostSlab
 from kvbm.transfer.base import Copier
-from kvbm.transfer.faults import COPY_KINDS, Fault, FaultyCopier, parse
+from kvbm.transfer.layout import BlockLayout
 
 if TYPE_CHECKING:
     from kvbm.transfer.broadcast import Passing
@@ -57,4 +57,8 @@ def open_copier(
 
 
 def _faulty(copier: Copier, rules: list[Fault], rank: int) -> Copier:
-    return FaultyCopier(copier, rules, rank) if rules else copier
+    if not rules:
+        return copier
+    from kvbm.testing.copier_faults import FaultyCopier
+
+    return FaultyCopier(copier, rules, rank)

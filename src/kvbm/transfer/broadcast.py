@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier, Ticket, When
 from kvbm.transfer.cpu import view_rows
+from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.wire import Wire
 
 

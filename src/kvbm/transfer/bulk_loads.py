@@ -46,12 +46,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvbm.observe.nvtx import annotate
-from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import SLOT_ALIGNMENT, BlockLayout
+from kvbm.tiers.host.slab import HostSlab
+from kvbm.tracing import annotate
 from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
 from kvbm.transfer.kernels import WIDEST_WORD
+from kvbm.transfer.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.relay import Relay
 
 # 7 ms of the bus: large enough to be few, which costs little CPU, small enough for the last to be scattered soon.
@@ -126,7 +126,7 @@ class BulkLoads:
         self._relay = Relay(device, stream.priority)
         self._kernel = kernel
         self._layers = layers_of(layout)
-        self._all = joined(self._layers)
+        self._all = merge_layers(self._layers)
         sizes = {segment.size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
         self._memory = memory
@@ -161,7 +161,7 @@ class BulkLoads:
         runs = fetch.runs(0, len(fetch.sorted))
         groups = _COPIES // len(runs) if runs is not None else 0
         if groups < 2:
-            return [joined(self._layers[: -max(1, len(self._layers) // 8)])]
+            return [merge_layers(self._layers[: -max(1, len(self._layers) // 8)])]
         return in_halves(self._layers, groups)
 
     def place(self, fetch: Fetch, blocks: Sequence[int], signal: bool) -> None:
@@ -244,7 +244,7 @@ def layers_of(layout: BlockLayout) -> list[Layers]:
     return [Layers(first, last, layout.segments[first].offset, sum(sizes[first:last])) for first, last in cuts]
 
 
-def joined(layers: Sequence[Layers]) -> Layers:
+def merge_layers(layers: Sequence[Layers]) -> Layers:
     return Layers(layers[0].first, layers[-1].last, layers[0].offset, sum(layer.row for layer in layers))
 
 
@@ -254,6 +254,6 @@ def in_halves(layers: Sequence[Layers], groups: int) -> list[Layers]:
     halves: list[Layers] = []
     while len(layers) > 1 and len(halves) < groups - 1:
         half = -(-len(layers) // 2)
-        halves.append(joined(layers[:half]))
+        halves.append(merge_layers(layers[:half]))
         layers = layers[half:]
-    return [*halves, joined(layers)]
+    return [*halves, merge_layers(layers)]

@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import BlockLayout
+from kvbm.tiers.host.slab import HostSlab
 from kvbm.transfer.base import Copier, Ticket, When
+from kvbm.transfer.layout import BlockLayout
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -21,13 +21,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import BlockLayout
+from kvbm.tiers.host.slab import HostSlab
 from kvbm.transfer.base import Copier, Ticket, When, slots_tried
 from kvbm.transfer.bulk_loads import BulkLoads, Fetch
 from kvbm.transfer.cuda_calls import batch_function, pin, unpin, wait_until
 from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
 from kvbm.transfer.kernel_copies import KernelCopies, mark
+from kvbm.transfer.layout import BlockLayout
 
 logger = logging.getLogger("kvbm")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from kvbm.storage.layout import BlockLayout
 from kvbm.transfer.base import Copier, Ticket, When
 from kvbm.transfer.broadcast import BroadcastCopier, Outcome, Passing, Rows
 from kvbm.transfer.cuda import CudaCopier, EventTicket
 from kvbm.transfer.kernel_copies import KernelCopies, mark
+from kvbm.transfer.layout import BlockLayout
 
 
 class CudaBroadcastCopier(BroadcastCopier):

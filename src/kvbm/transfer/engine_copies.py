@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvbm.observe.nvtx import annotate
-from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import BlockLayout
+from kvbm.tiers.host.slab import HostSlab
+from kvbm.tracing import annotate
 from kvbm.transfer.base import Ticket
 from kvbm.transfer.cuda_calls import BatchCopy, batch_function
 from kvbm.transfer.kernel_copies import mark
+from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.relay import Relay
 
 logger = logging.getLogger("kvbm")

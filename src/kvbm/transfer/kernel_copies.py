@@ -9,9 +9,9 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from kvbm.storage.host import HostSlab
-from kvbm.storage.layout import BlockLayout, Segment
+from kvbm.tiers.host.slab import HostSlab
 from kvbm.transfer.kernels import Launcher, copy_numbers, copy_pieces, tile_of, word_of
+from kvbm.transfer.layout import BlockLayout, Segment
 
 # Found with benchmarks/gpu/copies.py: over the bus four programs of this shape reach all there is and more gain
 # nothing; within the device's own memory more of them do.

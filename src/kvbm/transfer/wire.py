@@ -32,7 +32,7 @@ class Wire:
     def __init__(self, ranks: Sequence[int], device: str, max_ctas: int) -> None:
         self.first = ranks[0]
         self.sends = dist.get_rank() == self.first
-        self.cut = ""  # why
+        self.disabled_reason = ""  # why
         self._device = torch.device(device)
         self._turn = 0
         # Only these ranks take part in making a group: others of the same job may have nothing to do with ours.
@@ -60,8 +60,8 @@ class Wire:
         Waits for the others. Raises WireError, at once if the wire is cut already, and always cuts it then.
         """
         self._turn += 1
-        if self.cut:
-            raise WireError(self.cut)
+        if self.disabled_reason:
+            raise WireError(self.disabled_reason)
         try:
             flags = torch.zeros(len(blocks), dtype=torch.uint8)
             flags[list(bad)] = 1
@@ -75,13 +75,13 @@ class Wire:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._talk)
             return [int(i) for i in flags.nonzero().flatten()]
         except Exception as error:
-            self.cut = f"no more broadcasts: {type(error).__name__}: {error}"
-            raise WireError(self.cut) from error
+            self.disabled_reason = f"no more broadcasts: {type(error).__name__}: {error}"
+            raise WireError(self.disabled_reason) from error
 
     def send(self, buffer: torch.Tensor) -> Any:
         """Broadcast a buffer from the first rank; ``wait`` of what is returned waits as torch.distributed does."""
         try:
             return dist.broadcast(buffer, self.first, group=self._data, async_op=True)
         except Exception as error:
-            self.cut = f"no more broadcasts: {type(error).__name__}: {error}"
-            raise WireError(self.cut) from error
+            self.disabled_reason = f"no more broadcasts: {type(error).__name__}: {error}"
+            raise WireError(self.disabled_reason) from error

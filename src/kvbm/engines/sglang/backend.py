@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 import kvbm
 from kvbm import config as settings
+from kvbm import tracing as nvtx
 from kvbm.core.keys import Key
 from kvbm.engines import weights
 from kvbm.engines.guard import Faults, guarded
@@ -34,11 +35,10 @@ from kvbm.engines.sglang.observed import StoreSource
 from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.shared import KeyMap, Reader
 from kvbm.engines.sglang.store import Page, Sizes, Store
-from kvbm.observe import nvtx
 from kvbm.observe.observer import settings_given
 from kvbm.observe.server import Server, open_server
 from kvbm.observe.snapshot import Identity
-from kvbm.storage.index import KEY_MAP
+from kvbm.tiers.disk.index import KEY_MAP
 
 logger = logging.getLogger("kvbm")
 
@@ -53,8 +53,8 @@ class KvbmStorage(HiCacheStorage):
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
         # Nobody gives orders here and the stores have locks of their own: asking never waits for a slow write.
-        self._faults = Faults(turn=nullcontext())
-        self._half: KvbmStorage | None = self  # what :func:`guarded` asks
+        self._faults = Faults(engine_lock=nullcontext())
+        self._adapter: KvbmStorage | None = self  # what :func:`guarded` asks
         self._said = storage_config
         self._config = settings.load(extra=storage_config.extra_config or {})
         settings.require_tier(self._config)
@@ -79,7 +79,7 @@ class KvbmStorage(HiCacheStorage):
                 "KVBM is off: the disk tier needs a fingerprint of the weights (see above), and there is no host tier. "
                 "Set DYN_KVBM_CPU_CACHE_GB to cache in host memory."
             )
-            self._half = None
+            self._adapter = None
         self._pools: dict[str, Any] = {}
         self._stores: dict[str, Store | Reader] = {}
         self._slots: Sizes | None = None
@@ -99,7 +99,7 @@ class KvbmStorage(HiCacheStorage):
 
     def on_host_pools_registered(self) -> None:
         """All pools are known: whatever cannot be had shall fail now, while the engine starts."""
-        for name in self._pools if self._half is not None else ():
+        for name in self._pools if self._adapter is not None else ():
             self._store(name)
 
     def _store(self, name: str) -> Store | Reader:
@@ -115,7 +115,7 @@ class KvbmStorage(HiCacheStorage):
         return store
 
     def _open(self, name: str, shape: str, size: int) -> Store | Reader:
-        if self._half is None:
+        if self._adapter is None:
             raise RuntimeError("the backend is closed")
         if self._slots is None:
             self._slots = self._share(size)
@@ -349,7 +349,7 @@ class KvbmStorage(HiCacheStorage):
             self._server.close()
             self._server = None
         with self._opening:
-            self._half = None  # whoever is in a call opens no store any more
+            self._adapter = None  # whoever is in a call opens no store any more
             stores = list(self._stores.values())
             self._stores.clear()
         for store in stores:

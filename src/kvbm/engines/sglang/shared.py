@@ -27,11 +27,11 @@ from kvbm.core.keys import Key
 from kvbm.engines.sglang.observed import Lookups
 from kvbm.engines.sglang.store import Page, scatter
 from kvbm.plans import TierName
-from kvbm.storage.bounded import Call, DaemonThreads, keep_until_exit
-from kvbm.storage.directory import CacheRefused, private_directory
-from kvbm.storage.disk import ALIGNMENT, SUMS_SUFFIX, checksum
-from kvbm.storage.index import KEY_MAP, cache_directory, slab_path
 from kvbm.tiers import disk as disk_tier
+from kvbm.tiers.bounded import Call, DaemonThreads, keep_until_exit
+from kvbm.tiers.directory import CacheRefused, private_directory
+from kvbm.tiers.disk.file import ALIGNMENT, SUMS_SUFFIX, checksum
+from kvbm.tiers.disk.index import KEY_MAP, cache_directory, slab_path
 from kvbm.tiers.disk.open import staging_slots
 
 logger = logging.getLogger("kvbm")

@@ -26,14 +26,14 @@ from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.sglang.observed import Lookups
 from kvbm.plans import Copy, LoadPlan, MovePlan, TierName
-from kvbm.storage import bounded
-from kvbm.storage.bounded import Call, keep_until_exit
-from kvbm.storage.disk import ALIGNMENT, DiskFile, DiskSpaceError
-from kvbm.storage.host import HostSlab
-from kvbm.storage.index import Index, cache_directory, slab_path
+from kvbm.tiers import bounded
 from kvbm.tiers import disk as disk_tier
 from kvbm.tiers.base import Operation
+from kvbm.tiers.bounded import Call, keep_until_exit
+from kvbm.tiers.disk.file import ALIGNMENT, DiskFile, DiskSpaceError
+from kvbm.tiers.disk.index import Index, cache_directory, slab_path
 from kvbm.tiers.disk.open import open_file, staging_slots
+from kvbm.tiers.host.slab import HostSlab
 from kvbm.tiers.registry import NEAR
 
 logger = logging.getLogger("kvbm")

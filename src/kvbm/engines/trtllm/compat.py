@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.keys import Namespace
 from kvbm.engines.weights import digest, gather_in_world
-from kvbm.storage.index import Fingerprint
+from kvbm.tiers.disk.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
 

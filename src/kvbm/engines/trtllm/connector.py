@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbm import config as settings
+from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.leader import LeaderHalf
 from kvbm.engines.trtllm.step import encode
-from kvbm.engines.trtllm.worker import WorkerHalf
-from kvbm.observe import nvtx
-from kvbm.observe.nvtx import annotate
+from kvbm.engines.trtllm.worker import WorkerAdapter
 from kvbm.runtime.channel import ChannelError, local
+from kvbm.tracing import annotate
 
 logger = logging.getLogger("kvbm")
 
@@ -43,7 +43,7 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._faults = Faults()
-        self._half: LeaderHalf | None = None
+        self._adapter: LeaderHalf | None = None
         config, setup = _read(llm_args)
         for warning in config.warnings:
             logger.warning("%s", warning)
@@ -54,32 +54,32 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
                 "KVBM stays out of the way: %s. TensorRT-LLM runs as if it were not configured.", setup.unsupported
             )
             return
-        self._half = LeaderHalf(config, setup, self._faults)
+        self._adapter = LeaderHalf(config, setup, self._faults)
 
     @annotate("wait_for_initialization")
     def wait_for_initialization(self) -> None:
-        if self._half is not None:
-            self._half.wait()
+        if self._adapter is not None:
+            self._adapter.wait()
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._half.match(request, num_computed_tokens)
+        return self._adapter.match(request, num_computed_tokens)
 
     @guarded(None)
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        self._half.allocated(request, block_ids)
+        self._adapter.allocated(request, block_ids)
 
     @guarded(b"")
     def build_connector_meta(self, scheduler_output: Any) -> bytes:
-        return encode(self._half.plan_step(scheduler_output))
+        return encode(self._adapter.plan_step(scheduler_output))
 
     @annotate("request_finished")
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """True in doubt: the workers know themselves when they are through with the blocks."""
-        if self._half is None:
+        if self._adapter is None:
             return False
         try:
-            return self._half.finished(request)
+            return self._adapter.finished(request)
         except Exception as error:
             self._faults.record("request_finished", error)
             return True
@@ -87,11 +87,11 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
     @guarded(None)
     def request_reset(self, request: Any) -> None:
         """The engine has taken the request's blocks away and will bring it again as a new one."""
-        self._half.finished(request)
+        self._adapter.finished(request)
 
     def shutdown(self) -> None:
-        if self._half is not None:
-            self._half.close()
+        if self._adapter is not None:
+            self._adapter.close()
 
 
 class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
@@ -100,12 +100,12 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._faults = Faults()
-        self._half: WorkerHalf | None = None
+        self._adapter: WorkerAdapter | None = None
         config, setup = _read(llm_args)
         if setup.unsupported is not None:
             logger.warning("rank %d: KVBM stays out of the way: %s", setup.rank, setup.unsupported)
             return
-        self._half = WorkerHalf(config, setup, self._faults)
+        self._adapter = WorkerAdapter(config, setup, self._faults)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
         """Runs at the end of every forward pass, replayed from a CUDA graph or not, on the stream it is computed on."""
@@ -113,17 +113,17 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
 
     @guarded(None)
     def _forward_ended(self) -> None:
-        self._half.forward_ended()
+        self._adapter.forward_ended()
 
     @annotate("register_kv_caches")
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        if self._half is not None:
-            self._half.register_pool(kv_cache_tensor)
+        if self._adapter is not None:
+            self._adapter.register_pool(kv_cache_tensor)
 
     @annotate("register_kv_cache_layout")
     def register_kv_cache_layout(self, layout: Any) -> None:
-        if self._half is not None:
-            self._half.register_layout(layout)
+        if self._adapter is not None:
+            self._adapter.register_layout(layout)
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
@@ -131,11 +131,11 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
 
     @guarded(None)
     def _bind(self, metadata: object) -> None:
-        self._half.bind(metadata)
+        self._adapter.bind(metadata)
 
     @guarded(None)
     def start_load_kv(self, stream: Any) -> None:
-        self._half.begin(stream)
+        self._adapter.begin(stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: a request is in no batch before all its blocks are there."""
@@ -145,14 +145,14 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
 
     @guarded(None)
     def wait_for_save(self, stream: Any) -> None:
-        self._half.end(stream)
+        self._adapter.end(stream)
 
     @guarded(lambda: ([], []))
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        return self._half.poll(finished_gen_req_ids, started_loading_req_ids)
+        return self._adapter.poll(finished_gen_req_ids, started_loading_req_ids)
 
     def shutdown(self) -> None:
-        if self._half is not None:
-            self._half.close()
+        if self._adapter is not None:
+            self._adapter.close()

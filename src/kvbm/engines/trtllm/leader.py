@@ -20,7 +20,7 @@ from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
-from kvbm.engines.trtllm.outside import Outside
+from kvbm.engines.trtllm.services import Services
 from kvbm.engines.trtllm.step import StepMeta
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import LOADED, ON_DEVICE, SKIPPED, TOO_SHORT, Admission, looked_up, passed_over
@@ -119,7 +119,7 @@ class LeaderHalf:
         self._off = False
         self._messages = 0
         self._orders = 0
-        self._outside = Outside(faults)
+        self._services = Services(faults)
         timeout = config.leader_worker_init_timeout_secs
         self._channel = ZmqLeader(setup.ranks, config.leader_pub_url, config.leader_ack_url, timeout, TIMING)
         _local[config.leader_pub_url] = self
@@ -155,7 +155,7 @@ class LeaderHalf:
                 self._cost.start_from(tier, rate)
         leader.on_ended_load = self._load_ended
         self.counts = leader.counts
-        self._outside.appear(self._config, setup, manager.catalogs, lambda: self.leader)
+        self._services.start(self._config, setup, manager.catalogs, lambda: self.leader)
         slots = {name: catalog.size for name, catalog in manager.catalogs.items()}
         logger.info(
             "KVBM is ready: %s of %d tokens (%.2f GB over %d rank%s)",
@@ -196,7 +196,7 @@ class LeaderHalf:
         if self._off:
             return
         try:
-            with self._faults.turn:
+            with self._faults.engine_lock:
                 self._tick()
         except Exception as error:
             # Books that are half written cannot be trusted, and must not wait for what was lost with the other half.
@@ -221,7 +221,7 @@ class LeaderHalf:
         # Not part of any step, and so over the channel: they go on while the engine has no batch.
         if moves := self.leader.plan_moves():
             self._send(StepPlan(moves=moves))
-        self._outside.tell()
+        self._services.tell()
 
     def _apply(self, leader: Leader, reports: list[Report]) -> None:
         for report in reports:
@@ -281,7 +281,7 @@ class LeaderHalf:
         state.seen = looked_up(name, len(tokens), computed, limit, found, 0, self._size)
         if found.blocks:
             # Nobody may have heard of what an engine before this one has left.
-            self._outside.follow(keys, tokens, start, start + found.blocks, scope)
+            self._services.follow(keys, tokens, start, start + found.blocks, scope)
             found, state.deadline_seconds = self._worth_loading(found, computed, len(tokens) - computed)
             state.seen = state.seen._replace(why=OUTSIDE if found.blocks else RECOMPUTE)
         if not found.blocks:
@@ -511,7 +511,7 @@ class LeaderHalf:
             # Something must go for these blocks, and not the blocks in front of them.
             pool.touch(keys[: state.stored])
         plan = leader.offload(keys[state.stored : full], blocks)
-        self._outside.follow(keys, state.tokens, state.stored, full, state.scope)
+        self._services.follow(keys, state.tokens, state.stored, full, state.scope)
         state.stored = full
         return plan
 
@@ -544,7 +544,7 @@ class LeaderHalf:
     def close(self) -> None:
         _local.pop(self._config.leader_pub_url, None)
         self.observer.close()
-        self._outside.close()
+        self._services.close()
         self._channel.close()
         if self._disk is not None:
             self._disk.index.close()

@@ -23,8 +23,8 @@ from kvbm.engines.trtllm.step import StepMeta, decode
 from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult
 from kvbm.runtime.channel import TIMING, ZmqWorker
 from kvbm.runtime.rank import Rank
-from kvbm.storage.index import Fingerprint
 from kvbm.tiers import registry
+from kvbm.tiers.disk.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
 
@@ -36,7 +36,7 @@ MESSAGE_SECONDS = 0.002
 ENDED = 4096
 
 
-class WorkerHalf:
+class WorkerAdapter:
     def __init__(self, config: Config, setup: compat.Setup, faults: Faults) -> None:
         self._config = config
         self._faults = faults

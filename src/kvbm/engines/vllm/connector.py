@@ -18,17 +18,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm import config as settings
+from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat, hashing, shortcuts
 from kvbm.engines.vllm.groups import Groups, OneGroup, SeveralGroups
-from kvbm.engines.vllm.scheduler import SchedulerHalf
+from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
-from kvbm.engines.vllm.worker import WorkerHalf
-from kvbm.observe import nvtx
-from kvbm.observe.nvtx import annotate
+from kvbm.engines.vllm.worker import WorkerAdapter
 from kvbm.plans import Report, StepPlan, decode_hello, encode, merge_plans
 from kvbm.runtime.channel import InBandLeader, InBandWorker
 from kvbm.runtime.worker import Outcome
+from kvbm.tracing import annotate
 
 logger = logging.getLogger("kvbm")
 
@@ -68,7 +68,7 @@ class DynamoConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         compat.speak_like_vllm()
         self._faults = Faults()
-        self._half: SchedulerHalf | WorkerHalf | None = None
+        self._adapter: SchedulerAdapter | WorkerAdapter | None = None
         self._leader_channel = InBandLeader()
         self._worker_channel = InBandWorker()
         self._loses_requests = False
@@ -97,11 +97,11 @@ class DynamoConnector(KVConnectorBase_V1):
                 hashing.quicken()
                 if not groups.apart:
                     shortcuts.quicken_scheduler()
-            self._half = SchedulerHalf(config, vllm_config, kv_cache_config, groups, self._faults)
+            self._adapter = SchedulerAdapter(config, vllm_config, kv_cache_config, groups, self._faults)
         else:
             if config.fast_prompts:
                 shortcuts.quicken_worker()
-            self._half = WorkerHalf(config, vllm_config, kv_cache_config)
+            self._adapter = WorkerAdapter(config, vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -109,14 +109,14 @@ class DynamoConnector(KVConnectorBase_V1):
         return False
 
     @property
-    def _scheduler(self) -> SchedulerHalf:
-        assert isinstance(self._half, SchedulerHalf)
-        return self._half
+    def _scheduler(self) -> SchedulerAdapter:
+        assert isinstance(self._adapter, SchedulerAdapter)
+        return self._adapter
 
     @property
-    def _worker(self) -> WorkerHalf:
-        assert isinstance(self._half, WorkerHalf)
-        return self._half
+    def _worker(self) -> WorkerAdapter:
+        assert isinstance(self._adapter, WorkerAdapter)
+        return self._adapter
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
@@ -177,10 +177,10 @@ class DynamoConnector(KVConnectorBase_V1):
     @annotate("reset_cache")
     def reset_cache(self) -> bool:
         """False when blocks may be left: after new weights they would be wrong, so whoever asked must hear of it."""
-        if self._half is None:
+        if self._adapter is None:
             return True
         try:
-            with self._faults.turn:
+            with self._faults.engine_lock:
                 return self._scheduler.reset()
         except Exception as error:
             self._faults.record("reset_cache", error)
@@ -188,12 +188,12 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @annotate("set_xfer_handshake_metadata")
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        if self._half is None:
+        if self._adapter is None:
             return
         if not metadata:
             # vLLM changes some settings in the processes of its workers only, batch invariance for one.
             logger.warning(STAYS_OUT, "no worker takes part, and the workers' log says why")
-            self._half = None
+            self._adapter = None
             return
         self._scheduler.meet([decode_hello(part.hello) for part in metadata.values()])
 
@@ -204,12 +204,12 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @annotate("register_kv_caches")
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if self._half is not None:
+        if self._adapter is not None:
             self._worker.register(kv_caches)
 
     @annotate("get_handshake_metadata")
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        hello = None if self._half is None else self._worker.meet()
+        hello = None if self._adapter is None else self._worker.meet()
         return None if hello is None else WorkerHello(encode(hello))
 
     @annotate("bind_connector_metadata")
@@ -281,14 +281,14 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(None)
     def get_kv_connector_stats(self) -> KvbmStats | None:
-        if not isinstance(self._half, SchedulerHalf):
+        if not isinstance(self._adapter, SchedulerAdapter):
             return None
         # Every step asks. Telling takes 50 µs, so while requests run it is done a few times a second; the step that
         # ends the last of them tells in any case, because no other may follow it.
         now = time.monotonic()
-        if self._half.serving and now < self._report_due:
+        if self._adapter.serving and now < self._report_due:
             return None
-        source, at = self._half.observer.source, self._half.changes
+        source, at = self._adapter.observer.source, self._adapter.changes
         if source is None or at == self._reported_at:
             return None
         known = figures(source.snapshot())
@@ -307,15 +307,15 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(())
     def take_events(self) -> Iterable[Any]:
         """Called last, once for every step that vLLM has taken in the results of."""
-        if not isinstance(self._half, SchedulerHalf):
+        if not isinstance(self._adapter, SchedulerAdapter):
             return ()
-        self._half.step_ended()
-        return self._half.take_events()
+        self._adapter.step_ended()
+        return self._adapter.take_events()
 
     @guarded(None)
     def shutdown(self) -> None:
-        if self._half is not None:
-            self._half.close()
+        if self._adapter is not None:
+            self._adapter.close()
 
 
 if compat.fails_whole_requests():

@@ -19,7 +19,7 @@ import torch
 from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
 from kvbm.engines.weights import digest
-from kvbm.storage.index import Fingerprint
+from kvbm.tiers.disk.index import Fingerprint
 
 logger = logging.getLogger("kvbm")
 

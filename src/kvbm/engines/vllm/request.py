@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvbm.core.keys import Key
 from kvbm.core.manager import Match
-from kvbm.engines.vllm.sight import Lookup
+from kvbm.engines.vllm.reporting import Lookup
 
 
 class RequestState:

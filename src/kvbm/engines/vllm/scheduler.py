@@ -10,33 +10,33 @@ from typing import Any
 
 import kvbm
 from kvbm.config import Config
+from kvbm.control.presence import Presence
+from kvbm.control.socket import Controller
 from kvbm.core.cost import RECOMPUTE, CostModel, Decision
 from kvbm.core.keys import Key, Namespace
 from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat, feed, fingerprint
 from kvbm.engines.vllm.adapters import Adapters
-from kvbm.engines.vllm.ahead import Ahead
+from kvbm.engines.vllm.deferral import Deferrals
 from kvbm.engines.vllm.groups import Groups, Tables
 from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.engines.vllm.prefetch import Prefetcher
+from kvbm.engines.vllm.reporting import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity, say_ready
 from kvbm.engines.vllm.request import Ended, RequestState
-from kvbm.engines.vllm.sight import ON_DEVICE, SKIPPED, TOO_SHORT, Lookup, admission, identity, say_ready
 from kvbm.engines.vllm.steps import work_of
 from kvbm.engines.vllm.stores import Stores
-from kvbm.engines.vllm.waits import Waits
-from kvbm.engines.vllm.worker import WorkerHalf, find_local
+from kvbm.engines.vllm.worker import WorkerAdapter, find_local
 from kvbm.events import launch
 from kvbm.observe.observer import Observer
 from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, MovePlan, Report, StepPlan, StorePlan
 from kvbm.runtime import flush
-from kvbm.runtime.control import Controller
-from kvbm.runtime.kept import KeptHost
 from kvbm.runtime.leader import Counts, Leader
-from kvbm.runtime.presence import Presence
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
 from kvbm.tiers import registry
-from kvbm.transfer import turns
+from kvbm.tiers.host.persistent_host import PersistentHost
+from kvbm.transfer import gil
 
 logger = logging.getLogger("kvbm")
 
@@ -51,7 +51,7 @@ MAX_MOVE_STALL_SECONDS = 2.0
 ASLEEP_SECONDS = 0.5
 
 # Loads of a request that may fail before all that it lacks is computed.
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 
 # After so many steps without anything to compute none is under way any more, however many overlap.
 STILL_STEPS = 10
@@ -60,7 +60,7 @@ STILL_STEPS = 10
 LONG_PROMPT = 256
 
 
-class SchedulerHalf:
+class SchedulerAdapter:
     """Called by the connector from vLLM's scheduler thread."""
 
     def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any, groups: Groups, faults: Faults) -> None:
@@ -75,11 +75,11 @@ class SchedulerHalf:
         self._reuses_hashes = fingerprint.reuses_engine_hashes(vllm_config, kv_cache_config, config.outlives_engine)
         self._cache = fingerprint.describe(vllm_config, kv_cache_config) if config.outlives_engine else None
         self._disk: DiskTier | None = None
-        self._kept: KeptHost | None = None
+        self._kept: PersistentHost | None = None
         self._move_progress = 0.0  # when there was something new for the disk, or from it
         self._asked = 0.0  # when vLLM last asked whether to step for moves
         self._steps_for_moves = False  # the answer to that
-        self._local: list[WorkerHalf] = []  # all workers, where they are in this process
+        self._local: list[WorkerAdapter] = []  # all workers, where they are in this process
         self._flush_deadline: float | None = None  # once the end has begun
         self._flushed = True  # in time
         self._requests: dict[str, RequestState] = {}
@@ -109,11 +109,11 @@ class SchedulerHalf:
         self._block_bytes = 0  # of the rank that has the most to move
         self._keys: RequestKeys | None = None
         self._adapters: Adapters | None = None
-        self._waits: Waits | None = None
+        self._waits: Deferrals | None = None
         self._stores: Stores | None = None
-        self._ahead: Ahead | None = None  # where the only worker can be reached before the step
+        self._ahead: Prefetcher | None = None  # where the only worker can be reached before the step
         self._submits = False  # the thread that schedules steps submits them too
-        self._only_worker: WorkerHalf | None = None  # where it can be reached
+        self._only_worker: WorkerAdapter | None = None  # where it can be reached
         self._weight_changes: dict[int, int] = {}  # by rank, as far as they were heard of
         self._stale: Any = None  # generation of vLLM's prefix cache at the last of them: it holds KV of old weights
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
@@ -156,7 +156,7 @@ class SchedulerHalf:
             self._disk = DiskTier.open(self._config, hellos, self._cache)
         manager = make_manager(hellos, self._disk)
         if self._cache is not None and self._config.host_persist:
-            self._kept = KeptHost.open(self._config, hellos, self._cache, manager)
+            self._kept = PersistentHost.open(self._config, hellos, self._cache, manager)
         engine_id = self._vllm_config.kv_transfer_config.engine_id
         local = [worker for rank in range(self._ranks) if (worker := find_local(engine_id, rank)) is not None]
         if len(local) == self._ranks:
@@ -171,7 +171,7 @@ class SchedulerHalf:
         pending = self._config.max_pending_offloads
         self.leader = Leader(manager, self._ranks, pending, by_rank, self._cost, self.observer.log, block_bytes)
         self.leader.on_ended_load = self._load_ended
-        self._waits = Waits(manager, self._cost, self._block_size, self._block_bytes)
+        self._waits = Deferrals(manager, self._cost, self._block_size, self._block_bytes)
         self._stores = Stores(
             self.leader, self._keys, self._groups, self._block_size, self._config.offload_decode, self._describe,
             self._faults,
@@ -179,7 +179,7 @@ class SchedulerHalf:
         self._submits = worker is not None
         self._only_worker = worker
         if worker is not None and self._may_layer:
-            self._ahead = Ahead(
+            self._ahead = Prefetcher(
                 self.leader,
                 worker,
                 self._keys,
@@ -220,7 +220,11 @@ class SchedulerHalf:
         name = str(getattr(model, "served_model_name", None) or model.model)
         about = {"engine": engine, "rank": replica, "model": name, "kvbm": kvbm.__version__}
         controller = Controller(
-            self._faults.turn, lambda: self.leader, about, self._announce, lambda: compat.engine_blocks(self.block_pool)
+            self._faults.engine_lock,
+            lambda: self.leader,
+            about,
+            self._announce,
+            lambda: compat.engine_blocks(self.block_pool),
         )
         metrics = self.observer.server.url if self.observer.server is not None else ""
         return Presence(self._config, controller, f"{engine}-{replica}", name, self._ranks, metrics)
@@ -235,9 +239,9 @@ class SchedulerHalf:
         """Finish what is on its way to disk. Runs once, when the scheduler's or the first worker's half is closed."""
         if self._flush_deadline is not None:
             return
-        with self._faults.turn:
+        with self._faults.engine_lock:
             self._flush_deadline = time.monotonic() + flush.FLUSH_SECONDS
-            self._see_off()
+            self._finalize()
             if not self._local or (self._disk is None and self._kept is None):
                 return  # nothing to be done, or nothing that would outlive this engine
             try:
@@ -402,14 +406,14 @@ class SchedulerHalf:
         loading = (self._requests.get(load.request) for load in self._loads)
         return any(state is not None and compat.tokens_left(state.request) > 1 for state in loading)
 
-    @turns.short_turns()
+    @gil.short_turns()
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has given the request its blocks: those of the external tokens are now ours to fill."""
         state = self._requests.get(request.request_id)
         if not external_tokens:
             if self._ahead is not None:
                 self._ahead.not_loaded(request.request_id)
-            self._let_in(request, state, None, 0)
+            self._record_admission(request, state, None, 0)
             return
         tables, count = blocks.get_block_ids(), external_tokens // self._block_size
         try:
@@ -435,7 +439,7 @@ class SchedulerHalf:
                 self._ahead.load_planned(plan)
             else:
                 self._ahead.let_go()  # the step decides whether the adapter is the one that the blocks depend on
-        self._let_in(request, state, plan, count)
+        self._record_admission(request, state, plan, count)
 
     def others_write(self, blocks: Sequence[int]) -> None:
         """Somebody else fills these blocks, outside of the engine's order: what still reads them must be over by then.
@@ -445,13 +449,13 @@ class SchedulerHalf:
         if self.leader is not None:
             self._drain_stores += self.leader.fences(blocks)
 
-    def _let_in(self, request: Any, state: RequestState | None, plan: LoadPlan | None, loaded: int) -> None:
+    def _record_admission(self, request: Any, state: RequestState | None, plan: LoadPlan | None, loaded: int) -> None:
         """Once for every time a request is let in; vLLM comes here again when a load outside of the step is over."""
         if state is not None and state.lookup is not None:
             seen = admission(request, state.lookup, loaded, self._block_size, self._cost)
             state.lookup = None
             if any(ended.name == request.request_id for ended in self._ended):
-                self._see_off()  # the log goes by names, and knows one of a kind at a time
+                self._finalize()  # the log goes by names, and knows one of a kind at a time
             self.observer.log.admitted(seen, None if plan is None else plan.id)
 
     def _plan_load(self, request: Any, state: RequestState | None, tables: Tables, count: int) -> LoadPlan:
@@ -482,7 +486,7 @@ class SchedulerHalf:
         drain_stores, self._drain_stores = self._drain_stores, []
         stores: list[StorePlan] = []
         fences: list[int] = []
-        self._see_off()
+        self._finalize()
         try:
             fences = self._follow_tables(output)
         except Exception as error:
@@ -508,7 +512,7 @@ class SchedulerHalf:
             work = work_of(output, self._decode_tokens, waits)
             self._steps.scheduled(work, time.monotonic())
             if work.decodes and self._submits:
-                turns.decoding.begin()
+                gil.decoding.begin()
         except Exception as error:
             self._faults.record("timing a step", error)
         verdicts = {} if self.leader is None else self.leader.take_verdicts()
@@ -691,7 +695,7 @@ class SchedulerHalf:
         state = self._requests.get(plan.request)
         if absent and state is not None:
             state.failures += 1
-            state.refused = state.refused or state.failures >= MOST_FAILURES
+            state.refused = state.refused or state.failures >= MAX_FAILURES
 
     def finished(self, request: Any) -> None:
         state = self._requests.pop(request.request_id, None)
@@ -706,9 +710,9 @@ class SchedulerHalf:
         self._ended.append(Ended(request.request_id, request.num_output_tokens, keys, stored, found))
         # Tokens of others wait to be sent meanwhile, and there is time when their next step is being computed.
         if len(keys) < LONG_PROMPT or not self._others_go_on(request.request_id):
-            self._see_off()
+            self._finalize()
 
-    def _see_off(self) -> None:
+    def _finalize(self) -> None:
         """What is left to do of requests that have ended. Should it fail for one, it is done for the others."""
         ended, self._ended = self._ended, []
         for request, output_tokens, keys, stored, found in ended:
@@ -725,7 +729,7 @@ class SchedulerHalf:
 
     def reset(self) -> bool:
         """Forget every block. Requests that live on keep nothing more: they may rest on weights that are gone."""
-        self._see_off()
+        self._finalize()
         for state in self._requests.values():
             state.keep = False
         if self._ahead is not None:

@@ -16,22 +16,22 @@ from kvbm.plans import Hello, LoadPlan, Report, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
-from kvbm.storage.index import Fingerprint
-from kvbm.storage.layout import LayoutError
-from kvbm.transfer.turns import decoding
+from kvbm.tiers.disk.index import Fingerprint
+from kvbm.transfer.gil import decoding
+from kvbm.transfer.layout import LayoutError
 
 logger = logging.getLogger("kvbm")
 
 # Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
 # does with one GPU, the leader reaches its only worker here, several milliseconds before the step's metadata does.
-_local: dict[tuple[str, int], WorkerHalf] = {}
+_local: dict[tuple[str, int], WorkerAdapter] = {}
 
 
-def find_local(engine_id: str, rank: int) -> WorkerHalf | None:
+def find_local(engine_id: str, rank: int) -> WorkerAdapter | None:
     return _local.get((engine_id, rank))
 
 
-class WorkerHalf:
+class WorkerAdapter:
     """Called by the connector from vLLM's worker thread, in the order of :mod:`kvbm.transfer.base`."""
 
     def __init__(self, config: Config, vllm_config: Any, kv_cache_config: Any) -> None:

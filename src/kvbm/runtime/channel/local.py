@@ -14,8 +14,8 @@ import weakref
 from pathlib import Path
 
 from kvbm.runtime.channel.base import ChannelError
-from kvbm.storage.directory import private_directory
-from kvbm.storage.lock import CacheInUse, FileLock, is_locked
+from kvbm.tiers.directory import private_directory
+from kvbm.tiers.lock import CacheInUse, FileLock, is_locked
 
 PREFIX = "ipc://"
 _LONGEST = 107  # bytes that the system takes for the path of a socket

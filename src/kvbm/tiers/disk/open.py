@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.core.rate import Rate
-from kvbm.storage import bounded
-from kvbm.storage.disk import DiskFile
-from kvbm.storage.faults import disk_io
+from kvbm.testing.disk_faults import disk_io
+from kvbm.tiers import bounded
 from kvbm.tiers.base import Operation
+from kvbm.tiers.disk.file import DiskFile
 
 # Read at start to see how fast the disk is: enough to tell, and over in a moment.
 _MEASURED_BYTES = 64 << 20

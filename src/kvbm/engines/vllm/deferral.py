@@ -1,0 +1,72 @@
+"""Who is asked to come again in the next step, rather than be loaded now, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvbm.core.cost import CostModel
+from kvbm.core.manager import BlockManager, Match
+from kvbm.engines.vllm.request import RequestState
+from kvbm.plans import LoadPlan
+
+# A request whose next block is just being written is asked to come again in the next step, for at most this long: a
+# copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
+PATIENCE_SECONDS = 0.25
+
+# How long a load may be put off for those in front of it, a step at a time. Whoever has let others pass for so long,
+# because they have a higher priority, say, is loaded outside of the steps.
+LONGEST_PUT_OFF = 1.0
+
+
+class Deferrals:
+    """``block_bytes``: of the rank that has the most to move."""
+
+    def __init__(self, manager: BlockManager, cost: CostModel, block_size: int, block_bytes: int) -> None:
+        self._manager = manager
+        self._cost = cost
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+
+    def for_block(self, state: RequestState, found: Match, tokens: int) -> bool:
+        """Whether the block after a match, which is just being written, is worth waiting for.
+
+        A block that another request is staging from a slow tier takes longer than a store does: it is worth as long a
+        wait as computing would take.
+        """
+        patience = PATIENCE_SECONDS
+        awaited = found.awaited or found.keys[found.start + found.blocks]
+        slower = [tier for tier in self._manager.catalogs if tier != self._manager.near_tier]
+        if holding := [tier for tier in slower if awaited in self._manager.catalogs[tier]]:
+            if self._manager.suspended.issuperset(holding):
+                return False
+            computed = (found.start + found.blocks) * self._block_size
+            patience = max(patience, self._cost.compute_seconds(computed, tokens - computed))
+        now = time.monotonic()
+        if state.waits_since is None:
+            state.waits_since = now
+        return now < state.waits_since + patience
+
+    def for_room(self, state: RequestState, blocks: int, loads: Sequence[LoadPlan]) -> bool:
+        """Whether a load of so many blocks waits for the next step, rather than hold up the loads of this one."""
+        if not self._is_full(loads, blocks):
+            state.put_off = 0
+            return False
+        now = time.monotonic()
+        if not state.put_off:
+            state.put_off, state.put_off_since = blocks, now
+        return now < state.put_off_since + LONGEST_PUT_OFF
+
+    def _is_full(self, loads: Sequence[LoadPlan], blocks: int) -> bool:
+        """Whether a step waits for loads already, and longer than a step takes with so many blocks more.
+
+        The bus brings one prompt after the other, whichever steps they are in, and the first to arrive can be answered
+        while the second is on its way. So only loads that take no longer than a step anyway have one together.
+        """
+        ahead = sum(len(copy.blocks) for load in loads if load.in_step for copy in load.copies)
+        if not ahead:
+            return False
+        return (
+            self._cost.load_seconds(self._manager.near_tier, (ahead + blocks) * self._block_bytes)
+            > self._cost.step_seconds
+        )

@@ -1,1 +1,0 @@
-"""Where bytes live: how the engine's blocks are laid out, and the memory of each tier on one rank."""

@@ -1,0 +1,408 @@
+"""Which block lies in which slot of the disk tier, kept where a restart finds it.
+
+The leader owns the index. Changes go to a thread of its own, which writes them in batches: nobody ever waits for it,
+and what it has not written when the process dies is forgotten, no more. An index that is out of date is harmless: the
+checksum of a slot answers only to the block that was written last (:mod:`kvbm.tiers.disk.file`).
+
+A directory holds one cache::
+
+    kvbm-llama-3.1-8b-9f86d081884c7d65/
+      cache.json      what the cache is of, for people, for `kvbm cache ls` and to be compared at start
+      index.sqlite    one row a block
+      lock            held by the engine that uses the cache
+      rank-0.slab     the blocks of rank 0, and rank-0.slab.sums their checksums
+      keys.map        under SGLang, where all ranks have the same KV: which block lies where, for those that only read
+
+SQLite and not LMDB: it comes with Python, its file can be read beside a running engine, and a file that was truncated
+gives an error where a mapped one would kill the process. benchmarks/disk.py --index measures both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvbm.core.keys import Key
+from kvbm.tiers import bounded
+from kvbm.tiers.directory import private_directory
+from kvbm.tiers.disk.database import DATABASE as DATABASE
+from kvbm.tiers.disk.database import DELETE_SLOTS, IndexUnavailable, Opened, connect, execute, row_sum, set_aside
+from kvbm.tiers.lock import FileLock
+
+logger = logging.getLogger("kvbm")
+
+FORMAT = 1
+DESCRIPTION = "cache.json"
+LOCK = "lock"
+KEY_MAP = "keys.map"  # where one rank writes and others read: what the index says, for them
+
+_LAST_SECONDS = 5.0  # that the end of a process waits for a disk
+_BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
+_MAX_BACKOFF_SECONDS = 30.0
+_DELETE_BLOCKS = "DELETE FROM blocks WHERE (slot, key) IN (VALUES {})"
+_INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used, sum) VALUES {}"
+_TOUCH = """
+WITH fresh (slot, used) AS (VALUES {})
+INSERT OR REPLACE INTO blocks (slot, key, used, sum)
+SELECT slot, key, fresh.used, sum FROM fresh JOIN blocks USING (slot)
+"""
+
+Fingerprint = Mapping[str, str | int]
+
+
+def cache_directory(root: Path, fingerprint: Fingerprint) -> Path:
+    """Where the cache of ``fingerprint`` lies: readable, and different for everything that is not exchangeable.
+
+    The fingerprint holds whatever makes the bytes of two blocks of one key differ (model, dtype, layout, block size,
+    ranks) and the scheme of the keys; the version of the format is added here.
+    """
+    digest = hashlib.sha256(_canonical(fingerprint)).hexdigest()[:16]
+    model = re.sub(r"[^a-z0-9.]+", "-", str(fingerprint.get("model", "")).lower().rstrip("/").rsplit("/", 1)[-1])
+    return root / f"kvbm-{model.strip('-.')[:48] or 'cache'}-{digest}"
+
+
+def fingerprint(cache: Fingerprint, layout: str) -> Fingerprint:
+    """What names a cache on disk: equal fingerprints mean exchangeable bytes on every rank.
+
+    The stages of a pipeline have different layers, and each rank knows only its own: how many there are is left out
+    then, as the model and the degree of parallelism decide it.
+    """
+    return {**cache, "layout": layout.partition("*")[2] if cache.get("pipeline_parallel", 1) != 1 else layout}
+
+
+def common_fingerprint(cache: Fingerprint, layouts: Iterable[str]) -> Fingerprint | None:
+    """That of all ranks; None when their layers are of different kinds, so that no cache can be theirs together."""
+    first, *others = (fingerprint(cache, layout) for layout in layouts)
+    return first if all(other == first for other in others) else None
+
+
+def slab_path(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}.slab"
+
+
+def _canonical(fingerprint: Fingerprint) -> bytes:
+    return json.dumps({"format": FORMAT, **fingerprint}, sort_keys=True).encode()
+
+
+class Index:
+    """Made by :meth:`open`. The methods are called from the leader's thread and return at once.
+
+    In ``put`` and ``touch`` the first block counts as used last: a block is worth nothing without those before it.
+
+    What waits to be written is kept by slot, the latest only. So there is never more of it than there are slots,
+    however long the disk takes, and nothing has to be dropped. Rows lie by slot too, and not by key: the slots of a
+    request are neighbours while its keys are all over the place, and a transaction writes only the pages it touches:
+    3 µs a block instead of 36.
+    """
+
+    def __init__(self, directory: Path, lock: FileLock, opened: Opened, what: str) -> None:
+        self.directory = directory
+        self._what = what
+        self.started_clean = ""  # why; empty when the index of the last engine was kept, or there was none
+        self._lock = lock
+        self._database = opened.connection
+        self._slots: dict[Key, int] = {}  # in the order of their use
+        for key, slot in opened.rows:
+            self._move(key, slot)
+        self._used = opened.used
+        self._changed = threading.Condition()
+        self._waiting = _Changes()
+        self._given = self._written = 0  # changes that came in, and how many of them are in the file
+        self._closing = self._hurry = False
+        self._failures = 0  # writes in a row, since the last flush
+        self._thread = threading.Thread(target=self._run, name="kvbm-index", daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        fingerprint: Fingerprint,
+        slots: int,
+        *,
+        patience: float = 0.0,
+        about: Mapping[str, str | int] | None = None,
+        what: str = "disk tier",
+        setting: str = "DYN_KVBM_DISK_CACHE_DIR",
+    ) -> Index:
+        """Take the cache in ``directory`` (see :func:`cache_directory`) into use, or make one.
+
+        Raises :class:`~kvbm.tiers.lock.CacheInUse` when another engine uses it, and OSError when the directory or the
+        index cannot be used now: nothing is lost then. An index that is damaged is started clean, and
+        :attr:`started_clean` says why. ``about`` goes into cache.json beside the fingerprint; it is for people and not
+        compared. ``what`` it is of goes into the log, and errors name the ``setting`` that the directory comes from.
+        """
+        private_directory(directory, setting)
+        lock = FileLock(directory / LOCK, patience, setting)
+        opened = None
+        try:
+            why = _compare(directory, fingerprint)
+            if not why and os.path.lexists(directory / DATABASE):
+                try:
+                    opened = connect(directory, slots, what)
+                except ValueError as error:
+                    why = f"its index is damaged and cannot be used ({error})"
+            if why:
+                logger.warning("%s: starting clean in %s, because %s", what, directory, why)
+                set_aside(directory)
+            # Before there is an index: one without a description would look like somebody else's.
+            _describe(directory, fingerprint, slots, about or {})
+            if opened is None:
+                try:
+                    opened = connect(directory, slots, what)
+                except ValueError as error:
+                    raise IndexUnavailable(errno.EIO, f"no index can be made in {directory}: {error}") from error
+            index = cls(directory, lock, opened, what)
+        except BaseException:
+            if opened is not None:
+                opened.connection.close()
+            lock.release()
+            raise
+        index.started_clean = why
+        return index
+
+    def entries(self) -> Iterator[tuple[Key, int]]:
+        """All (key, slot), least recently used first."""
+        with self._changed:
+            pairs = list(self._slots.items())
+        last = {slot: key for key, slot in pairs}  # a block that was put over another one
+        return (pair for pair in pairs if last[pair[1]] == pair[0])
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def put(self, pairs: Sequence[tuple[Key, int]]) -> None:
+        """These blocks lie in these slots now, on every rank; what lay there before is forgotten with it."""
+        with self._changed:
+            for key, slot in reversed(pairs):
+                before = self._slots.get(key)
+                if before is not None and before != slot:
+                    self._waiting.remove(key, before)
+                self._move(key, slot)
+                self._waiting.put(key, slot, self._tick())
+            self._wake()
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """These blocks are gone."""
+        with self._changed:
+            for key in keys:
+                slot = self._slots.pop(key, None)
+                if slot is not None:
+                    self._waiting.remove(key, slot)
+            self._wake()
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """These blocks have been used."""
+        with self._changed:
+            for key in reversed(keys):
+                slot = self._slots.get(key)
+                if slot is not None:
+                    self._move(key, slot)
+                    self._waiting.used[slot] = self._tick()
+            self._wake()
+
+    def clear(self) -> None:
+        """Forget every block, also those still waiting to be written. Call :meth:`flush` where that must be certain."""
+        with self._changed:
+            self._slots = {}
+            self._waiting = _Changes(clear=True)
+            self._wake()
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until everything given so far is in the file. False when that took longer than ``timeout``."""
+        with self._changed:
+            wanted = self._given
+            self._hurry = self._written < wanted
+            self._failures = 0  # its caller waits: try again at once, and then soon
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._written >= wanted, timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is waiting and let the cache go. A disk that hangs is left behind: the thread that writes closes
+        the files and releases the lock, as soon as the disk answers or with the end of the process."""
+        _open.discard(self)
+        timeout = bounded.DISK_END_SECONDS if timeout is None else timeout
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s: the index at %s has not answered for %.0f s, so the engine ends without it; its last changes may "
+                "not be found after a restart",
+                self._what, self.directory, timeout,
+            )  # fmt: skip
+
+    def _move(self, key: Key, slot: int) -> None:
+        """To the end: no other block has been used since."""
+        self._slots.pop(key, None)
+        self._slots[key] = slot
+
+    def _tick(self) -> int:
+        self._used += 1
+        return self._used
+
+    def _wake(self) -> None:
+        self._given += 1
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        """The thread that writes, and closes: the last connection to a database writes its log back."""
+        try:
+            self._write_all()
+        finally:
+            with contextlib.suppress(Exception):
+                self._database.close()
+            self._lock.release()
+
+    def _write_all(self) -> None:
+        is_failing = False  # said once, however often a flush has it tried again
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._given > self._written or self._closing)
+                if self._given == self._written or (is_failing and self._closing):
+                    return
+                # More is usually on its way; a flush does not wait for it. A disk that fails is tried ever less often.
+                seconds = min(_MAX_BACKOFF_SECONDS, _BATCH_SECONDS * 2 ** min(self._failures, 16))
+                self._changed.wait_for(lambda: self._hurry or self._closing, seconds)
+                self._hurry = False
+                given, changes, self._waiting = self._given, self._waiting, _Changes()
+            try:
+                self._write(changes)
+            except Exception as error:
+                if not is_failing:
+                    logger.warning(
+                        "%s: the index at %s cannot be written (%s); what changes from here on may not be found after "
+                        "a restart",
+                        self._what, self.directory, error,
+                    )  # fmt: skip
+                is_failing = True
+                with self._changed:
+                    self._failures += 1
+                    self._waiting = changes.then(self._waiting)
+                continue
+            is_failing = False
+            with self._changed:
+                self._failures = 0
+                self._written = given
+                self._changed.notify_all()
+
+    def _write(self, changes: _Changes) -> None:
+        with self._database as database:
+            if changes.clear:
+                database.execute("DELETE FROM blocks")
+            gone = changes.gone.items()
+            execute(database, DELETE_SLOTS, ((slot,) for slot, key in gone if key is None))
+            execute(database, _DELETE_BLOCKS, ((slot, key) for slot, key in gone if key is not None))
+            execute(database, _INSERT, changes.rows())
+            execute(database, _TOUCH, (pair for pair in changes.used.items() if pair[0] not in changes.keys))
+
+
+_open: weakref.WeakSet[Index] = weakref.WeakSet()
+
+
+def _flush_all() -> None:
+    """Not every engine tells its connector that it ends."""
+    for index in list(_open):
+        index.flush(_LAST_SECONDS)
+
+
+atexit.register(_flush_all)
+os.register_at_fork(after_in_child=_open.clear)
+
+
+class _Changes:
+    """What waits to be written: the latest for each slot, to be applied in the order of the fields."""
+
+    __slots__ = ("clear", "gone", "keys", "used")
+
+    def __init__(self, clear: bool = False) -> None:
+        self.clear = clear
+        self.gone: dict[int, Key | None] = {}  # slot -> the key to be removed from it; None: whichever is there
+        self.keys: dict[int, Key] = {}
+        self.used: dict[int, int] = {}
+
+    def rows(self) -> Iterator[tuple[int, Key, int, int]]:
+        """Those to be written, as the columns of the table are."""
+        return ((slot, key, self.used[slot], row_sum(slot, key)) for slot, key in self.keys.items())
+
+    def put(self, key: Key, slot: int, used: int) -> None:
+        self.gone.pop(slot, None)
+        self.keys[slot] = key
+        self.used[slot] = used
+
+    def remove(self, key: Key, slot: int) -> None:
+        waiting = self.keys.get(slot)
+        if waiting is None:
+            # Only this key: should the slot have been given to another block meanwhile, that one stays.
+            self.gone.setdefault(slot, key)
+        elif waiting == key:
+            del self.keys[slot]
+            self.gone[slot] = None  # the file may have an older one there
+            self.used.pop(slot, None)
+
+    def then(self, later: _Changes) -> _Changes:
+        """Both, as one."""
+        if later.clear:
+            return later
+        for slot, key in later.gone.items():
+            if key is None:
+                self.keys.pop(slot, None)
+                self.used.pop(slot, None)
+                self.gone[slot] = None
+            else:
+                self.remove(key, slot)
+        for slot, key in later.keys.items():
+            self.gone.pop(slot, None)
+            self.keys[slot] = key
+        self.used |= later.used
+        return self
+
+
+def _compare(directory: Path, fingerprint: Fingerprint) -> str:
+    """Why what lies in the directory cannot be used; empty when it can."""
+    path = directory / DESCRIPTION
+    try:
+        found = json.loads(path.read_bytes())["fingerprint"]
+    except FileNotFoundError:
+        return "" if not os.path.lexists(directory / DATABASE) else f"its {DESCRIPTION} is missing"
+    except (IsADirectoryError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return f"its {DESCRIPTION} cannot be read ({error})"
+    wanted = json.loads(_canonical(fingerprint))
+    if found != wanted:
+        keys = sorted(set(found) | set(wanted)) if isinstance(found, dict) else []
+        differing = ", ".join(key for key in keys if found.get(key) != wanted.get(key))
+        return f"it is of another cache ({differing or 'not described'} differ)"
+    return ""
+
+
+def _describe(directory: Path, fingerprint: Fingerprint, slots: int, about: Mapping[str, str | int]) -> None:
+    text = json.dumps({"fingerprint": json.loads(_canonical(fingerprint)), "slots": slots, **about}, indent=2)
+    path, new = directory / DESCRIPTION, directory / f"{DESCRIPTION}.new"
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == f"{text}\n".encode():
+            return  # a disk without room for a copy of it is no reason to go without the cache
+    if path.is_dir():
+        path.rename(path.with_name(f"{DESCRIPTION}.damaged-{time.time_ns()}"))
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(fd)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

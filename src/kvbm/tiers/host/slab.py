@@ -1,0 +1,220 @@
+"""The host tier's memory on one rank, or of several that share it: one slab of equal slots.
+
+One mapping, huge pages where the kernel gives them, faulted in by several threads before the engine starts to serve: a
+page that is touched for the first time while a request waits costs more than the copy into it. Fixed slots mean no
+allocator and no fragmentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvbm.tiers.host import numa
+
+logger = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PIECE = 256 << 20  # one unit of faulting-in: small enough for progress lines, large enough to cost nothing
+_HUGE_PAGE = 2 << 20
+_PIN_PIECE = 4 << 30
+_GROUPS = Path("/sys/fs/cgroup")
+_THREADS = 16  # faulting-in scales with threads until memory bandwidth ends it
+
+
+class HostMemoryError(MemoryError):
+    """The slab does not fit this machine; the text says what would."""
+
+
+class Shared(NamedTuple):
+    """Memory that several ranks map: an open file of :func:`mapped_bytes`, and which of them this one is."""
+
+    file: int
+    place: int
+    ranks: int
+
+
+class HostSlab:
+    """``size`` bytes of memory, carved into equal slots.
+
+    The pages are faulted in by threads of their own from the moment the slab is made, so that an engine can go on with
+    its own start meanwhile; :meth:`carve` waits for them.
+    """
+
+    def __init__(
+        self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None, shared: Shared | None = None
+    ) -> None:
+        self.size = size
+        self.slots = 0
+        self.slot_bytes = 0
+        length = mapped_bytes(size)
+        if shared is None:
+            refuse_if_too_large(size, setting)
+            self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(shared.file, length, flags=mmap.MAP_SHARED)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                logger.info("no huge pages for the host tier: this kernel has them switched off")
+        # A buffer export, not a copy; it also keeps the mapping from moving.
+        self._buffer = (ctypes.c_uint8 * length).from_buffer(self._map)
+        self.address = ctypes.addressof(self._buffer)
+        # Ranks that share a slab begin at different places of it: each brings the part of it that lies near its GPU.
+        place, ranks = (0, 1) if shared is None else (shared.place, shared.ranks)
+        pieces = -(-length // _PIECE)
+        first, last = (min(pieces * i // ranks * _PIECE, length) for i in (place, place + 1))
+        if node is not None and first < last:
+            numa.prefer(self.address + first, last - first, node)
+        self._unpin: Callable[[int], None] | None = None
+        self._pinned: list[int] = []
+        # A page of a filesystem that has run out of room kills whoever touches it: there the owner sees to the rest.
+        touch = shared is None or shared.ranks > 1
+        self._filling = threading.Thread(
+            target=_fault_in, args=(self.address, length, first, touch), name="kvbm-host-tier", daemon=True
+        )
+        self._filling.start()
+
+    def carve(self, slots: int, slot_bytes: int) -> HostSlab:
+        """Divide the slab into slots. Waits until all its memory is there."""
+        if slots * slot_bytes > self.size:
+            raise ValueError(f"{slots} slots of {slot_bytes} bytes do not fit into {self.size} bytes")
+        self._filling.join()
+        self.slots, self.slot_bytes = slots, slot_bytes
+        return self
+
+    @property
+    def piece_slots(self) -> int:
+        """Slots that are pinned together; a single copy must not reach over the end of such a piece."""
+        return max(1, _PIN_PIECE // self.slot_bytes)
+
+    def pin(self, pin: Callable[[int, int], None], unpin: Callable[[int], None]) -> None:
+        """Make the memory known to a device, in pieces of whole slots: hundreds of gigabytes at once may be refused."""
+        self._unpin = unpin
+        piece = self.piece_slots * self.slot_bytes
+        for start in range(0, self.slots * self.slot_bytes, piece):
+            size = min(piece, self.slots * self.slot_bytes - start)
+            pin(self.address + start, size)
+            self._pinned.append(self.address + start)
+
+    def close(self) -> None:
+        """Give the memory back; nobody may be using it any more."""
+        self._filling.join()
+        if self._unpin is not None:
+            for address in self._pinned:
+                self._unpin(address)
+            self._pinned.clear()
+        if hasattr(self, "_buffer"):
+            del self._buffer
+        try:
+            self._map.close()
+        except BufferError:
+            # Somebody still holds a view. The memory goes back with it; freeing it under a reader would be worse.
+            logger.debug("host slab is still in use; it will be freed with its last view")
+
+
+def available_memory() -> int:
+    """Bytes this process can still take: free memory, or what its control group leaves if that is less."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":", 1)
+        fields[name] = int(value.split()[0]) * 1024
+    available = fields.get("MemAvailable", fields["MemFree"])
+    for group in _control_groups():
+        with contextlib.suppress(OSError, ValueError):  # no such group, or none with a limit
+            available = min(available, max(0, group.limit() - group.taken()))
+    return available
+
+
+class _ControlGroup(NamedTuple):
+    path: Path
+    limit_file: str
+    used_file: str
+    cached: tuple[str, ...]  # lines of memory.stat
+
+    def limit(self) -> int:
+        return int((self.path / self.limit_file).read_text())  # "max" is none
+
+    def taken(self) -> int:
+        """Bytes that it would not get back if it needed them. What it has cached of files, the weights that were just
+        read, say, the kernel gives back; MemAvailable leaves that out too."""
+        taken = int((self.path / self.used_file).read_text())
+        with contextlib.suppress(OSError):
+            for line in (self.path / "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                taken -= int(value) if name in self.cached else 0
+        return max(0, taken)
+
+
+def _control_groups() -> list[_ControlGroup]:
+    """This process's, and those around it: each may have a limit. Of either version."""
+    try:
+        entries = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    groups = []
+    for entry in entries:
+        _, kinds, name = entry.split(":", 2)
+        # A container may see its own group as the outermost one, whatever the name says.
+        own = Path(name.lstrip("/"))
+        if not kinds:
+            files = "memory.max", "memory.current", ("active_file", "inactive_file")
+            groups += [_ControlGroup(_GROUPS / path, *files) for path in (own, *own.parents)]
+        elif "memory" in kinds.split(","):
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
+            groups += [_ControlGroup(_GROUPS / "memory" / path, *files) for path in (own, *own.parents)]
+    return groups
+
+
+def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks: int = 1) -> None:
+    """Raise HostMemoryError when the machine has not that much. ``ranks``: how many share it."""
+    available = available_memory()
+    # Leave a twentieth for everybody else: a machine that swaps is slower than no cache.
+    usable = int(available * 0.95)
+    if size > usable:
+        whom = "on this rank" if ranks == 1 else f"for {ranks} ranks that share it"
+        raise HostMemoryError(
+            f"{setting} asks for {size / 1e9:.2f} GB of host memory {whom}, but only {usable / 1e9:.2f} GB "
+            f"can be had ({available / 1e9:.2f} GB available). "
+            f"Lower {setting}: up to {usable / 1e9:.2f} GB {'a rank' if ranks == 1 else 'for all of them'} would fit."
+        )
+
+
+def mapped_bytes(size: int) -> int:
+    """What a slab of ``size`` bytes takes: whole huge pages."""
+    return -(-size // _HUGE_PAGE) * _HUGE_PAGE
+
+
+def _fault_in(address: int, length: int, first: int = 0, touch_all: bool = True) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+    def touch(start: int) -> int:
+        size = min(_PIECE, length - start)
+        if libc.madvise(address + start, size, _MADV_POPULATE_WRITE) != 0 and touch_all:
+            libc.memset(address + start, 0, size)  # older kernels: the pages come by being written
+        return size
+
+    began = last = time.monotonic()
+    done = 0
+    workers = min(_THREADS, len(os.sched_getaffinity(0)))
+    # ctypes lets go of the interpreter during each call, so the threads really run side by side.
+    with ThreadPoolExecutor(workers, thread_name_prefix="kvbm-fault-in") as pool:
+        for size in pool.map(touch, [*range(first, length, _PIECE), *range(0, first, _PIECE)]):
+            done += size
+            now = time.monotonic()
+            if now - last >= 2 and done < length:
+                last = now
+                logger.info("host tier: %.1f of %.1f GB ready (%.0f s)", done / 1e9, length / 1e9, now - began)
+    logger.info("host tier: %.2f GB ready in %.1f s", length / 1e9, time.monotonic() - began)

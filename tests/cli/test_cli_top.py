@@ -1,0 +1,193 @@
+"""`kvbm top`: what it shows, and how it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+import observed
+from kvbm.cli.main import main
+from kvbm.cli.top import draw
+from kvbm.observe.findings import explain
+from kvbm.observe.remote import NotReachableError, fetch, normal_url
+from kvbm.observe.server import Server
+from kvbm.observe.snapshot import Flow
+from processes import heed_interrupts
+
+
+@pytest.fixture
+def source():
+    return observed.FixedSource()
+
+
+@pytest.fixture
+def server(source):
+    server = Server(source, "127.0.0.1", 0)
+    server.start()
+    yield server
+    server.close()
+
+
+def later():
+    """Two seconds on: 40 blocks have come out of host memory."""
+    flows = [
+        msgspec.structs.replace(flow, blocks=flow.blocks + 40, bytes=flow.bytes + 4_000_000_000)
+        if (flow.source, flow.target) == ("host", "device")
+        else flow
+        for flow in observed.FLOWS
+    ]
+    now = observed.snapshot(at=observed.SNAPSHOT.at + 2, flows=flows)
+    return msgspec.structs.replace(now, findings=explain(now))
+
+
+def test_the_screen_has_tiers_flows_rates_and_requests():
+    text = "\n".join(draw(observed.SNAPSHOT, later()))
+    assert "a/model on vllm 0.31.0, 2 ranks, up 62.0 s" in text
+    assert "host 46%, disk 4% of 120 blocks" in text
+    assert "It helps" in text
+    assert re.search(r"host +█+░+ 300 MB of 400 MB \(75%\), 7 evicted", text)
+    assert re.search(r"↑ host → device +20\.0 blocks/s +2 GB/s", text)
+    assert re.search(r"↓ host → disk +0\.0 blocks/s", text)
+    assert re.search(r"330 +16 +240 +10 ms +200 ms  in the step: nobody else is running", text)
+
+
+def test_without_an_earlier_look_there_are_no_rates():
+    assert re.search(r"↑ host → device +0\.0 blocks/s", "\n".join(draw(None, later())))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_the_bars_fit_the_screen(width):
+    lines = draw(observed.SNAPSHOT, later(), width)
+    bars = [line for line in lines if "█" in line]
+    assert len(bars) == 2
+    assert all(len(line) <= max(width, 80) for line in bars)
+
+
+def test_a_full_and_an_empty_tier_can_be_drawn():
+    full = msgspec.structs.replace(observed.HOST, free=0, idle=390, writing=5, pinned=5)
+    empty = msgspec.structs.replace(observed.DISK, free=1000, idle=0)
+    lines = draw(None, observed.snapshot(tiers=[full, empty]))
+    first, second = (line for line in lines if line.startswith(("host ", "disk ")))
+    assert "░" not in first
+    assert "█" not in second
+
+
+def test_colors_are_for_terminals_only():
+    assert not any("\x1b" in line for line in draw(None, later()))
+    assert any("\x1b" in line for line in draw(None, later(), color=True))
+
+
+def test_one_look_can_be_piped(server, capsys):
+    assert main(["top", "--once", str(server.port)]) == 0
+    out = capsys.readouterr().out
+    assert "a/model" in out
+    assert "\x1b" not in out
+
+
+def test_nobody_there_is_said_with_what_to_do(capsys):
+    assert main(["top", "--once", "127.0.0.1:1"]) == 1
+    err = capsys.readouterr().err
+    assert "http://127.0.0.1:1" in err
+    assert "DYN_KVBM_METRICS=1" in err
+
+
+def test_somebody_else_there_is_said_too(server, source, capsys):
+    source.now = None
+    with pytest.raises(NotReachableError, match="answered with 500"):
+        fetch(f"http://127.0.0.1:{server.port}")
+
+
+def test_another_user_at_the_port_sends_no_escapes_to_the_terminal(server, source, capsys):
+    identity = msgspec.structs.replace(observed.IDENTITY, model="\x1b]0;title\x07\x9b31m")
+    source.now = observed.snapshot(identity=identity)
+    assert main(["top", "--once", str(server.port)]) == 0
+    shown = capsys.readouterr().out
+    assert "title" in shown
+    assert not [sign for sign in shown if sign != "\n" and not sign.isprintable()]
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_without_an_end_is_given_up():
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        client, _ = listening.accept()
+        with client, contextlib.suppress(OSError):
+            client.recv(1000)
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                client.sendall(b" ")
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(NotReachableError, match=r"more than 0\.5 s"):
+        fetch(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.5)
+    thread.join()
+    listening.close()
+
+
+def test_what_is_no_address_is_said_too(capsys):
+    assert main(["top", "--once", "host:port"]) == 1
+    assert "http://host:port: nonnumeric port: 'port'. Expected a port, host:port or a URL" in capsys.readouterr().err
+
+
+def test_what_does_not_speak_http_is_said_too(stranger, capsys):
+    assert main(["top", "--once", stranger]) == 1
+    assert "nothing answers at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("6880", "http://127.0.0.1:6880"),
+        ("host:1", "http://host:1"),
+        ("http://host:1/", "http://host:1"),
+        (" https://h ", "https://h"),
+    ],
+)
+def test_addresses_are_taken_as_people_write_them(text, url):
+    assert normal_url(text) == url
+
+
+def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
+    """A real one: the screen is drawn again when figures change, and given back at the end."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "kvbm.cli.main", "top", str(server.port), "--every", "0.1"]
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, preexec_fn=heed_interrupts
+    )
+    os.close(slave)
+    seen = b""
+
+    def read_until(text):
+        nonlocal seen
+        deadline = time.monotonic() + 120
+        while text not in seen:
+            assert time.monotonic() < deadline, seen[-2000:]
+            if select.select([master], [], [], 0.2)[0]:
+                seen += os.read(master, 65536)
+
+    try:
+        read_until(b"307 blocks")
+        source.now = observed.snapshot(flows=[Flow(source="device", target="host", blocks=412)])
+        read_until(b"412 blocks")
+        process.send_signal(2)
+        read_until(b"\x1b[?1049l")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)

@@ -1,0 +1,122 @@
+"""Turns of the interpreter: short while something urgent is submitted, as usual afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+
+import pytest
+
+from kvbm.transfer import gil
+from kvbm.transfer.gil import Submitting, short_turns
+
+
+def test_turns_are_as_usual_afterwards_even_after_an_error() -> None:
+    usual = sys.getswitchinterval()
+    with contextlib.suppress(ValueError), short_turns(), short_turns():
+        assert sys.getswitchinterval() < usual
+        raise ValueError("broken")
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_two_threads_may_be_inside() -> None:
+    usual = sys.getswitchinterval()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with short_turns():
+            inside.set()
+            leave.wait(30)
+
+    with short_turns():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(30)
+    assert sys.getswitchinterval() < usual  # the other one is still inside
+    leave.set()
+    thread.join()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_turns_that_are_shorter_anyway_stay_as_they_are() -> None:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(1e-5)
+        assert sys.getswitchinterval() == pytest.approx(1e-5)
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_calls_that_let_go_of_the_interpreter_wait_less_for_it_beside_a_busy_thread() -> None:
+    sleep = ctypes.CDLL(None).usleep
+    over = False
+    done = 0
+
+    def busy() -> None:
+        nonlocal done
+        while not over:
+            sum(range(100))
+            done += 1
+
+    def calls() -> int:
+        """What the other has done meanwhile: unlike time, it does not grow when other programs take the processor."""
+        before = done
+        for _ in range(200):
+            sleep(1)
+        return done - before
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        # Where other programs take both processors, the two threads hardly ever meet.
+        usual = next((found for _ in range(30) if (found := calls()) > 200 * 1000), 0)
+        with short_turns():
+            short = calls()
+    finally:
+        over = True
+        thread.join()
+    assert short < usual / 3
+
+
+def in_another_thread(call) -> bool:
+    """Whether a call is over while this thread looks on."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    return not thread.is_alive()
+
+
+def test_work_that_can_wait_waits_for_the_submission_of_a_step(monkeypatch) -> None:
+    monkeypatch.setattr(gil, "_LONGEST_SUBMISSION", 60.0)
+    step = Submitting()
+    assert in_another_thread(step.wait)  # none has begun yet
+    step.begin()
+    assert not in_another_thread(step.wait)
+    step.wait()  # who submits does not wait for itself
+    step.end()
+    assert in_another_thread(step.wait)
+
+
+def test_a_submission_that_nobody_ends_holds_up_nobody_for_long() -> None:
+    step = Submitting()
+    step.begin()
+    assert in_another_thread(step.wait)
+
+
+def test_submissions_that_follow_one_another_hold_up_nobody_for_long(monkeypatch) -> None:
+    """Who looks only now and then, because the engine's thread has the interpreter, may see every one and no end."""
+    monkeypatch.setattr(gil, "_LONGEST_SUBMISSION", 0.2)
+    step = Submitting()
+    step.begin()
+    thread = threading.Thread(target=step.wait, daemon=True)
+    thread.start()
+    until = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < until:
+        step.begin()
+        time.sleep(0.001)
+    assert not thread.is_alive()
