@@ -1,0 +1,218 @@
+"""The leader's half of the object store tier.
+
+Other engines write to the same bucket, so the catalog lists only the blocks that this engine has found or written
+lately. :mod:`kvbm.tiers.objects.presence` asks the store, and every lookup brings the list up to date.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.keys import Key
+from kvbm.tiers.objects.capacity import Keeper
+from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.presence import MAX_KEYS, Presence
+
+logger = logging.getLogger("kvbm")
+
+MAX_WRITING = 4096  # blocks on their way
+BAD_SECONDS = 60.0  # a block that could not be read is not looked for again for so long, unless it is written anew
+_END_SECONDS = 1.0
+
+
+class ObjectCatalog(Catalog):
+    """Places say which object holds a block (:mod:`kvbm.tiers.objects.format`), so pins need not keep anything."""
+
+    size = MAX_KEYS
+
+    def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
+        self._clients = clients
+        self._presence = presence
+        self._keeper = keeper
+        self._found: OrderedDict[Key, int] = OrderedDict()  # the last used at the end
+        self._writing: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}  # of the places in the two above, and of those that are pinned
+        self._pins: dict[int, int] = {}
+        self._bad: OrderedDict[Key, float] = OrderedDict()  # -> until when
+        self._is_reset = False
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+        if not self._is_reset:
+            self._presence.expect(keys, start)
+
+    def find(self, key: Key) -> int | None:
+        place = None if self._is_reset or self._is_bad(key) else self._presence.find(key)
+        before = self._found.get(key)
+        if place is None or place == PENDING:
+            if before is not None:
+                self._lose([key])
+        elif before != place:
+            if before is not None:
+                self._lose([key])
+            self._publish([key], [place])
+        return place
+
+    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
+        places = []
+        for key in keys[start:] if start else keys:
+            place = self.find(key)
+            if place is None or place == PENDING:
+                break
+            places.append(place)
+        return places
+
+    def holds(self, key: Key) -> bool:
+        return key in self._writing or (not self._is_bad(key) and self._presence.was_there(key))
+
+    def is_writing(self, key: Key) -> bool:
+        return key in self._writing
+
+    def key_of(self, place: int) -> Key | None:
+        return self._keys.get(place)
+
+    @property
+    def findable(self) -> Collection[Key]:
+        return self._found.keys()
+
+    @property
+    def arriving(self) -> Collection[Key]:
+        return self._writing.keys()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+        if len(keys) > self.available:
+            return None
+        places = self._presence.place_for_write(keys)
+        for key, place in zip(keys, places, strict=True):
+            self._writing[key] = place
+            self._keys[place] = key
+        return places
+
+    def commit(self, places: Sequence[int]) -> None:
+        keys = self._end_writing(places)
+        self._presence.add(places)
+        for key in keys:
+            self._bad.pop(key, None)
+        if self._is_reset:
+            return
+        fresh = [(key, place) for key, place in zip(keys, places, strict=True) if key not in self._found]
+        self._publish([key for key, _ in fresh], [place for _, place in fresh])
+
+    def abandon(self, places: Iterable[int]) -> None:
+        keys = self._end_writing(list(places))
+        if keys and self.on_change is not None:
+            self.on_change(keys, None)
+
+    def _end_writing(self, places: Sequence[int]) -> list[Key]:
+        keys = [self._keys[place] for place in places]
+        for key, place in zip(keys, places, strict=True):
+            self._writing.pop(key, None)
+            self._forget_place(place)
+        return keys
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def pin(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._pins[place] = self._pins.get(place, 0) + 1
+
+    def unpin(self, places: Sequence[int], used: bool = True) -> None:
+        for place in places:
+            self._pins[place] -= 1
+            if not self._pins[place]:
+                del self._pins[place]
+                self._forget_place(place)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        for key in reversed(keys):
+            if key in self._found:
+                self._found.move_to_end(key)
+
+    # -- forgetting ---------------------------------------------------------------------------------------------------
+
+    def drop(self, keys: Iterable[Key]) -> int:
+        there = [key for key in dict.fromkeys(keys) if key in self._found]
+        until = time.monotonic() + BAD_SECONDS
+        for key in there:
+            self._bad[key] = until
+        while len(self._bad) > MAX_KEYS:
+            self._bad.popitem(last=False)
+        self._presence.discard([self._found[key] for key in there])
+        self._lose(there)
+        return len(there)
+
+    def clear(self) -> int:
+        """The leader resets the cache because its blocks no longer fit the weights. The objects in the bucket are of
+        the old weights, and other engines use them: this engine does without the tier from now on."""
+        if not self._is_reset:
+            logger.warning("object store: not used any more by this engine, because its cache was reset")
+        self._is_reset = True
+        count = len(self._found)
+        self._lose(list(self._found))
+        self._presence.clear()
+        return count
+
+    def close(self, timeout: float | None = None) -> None:
+        super().close(timeout)
+        seconds = _END_SECONDS if timeout is None else timeout
+        if self._keeper is not None:
+            self._keeper.close(seconds)
+        self._presence.close(seconds)
+        for client in self._clients:
+            client.close()
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        if self._is_reset or any(client.suspended for client in self._clients):
+            return 0
+        return MAX_WRITING - len(self._writing)
+
+    @property
+    def free(self) -> int:
+        return max(0, self.size - len(self._found) - len(self._writing))
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)
+
+    # -- the list -----------------------------------------------------------------------------------------------------
+
+    def _publish(self, keys: Sequence[Key], places: Sequence[int]) -> None:
+        for key, place in zip(keys, places, strict=True):
+            self._found[key] = place
+            self._keys[place] = key
+        self.changes += 1
+        if keys and self.on_change is not None:
+            self.on_change(keys, True)
+        if len(self._found) > self.size:
+            oldest = [key for key, _ in zip(self._found, range(len(self._found) - self.size), strict=False)]
+            self.evictions += len(oldest)
+            self._lose(oldest)
+
+    def _lose(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._forget_place(self._found.pop(key))
+        self.changes += 1
+        if keys and self.on_change is not None:
+            self.on_change(keys, False)
+
+    def _forget_place(self, place: int) -> None:
+        key = self._keys.get(place)
+        if key is not None and place not in self._pins and place not in (self._writing.get(key), self._found.get(key)):
+            del self._keys[place]
+
+    def _is_bad(self, key: Key) -> bool:
+        return key in self._bad and time.monotonic() < self._bad[key]

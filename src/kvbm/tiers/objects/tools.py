@@ -1,0 +1,331 @@
+"""Copies a cache between a disk cache directory and a bucket, and looks at the caches in a bucket.
+
+For `kvbm cache push | pull | list | verify`. All functions block, report progress in blocks, and raise
+:class:`ToolError` with a sentence for the user. An engine may use the bucket meanwhile, but not the disk cache: push
+and pull take its locks.
+
+The disk index does not say which blocks follow one another, so push writes every block as an object of its own. An
+engine finds them like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvbm.core.keys import KEY_BYTES, Key
+from kvbm.tiers.base import Operation
+from kvbm.tiers.disk import inspect
+from kvbm.tiers.disk.file import DiskFile
+from kvbm.tiers.disk.index import Index, cache_directory, slab_path
+from kvbm.tiers.objects.client import Client, MissingError, ObjectStoreError
+from kvbm.tiers.objects.format import (
+    DESCRIPTION,
+    ROOT,
+    Codec,
+    Names,
+    RefusedError,
+    blocks_of_name,
+    object_id,
+    open_text,
+    place_of,
+)
+from kvbm.tiers.objects.settings import ObjectSettings
+from kvbm.tiers.objects.store import ObjectStore, describe_cache
+
+Progress = Callable[[int, int], None]  # (done, all), in blocks
+_BATCH_BYTES = 64 << 20
+_THREADS = 8
+_DISK_SECONDS = 300.0  # for one batch
+
+
+class ToolError(Exception):
+    """The command cannot be carried out; the text says why and what to do."""
+
+
+class BucketCache(NamedTuple):
+    """One cache in a bucket."""
+
+    root: str
+    fingerprint: dict[str, str | int]
+    ranks: int
+    block_bytes: int  # of one rank
+    blocks: int
+    bytes: int  # of all ranks
+    modified: float  # seconds since 1970, by the store's clock
+
+    @property
+    def model(self) -> str:
+        return str(self.fingerprint.get("model", "?"))
+
+
+class Moved(NamedTuple):
+    blocks: int  # that are at the target now
+    failed: int
+    reason: str  # why the first of them failed
+
+
+class Verified(NamedTuple):
+    good: int
+    bad: list[tuple[str, str]]  # (object, reason)
+
+
+def list_caches(settings: ObjectSettings) -> list[BucketCache]:
+    """The caches in a bucket that can be read with these settings."""
+    client = Client(settings)
+    with _explained(settings):
+        return [cache for root in client.folders(ROOT) if (cache := _read_description(client, root)) is not None]
+
+
+def _read_description(client: Client, root: str) -> BucketCache | None:
+    try:
+        found = json.loads(open_text(bytes(client.get(root + DESCRIPTION)), client.settings.encryption_secret))
+        fingerprint, ranks, block_bytes = found["fingerprint"], int(found["ranks"]), int(found["block_bytes"])
+        if not isinstance(fingerprint, dict) or ranks < 1 or block_bytes < 1:
+            return None
+    except (MissingError, RefusedError, ValueError, KeyError, TypeError):
+        return None  # of another secret, or not of KVBM
+    blocks = size = 0
+    modified = 0.0
+    for listed in client.list(f"{root}/"):
+        size += listed.bytes
+        modified = max(modified, listed.modified)
+        if listed.name.startswith(f"{root}/0/"):
+            blocks += blocks_of_name(listed.name)
+    return BucketCache(root, fingerprint, ranks, block_bytes, blocks, size, modified)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between disk and bucket
+
+
+def push(directory: Path, settings: ObjectSettings, progress: Progress) -> Moved:
+    """Copy every block of a disk cache to the bucket; blocks that are there already cost a request and no bytes."""
+    try:
+        cache = inspect.describe(directory)
+    except inspect.CacheError as error:
+        raise ToolError(str(error)) from error
+    if not cache.ranks or not cache.slot_bytes:
+        raise ToolError(f"{directory} has no blocks to push")
+    client = Client(settings)
+    names = Names(cache.fingerprint, settings.encryption_secret)
+    codec = Codec(names.scope, settings.encryption_secret)
+    with (
+        _explained(settings),
+        _opened_cache(directory, cache.fingerprint, cache.slots, cache.ranks, cache.slot_bytes) as (
+            index,
+            files,
+        ),
+    ):
+        client.check()
+        describe_cache(client, names, cache.fingerprint, cache.ranks, cache.slot_bytes)
+        stores = [ObjectStore(client, names, codec, rank, cache.slot_bytes) for rank in range(cache.ranks)]
+        rows = list(index.entries())
+        batch = max(1, _BATCH_BYTES // cache.slot_bytes)
+        memory = _Memory(batch, cache.slot_bytes)
+        done, failed, reason = 0, 0, ""
+        for at in range(0, len(rows), batch):
+            part = rows[at : at + batch]
+            keys, slots = [key for key, _ in part], [slot for _, slot in part]
+            places, addresses = [place_of(object_id(key, 0), 0) for key in keys], memory.addresses[: len(part)]
+            bad: set[int] = set()
+            for file, store in zip(files, stores, strict=True):
+                read = _ended(file.read(slots, addresses, keys))
+                good = [i for i in range(len(part)) if i not in bad and i not in read.bad]
+                write = _ended(
+                    store.write([places[i] for i in good], [addresses[i] for i in good], [keys[i] for i in good])
+                )
+                bad |= {*read.bad, *(good[i] for i in write.bad)}
+                reason = reason or read.reason or write.reason
+            done += len(part)
+            failed += len(bad)
+            progress(done, len(rows))
+        for store in stores:
+            store.close()
+    return Moved(done - failed, failed, reason)
+
+
+def pull(cache: BucketCache, root: Path, settings: ObjectSettings, progress: Progress, max_blocks: int = 0) -> Moved:
+    """Copy a cache of the bucket into a disk cache below ``root``, the newest ``max_blocks`` of it (0: all).
+
+    An engine with that directory (DYN_KVBM_DISK_CACHE_DIR) finds the blocks at its next start. Its
+    DYN_KVBM_DISK_CACHE_GB must hold as many blocks.
+    """
+    client = Client(settings)
+    names = Names(cache.fingerprint, settings.encryption_secret)
+    codec = Codec(names.scope, settings.encryption_secret)
+    with _explained(settings):
+        listed = sorted(
+            (item for item in client.list(names.prefix(0)) if blocks_of_name(item.name)),
+            key=lambda item: -item.modified,
+        )
+        total = sum(blocks_of_name(item.name) for item in listed)
+        slots = min(total, max_blocks) if max_blocks else total
+        if not slots:
+            raise ToolError(f"{cache.root} in bucket {settings.bucket} has no blocks to pull")
+        directory = cache_directory(root, cache.fingerprint)
+        with _opened_cache(directory, cache.fingerprint, slots, cache.ranks, cache.block_bytes) as (index, files):
+            puller = _Puller(client, names, codec, cache, index, files, slots)
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvbm-pull") as pool:
+                for done, _ in enumerate(pool.map(puller.fetch, (item.name for item in listed)), 1):
+                    progress(min(slots, done * slots // len(listed)), slots)
+            index.flush()
+            for file in files:
+                file.sync()
+            return Moved(puller.blocks, puller.failed, puller.reason)
+
+
+class _Puller:
+    """Fetches the object of every rank and writes its blocks to slots of their own."""
+
+    def __init__(
+        self,
+        client: Client,
+        names: Names,
+        codec: Codec,
+        cache: BucketCache,
+        index: Index,
+        files: Sequence[DiskFile],
+        slots: int,
+    ) -> None:
+        self._client, self._names, self._codec, self._cache = client, names, codec, cache
+        self._index, self._files = index, files
+        used = dict(index.entries())
+        self._held = set(used)
+        self._free = iter([slot for slot in range(slots) if slot not in set(used.values())])
+        self._lock = threading.Lock()
+        self.blocks = self.failed = 0
+        self.reason = ""
+
+    def fetch(self, name: str) -> None:
+        suffix = name.removeprefix(self._names.prefix(0))
+        size = self._cache.block_bytes
+        memory = _Memory(blocks_of_name(name), size)
+        pairs: dict[Key, int] | None = None
+        try:
+            for rank, file in enumerate(self._files):
+                contents = self._codec.open(self._client.get(self._names.prefix(rank) + suffix))
+                if pairs is None:
+                    pairs = self._take_slots(contents.tags)
+                at = 0
+                for position, tag in enumerate(contents.tags):
+                    if tag in pairs:
+                        self._codec.read_block(contents, position, tag, memory.view(at))
+                        at += 1
+                written = _ended(file.write(list(pairs.values()), memory.addresses[: len(pairs)], list(pairs)))
+                if at != len(pairs) or written.bad:
+                    raise ToolError(written.reason or f"rank {rank} lacks blocks of {suffix}")
+        except (ObjectStoreError, RefusedError, ToolError) as error:
+            with self._lock:
+                self.failed += blocks_of_name(name)
+                self.reason = self.reason or f"{suffix}: {error}"
+            return
+        with self._lock:
+            self._index.put(list((pairs or {}).items()))
+            self.blocks += len(pairs or {})
+
+    def _take_slots(self, tags: Sequence[bytes]) -> dict[Key, int]:
+        with self._lock:
+            # Longer tags are of an engine that has reset its cache: no other engine may use them.
+            keys = [tag for tag in tags if len(tag) == KEY_BYTES and tag not in self._held]
+            pairs = dict(zip(keys, self._free, strict=False))
+            self._held.update(pairs)
+        return pairs
+
+
+def verify(cache: BucketCache, settings: ObjectSettings, progress: Progress) -> Verified:
+    """Fetch every object of every rank and check every block in it."""
+    client = Client(settings)
+    names = Names(cache.fingerprint, settings.encryption_secret)
+    codec = Codec(names.scope, settings.encryption_secret)
+    good, bad, done = 0, [], 0
+    with _explained(settings):
+        listed = [
+            (item.name, blocks)
+            for rank in range(cache.ranks)
+            for item in client.list(names.prefix(rank))
+            if (blocks := blocks_of_name(item.name))
+        ]
+        total = sum(blocks for _, blocks in listed)
+
+        def check(name: str) -> str:
+            try:
+                contents = codec.open(client.get(name))
+                target = memoryview(bytearray(contents.block_bytes))
+                for index, tag in enumerate(contents.tags):
+                    codec.read_block(contents, index, tag, target)
+                    if len(contents.tags) == 1 and not _named_by(names, name, tag):
+                        raise RefusedError("the object holds another block than its name says")
+            except (ObjectStoreError, RefusedError) as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvbm-verify") as pool:
+            for (name, blocks), reason in zip(listed, pool.map(check, (name for name, _ in listed)), strict=True):
+                done += blocks
+                if reason:
+                    bad.append((name, reason))
+                else:
+                    good += blocks
+                progress(done, total)
+    return Verified(good, bad)
+
+
+def _named_by(names: Names, name: str, tag: bytes) -> bool:
+    rank = int(name.removeprefix(f"{names.root}/").partition("/")[0])
+    return name == names.of(rank, object_id(tag[:KEY_BYTES], 0))
+
+
+class _Memory:
+    """Page-aligned memory for a batch of blocks, as O_DIRECT needs it."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        self._map = mmap.mmap(-1, max(1, blocks) * size)
+        self._size = size
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.addresses = [first + i * size for i in range(blocks)]
+
+    def view(self, index: int) -> memoryview:
+        return memoryview(self._map)[index * self._size : (index + 1) * self._size]
+
+
+@contextlib.contextmanager
+def _opened_cache(
+    directory: Path, fingerprint: dict[str, str | int], slots: int, ranks: int, slot_bytes: int
+) -> Iterator[tuple[Index, list[DiskFile]]]:
+    files: list[DiskFile] = []
+    index: Index | None = None
+    try:
+        index = Index.open(directory, fingerprint, slots)
+        files += [DiskFile(slab_path(directory, rank), slots, slot_bytes) for rank in range(ranks)]
+        yield index, files
+    except OSError as error:  # CacheInUse among them
+        raise ToolError(error.strerror or str(error)) from error
+    finally:
+        for file in files:
+            file.close()
+        if index is not None:
+            index.close()
+
+
+def _ended(operation: Operation) -> Operation:
+    if not operation.wait(_DISK_SECONDS):
+        operation.cancel()
+        raise ToolError(f"a {operation.kind} of {operation.bytes / 1e6:.0f} MB has not ended in {_DISK_SECONDS:.0f} s")
+    return operation
+
+
+@contextlib.contextmanager
+def _explained(settings: ObjectSettings) -> Iterator[None]:
+    try:
+        yield
+    except ObjectStoreError as error:
+        where = f"bucket {settings.bucket} at {settings.endpoint or 'AWS'}"
+        raise ToolError(f"{where}: {error}") from error

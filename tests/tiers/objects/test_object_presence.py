@@ -1,0 +1,261 @@
+"""A lookup never waits for the network: it gets found, missing or pending, and the answer comes later."""
+
+import threading
+import time
+
+import pytest
+from object_blocks import WAIT_SECONDS, Blocks, ended, group_places, new_names, open_store, random_keys, single_places
+
+from kvbm.core.catalog import PENDING
+from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.format import blocks_in, object_of
+from kvbm.tiers.objects.presence import MAX_CHECKS, Presence
+from kvbm.tiers.objects.settings import ObjectSettings
+
+BITS = 5  # of blocks of 64 KiB
+
+
+class Bucket:
+    """Stands in for a client where the order and number of requests matter; answers when it may."""
+
+    def __init__(self, names=()):
+        self.there = set(names)
+        self.asked = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.suspended = ""
+        self.settings = ObjectSettings(bucket="none", concurrency=4)
+
+    def exists(self, name):
+        self.asked.append(name)
+        assert self.may_answer.wait(WAIT_SECONDS)
+        return name in self.there
+
+
+def settled(presence):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while presence.checks:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def found_run(presence, keys, start=0):
+    places = []
+    for key in keys[start:]:
+        place = presence.find(key)
+        if place is None or place == PENDING:
+            break
+        places.append(place)
+    return places
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def make(*clients, names=None, bits=0, **options):
+        presence = Presence(clients, names or new_names(), bits, **{"lookup_seconds": WAIT_SECONDS, **options})
+        made.append(presence)
+        return presence
+
+    yield make
+    for presence in made:
+        presence.close(5)
+
+
+def test_blocks_of_another_engine_are_found_in_a_real_store(weed, opened):
+    names, keys, memory = new_names(), random_keys(70), Blocks(70)
+    store = open_store(weed.settings(), names)
+    places = group_places(keys[:64]) + single_places(keys[64:68])
+    assert not ended(store.write(places, memory.addresses[:68], keys[:68])).bad
+    store.close()
+    client = Client(weed.settings())
+    presence = opened(client, names=names, bits=BITS)
+    assert presence.find(keys[0]) is None, "nothing was asked yet"
+    presence.expect(keys)
+    settled(presence)
+    assert found_run(presence, keys) == places
+    assert presence.find(keys[68]) is None
+    assert presence.latency_seconds > 0
+    client.close()
+
+
+def test_a_lookup_is_pending_until_the_answer_is_there(opened):
+    names, keys = new_names(), random_keys(3)
+    bucket = Bucket(names.of(0, object_of(place)) for place in single_places(keys))
+    bucket.may_answer.clear()
+    presence = opened(bucket, names=names)
+    presence.expect(keys)
+    assert presence.find(keys[0]) == PENDING
+    bucket.may_answer.set()
+    settled(presence)
+    assert found_run(presence, keys) == single_places(keys)
+
+
+def test_a_lookup_that_comes_again_gets_an_answer(opened):
+    """The same check must not be started again: its blocks would be pending for ever."""
+    keys = random_keys(3)
+    bucket = Bucket()
+    presence = opened(bucket)
+    for _ in range(3):
+        presence.expect(keys)
+        settled(presence)
+        presence.expect(keys)
+        assert presence.find(keys[0]) is None
+    assert len(bucket.asked) == 3, "the first window, once"
+
+
+def test_after_the_deadline_a_lookup_uses_what_is_known(opened):
+    bucket = Bucket()
+    bucket.may_answer.clear()
+    presence = opened(bucket, lookup_seconds=0.0)
+    keys = random_keys(1)
+    presence.expect(keys)
+    assert presence.find(keys[0]) is None
+    bucket.may_answer.set()
+
+
+def test_a_prompt_that_is_not_there_costs_one_window(opened):
+    bucket = Bucket()
+    presence = opened(bucket)
+    presence.expect(random_keys(1000))
+    settled(presence)
+    assert len(bucket.asked) == 8
+
+
+def test_a_long_prompt_that_is_there_is_found_to_its_end(opened):
+    names, keys = new_names(), random_keys(1000)
+    bucket = Bucket(names.of(0, object_of(place)) for place in single_places(keys[:777]))
+    presence = opened(bucket, names=names)
+    presence.expect(keys)
+    settled(presence)
+    assert len(found_run(presence, keys)) == 777
+    assert presence.find(keys[777]) is None
+
+
+def test_prompts_with_a_common_prefix_ask_once(opened):
+    names, keys = new_names(), random_keys(8)
+    bucket = Bucket(names.of(0, object_of(place)) for place in single_places(keys))
+    bucket.may_answer.clear()
+    presence = opened(bucket, names=names)
+    for end in (5, 6, 7, 8):
+        presence.expect(keys[:end])
+    bucket.may_answer.set()
+    settled(presence)
+    assert len(found_run(presence, keys)) == 8
+    assert sorted(bucket.asked) == sorted(bucket.there)
+
+
+def test_a_block_is_found_only_when_every_rank_has_written_it(opened):
+    names, keys = new_names(), random_keys(2)
+    first, second = single_places(keys)
+    ranks = [Bucket({names.of(rank, object_of(first)), names.of(rank, object_of(second))}) for rank in range(3)]
+    ranks[2].there.discard(names.of(2, object_of(second)))
+    presence = opened(*ranks, names=names)
+    presence.expect(keys)
+    settled(presence)
+    assert found_run(presence, keys) == [first]
+
+
+def test_blocks_after_a_group_that_was_written_block_by_block_are_found(opened):
+    names, keys = new_names(), random_keys(96)
+    grouped = group_places(keys)
+    stored = grouped[:32] + single_places(keys[32:64]) + grouped[64:]
+    bucket = Bucket(names.of(0, object_of(place)) for place in stored)
+    presence = opened(bucket, names=names, bits=BITS)
+    presence.expect(keys)
+    settled(presence)
+    assert found_run(presence, keys) == stored
+
+
+def test_groups_are_aligned_to_the_start_of_the_prompt(opened):
+    """Also where the first blocks lie in host memory and only the rest is looked for."""
+    names, keys = new_names(), random_keys(64)
+    places = group_places(keys)
+    bucket = Bucket(names.of(0, object_of(place)) for place in places)
+    presence = opened(bucket, names=names, bits=BITS)
+    presence.expect(keys, 40)
+    settled(presence)
+    assert found_run(presence, keys, 40) == places[40:]
+    assert len(bucket.asked) == 1
+
+
+def test_own_writes_are_known_at_once_and_bad_reads_are_forgotten(opened):
+    bucket = Bucket()
+    presence = opened(bucket)
+    keys = random_keys(4)
+    presence.add(single_places(keys))
+    assert found_run(presence, keys) == single_places(keys)
+    assert presence.objects == 4
+    presence.discard(single_places(keys)[1:2])
+    assert len(found_run(presence, keys)) == 1
+    assert not bucket.asked
+
+
+def test_whole_groups_are_written_as_one_object_and_the_rest_alone(opened):
+    presence = opened(Bucket(), bits=BITS)
+    keys = random_keys(100)
+    assert presence.place_for_write(keys) == single_places(keys), "without a lookup nothing says what follows what"
+    presence.expect(keys)
+    settled(presence)
+    places = presence.place_for_write(keys[:70])
+    assert places == group_places(keys[:64]) + single_places(keys[64:70])
+    assert [blocks_in(object_of(place)) for place in (places[0], places[69])] == [32, 1]
+    assert presence.place_for_write(keys[1:32]) == single_places(keys[1:32])
+
+
+def test_answers_age(opened):
+    names, keys = new_names(), random_keys(1)
+    bucket = Bucket()
+    presence = opened(bucket, names=names, missing_seconds=0.05, present_seconds=0.05)
+    presence.expect(keys)
+    settled(presence)
+    assert presence.find(keys[0]) is None
+    bucket.there = {names.of(0, object_of(single_places(keys)[0]))}  # another engine has written it
+    time.sleep(0.06)
+    presence.expect(keys)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(bucket.asked) < 2:
+        assert time.monotonic() < deadline
+    settled(presence)
+    time.sleep(0.06)
+    assert presence.find(keys[0]) in (None, PENDING), "present once is not present for ever"
+
+
+def test_what_is_known_is_bounded(opened):
+    presence = opened(Bucket(), max_objects=100)
+    for _ in range(10):
+        presence.add(single_places(random_keys(50)))
+    assert presence.objects == 100
+
+
+def test_checks_under_way_are_bounded(opened):
+    bucket = Bucket()
+    bucket.may_answer.clear()
+    presence = opened(bucket)
+    for _ in range(MAX_CHECKS + 10):
+        presence.expect(random_keys(2))
+    assert presence.checks == MAX_CHECKS
+    bucket.may_answer.set()
+    settled(presence)
+
+
+def test_a_store_that_is_suspended_is_not_asked(opened):
+    bucket = Bucket()
+    bucket.suspended = "down"
+    presence = opened(bucket)
+    keys = random_keys(1)
+    presence.expect(keys)
+    assert presence.find(keys[0]) is None
+    assert not bucket.asked
+
+
+def test_a_failing_store_ends_the_check(weed, proxy, opened):
+    proxy.set_fault("500")
+    client = Client(weed.settings(endpoint=proxy.endpoint, max_retries=0))
+    presence = opened(client)
+    keys = random_keys(50)
+    presence.expect(keys)
+    settled(presence)
+    assert presence.find(keys[0]) is None
+    client.close()
