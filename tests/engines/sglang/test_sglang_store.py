@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -16,92 +14,25 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from engine_pages import CACHE, PAGE, Pages, content_of, figures, get, keys, open_reader, put, wait_until
 
-from kvbm import config as settings
-from kvbm.engines.sglang.observed import StoreSource
-from kvbm.engines.sglang.shared import KeyMap, Reader
-from kvbm.engines.sglang.store import Sizes, Store
+from kvbm.engines.sglang.pages import gather, scatter
 from kvbm.observe.findings import explain
-from kvbm.observe.metrics import render
-from kvbm.observe.snapshot import Identity
+from kvbm.observe.requests import RequestLog
 from kvbm.tiers.disk import inspect as caches
-from kvbm.tiers.disk.index import KEY_MAP
+from kvbm.tiers.disk.index import KEY_MAP, cache_directory
+from kvbm.tiers.disk.shared import KeyMap
 from tiernames import DISK, HOST
-
-PAGE = 3 * 4096 - 512  # no multiple of a disk's block
-CACHE = {"engine": "sglang", "model": "test", "shape": "x"}
-SOON = 5.0
-
-
-def keys(*numbers):
-    return [hashlib.sha256(str(number).encode()).digest() for number in numbers]
-
-
-class Pages:
-    """Memory of the engine: every page in two pieces that lie apart, at addresses that are aligned to nothing."""
-
-    def __init__(self, count):
-        self.memory = np.zeros((2, count, PAGE // 2 + 8), dtype=np.uint8)
-        self.count = count
-
-    def __getitem__(self, page):
-        base, (half, row, _) = self.memory.ctypes.data + 8, self.memory.strides
-        return [(base + page * row, PAGE // 2), (base + half + page * row, PAGE // 2)]
-
-    def all(self):
-        return [self[page] for page in range(self.count)]
-
-    def content(self, page):
-        return self.memory[:, page, 8:].tobytes()
-
-    def fill(self, page, number):
-        self.memory[:, page, 8:] = np.frombuffer(content_of(number), dtype=np.uint8).reshape(2, -1)
-
-
-def content_of(number):
-    return random.Random(number).randbytes(PAGE)
-
-
-def settings_for(tmp_path, **values):
-    return settings.load(extra={"disk_cache_dir": str(tmp_path), "disk_bounce_mb": 1, **values}, environ={}, files=[])
-
-
-@pytest.fixture
-def stores(tmp_path):
-    made = []
-
-    def make(host=0, disk=64, cache=CACHE, shown=None, **values):
-        made.append(Store(settings_for(tmp_path, **values), cache, PAGE, Sizes(host, disk), shown=shown))
-        return made[-1]
-
-    yield make
-    for store in made:
-        store.close()
-
-
-def put(store, numbers, pages=None):
-    pages = pages or Pages(len(numbers))
-    for page, number in enumerate(numbers):
-        pages.fill(page, number)
-    return store.put(keys(*numbers), [pages[page] for page in range(len(numbers))], time.monotonic() + SOON)
-
-
-def get(store, numbers, patience=SOON):
-    """What came: the number for every page that is right, None for one that did not come."""
-    pages = Pages(len(numbers))
-    came = store.get(keys(*numbers), pages.all(), patience)
-    for page, (number, good) in enumerate(zip(numbers, came, strict=True)):
-        assert pages.content(page) == (content_of(number) if good else bytes(PAGE))
-    return [number if good else None for number, good in zip(numbers, came, strict=True)]
 
 
 @pytest.mark.parametrize(("host", "disk"), [(0, 200), (200, 0), (40, 200)], ids=["disk", "host", "both"])
 def test_pages_come_back_as_they_were(stores, host, disk):
-    store = stores(host, disk)
+    store = stores(host, disk, disable_disk_offload_filter=True)
     numbers = list(range(150))
-    assert all(put(store, numbers))
+    for at in range(0, 150, 10):  # a host tier does not wait for the disk
+        assert all(put(store, numbers[at : at + 10]))
+        wait_until(lambda: not store.leader.moves_under_way)
     assert store.count(keys(*numbers)) == 150
     assert get(store, numbers) == numbers
     assert get(store, [3, 1, 149]) == [3, 1, 149]
@@ -190,11 +121,12 @@ def test_another_model_finds_nothing(stores):
 def test_an_engine_that_is_killed_loses_at_most_what_its_index_had_not_written(stores, tmp_path):
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "import test_sglang_store as here; from pathlib import Path\n"
-        f"store = here.Store(here.settings_for(Path({str(tmp_path)!r})), here.CACHE, here.PAGE, here.Sizes(0, 512))\n"
+        "import engine_pages as here; from tiernames import DISK\n"
+        f"store = here.open_store({str(tmp_path)!r}, disk=512)\n"
+        "index = store.leader.manager.catalogs[DISK].journal\n"
         "for at in range(0, 10**6, 8):\n"
         "    here.put(store, [number % 400 for number in range(at, at + 8)])\n"
-        "    print(at, store._index._given, store._index._written, flush=True)\n"
+        "    print(at, index._given, index._written, flush=True)\n"
     )
     path = [str(Path(__file__).parent), *sys.path]
 
@@ -227,11 +159,11 @@ def test_an_engine_that_is_killed_loses_at_most_what_its_index_had_not_written(s
         store.close()
 
 
-def test_a_page_that_was_spoiled_on_disk_is_not_served(stores):
+def test_a_page_that_was_spoiled_on_disk_is_not_served(stores, tmp_path):
     store = stores(disk=64)
     put(store, range(8))
     store.close()
-    slab = next(store.directory.glob("*.slab"))
+    (slab,) = tmp_path.glob("*/*.slab")
     with slab.open("r+b") as file:
         content = file.read()
         at = content.index(content_of(3)[:64]) + 1000
@@ -252,8 +184,10 @@ def test_a_disk_that_does_not_answer_is_given_up_and_never_writes_to_the_page_af
     pages = Pages(4)
     assert again.get(keys(*range(4)), pages.all(), 0.1) == [False] * 4
     assert not stall.over.is_set()
+    assert again.count(keys(*range(4))) == 0  # the circuit breaker is open
     stall.over.set()
-    assert get(again, range(4), patience=60.0) == [0, 1, 2, 3]  # after the reads that were given up
+    wait_until(lambda: again.count(keys(*range(4))) == 4)  # the reads that were given up have ended
+    assert get(again, range(4), patience=60.0) == [0, 1, 2, 3]
     assert not pages.memory.any()
 
 
@@ -268,17 +202,12 @@ def test_a_page_that_could_not_be_written_is_not_served(stores, faults):
     assert all(get(again, [number]) in ([number], [None]) for number in there)
 
 
-def test_a_disk_that_cannot_be_used_leaves_a_store_without_it(stores, tmp_path, caplog):
+def test_a_disk_that_cannot_be_used_leaves_a_store_without_it(stores, caplog, monkeypatch):
     first = stores(disk=16)
     put(first, [1])
-    import kvbm.engines.sglang.store as module
-
-    module._PATIENCE_SECONDS, before = 0.1, module._PATIENCE_SECONDS
-    try:
-        second = stores(disk=16)
-    finally:
-        module._PATIENCE_SECONDS = before
-    assert "there is no disk tier" in caplog.text
+    monkeypatch.setattr("kvbm.tiers.disk.open.PATIENCE_SECONDS", 0.1)
+    second = stores(disk=16)
+    assert "goes on without a disk tier" in caplog.text
     assert put(second, [1]) == [False]
     assert get(second, [1]) == [None]
     assert get(first, [1]) == [1]
@@ -296,12 +225,12 @@ def test_what_was_cleared_is_gone_for_good(stores):
 @pytest.mark.parametrize("host", [0, 16])
 def test_pages_from_after_a_clear_are_not_found_by_the_next_start(stores, tmp_path, host):
     """They may be of other weights than the next start loads."""
-    store = stores(host=host, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
+    store = stores(host=host, access="writer")
     put(store, range(8))
     store.clear()
     assert put(store, range(8)) == [True] * 8
     assert get(store, range(8)) == list(range(8))
-    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    reader = open_reader(tmp_path)
     assert reader.count(keys(*range(8))) == 0
     reader.close()
     store.clear()
@@ -320,6 +249,41 @@ def test_pages_that_are_being_put_during_a_clear_are_not_kept(stores, monkeypatc
 
     monkeypatch.setattr(module, "gather", gather)
     assert put(store, [1, 2]) == [False, False]
+
+
+def test_pages_that_are_being_read_during_a_clear_do_not_count(stores, monkeypatch):
+    from kvbm.engines.sglang import loads as module
+
+    store = stores(host=16, disk=0)
+    put(store, [1, 2])
+    monkeypatch.setattr(module, "scatter", lambda source, page: store.clear())
+    assert store.get(keys(1, 2), Pages(2).all(), 1.0) == [False, False]
+
+
+def test_a_page_that_is_put_while_the_store_closes_still_goes_to_disk(stores, monkeypatch):
+    from kvbm.engines.sglang import store as module
+
+    store = stores()
+    is_copying, may_copy = threading.Event(), threading.Event()
+
+    def wait_and_gather(page, target):
+        is_copying.set()
+        assert may_copy.wait(60)
+        gather(page, target)
+
+    monkeypatch.setattr(module, "gather", wait_and_gather)
+    kept = []
+    putter = threading.Thread(target=lambda: kept.extend(put(store, [1])))
+    putter.start()
+    assert is_copying.wait(60)
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    wait_until(lambda: store._closing)
+    store._thread.join(0.5)  # it must not end before the put has
+    may_copy.set()
+    for thread in (putter, closer):
+        thread.join(60)
+    assert kept == [True]
 
 
 def test_a_store_that_was_closed_has_nothing_and_keeps_nothing(stores):
@@ -342,27 +306,18 @@ def test_nothing_is_left_pinned(stores):
     assert [(pool.pinned, pool.writing) for pool in store._manager.catalogs.values()] == [(0, 0), (0, 0)]
 
 
-def figures(store):
-    identity = Identity(
-        kvbm="", engine="sglang", engine_version="", model="m", ranks=1, block_tokens=16, block_bytes=PAGE,
-        engine_blocks=0,
-    )  # fmt: skip
-    snapshot = StoreSource(identity, store, dict).snapshot()
-    text = render(snapshot).decode()
-    found = {name: float(value) for name, value in re.findall(r"^(kvbm_\w+) (\S+)$", text, re.M)}
-    return snapshot, found
-
-
 def test_what_happens_to_pages_can_be_seen(stores):
-    store = stores(host=8, disk=64)
-    put(store, range(20))
-    end = time.monotonic() + 60
-    while sum(store.counts.moved_blocks.values()) < 20 and time.monotonic() < end:
-        time.sleep(0.01)
+    log = RequestLog()
+    store = stores(
+        host=8, disk=64, options={"log": log, "page_tokens": 16}, load="always", disable_disk_offload_filter=True
+    )
+    for at in range(0, 20, 4):
+        put(store, range(at, at + 4))
+        wait_until(lambda: not store.leader.moves_under_way)
     store.count(keys(*range(25)))
     store.count(keys(99))
     get(store, range(20))
-    snapshot, found = figures(store)
+    snapshot, found = figures(store, log)
     assert found["kvbm_offload_blocks_d2h"] == found["kvbm_offload_blocks_h2d"] == 20
     assert found["kvbm_onboard_blocks_h2d"] + found["kvbm_onboard_blocks_d2d"] == 20
     assert found["kvbm_matched_tokens"] == 20 * 16
@@ -372,9 +327,10 @@ def test_what_happens_to_pages_can_be_seen(stores):
 
 
 def test_memory_that_is_but_the_way_to_the_disk_is_no_tier(stores):
-    store = stores(host=0, disk=64)
+    log = RequestLog()
+    store = stores(host=0, disk=64, options={"log": log})
     put(store, range(4))
-    snapshot, found = figures(store)
+    snapshot, found = figures(store, log)
     assert [tier.tier for tier in snapshot.tiers] == ["disk"]
     assert found["kvbm_offload_blocks_d2d"] == 4
 
@@ -406,7 +362,7 @@ def test_a_map_of_keys_finds_what_a_dict_finds(tmp_path):
 def test_a_writer_that_begins_anew_kills_no_reader(tmp_path):
     """In a process of its own: a mapping whose file was truncated ends it at the first look."""
     look = (
-        "import sys; from pathlib import Path; from kvbm.engines.sglang.shared import KeyMap\n"
+        "import sys; from pathlib import Path; from kvbm.tiers.disk.shared import KeyMap\n"
         "path = Path(sys.argv[1]); before, reader = KeyMap(path, 100_000), KeyMap(path)\n"
         "KeyMap(path, 1)\n"
         "print([reader.find(bytes([i]) * 32) for i in range(256)] == [None] * 256, reader.is_at(path))"
@@ -418,53 +374,63 @@ def test_a_writer_that_begins_anew_kills_no_reader(tmp_path):
 
 
 def test_other_ranks_find_a_writer_that_begins_anew(stores, tmp_path):
-    shown = {"shown": lambda directory, slots: KeyMap(directory / KEY_MAP, slots)}
+    shown = {"access": "writer"}
     store = stores(disk=64, **shown)
     put(store, range(10))
-    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    reader = open_reader(tmp_path)
     assert get(reader, range(10)) == list(range(10))
     store.close()
-    caches.clear(store.directory)
+    caches.clear(cache_directory(tmp_path, CACHE))
     again = stores(disk=64, **shown)
     put(again, range(20, 30))
-    time.sleep(1.1)  # it looks for the writer's files once a second
+    wait_until(lambda: reader.count(keys(*range(20, 30))) == 10)  # it looks for the writer's map once a second
     assert get(reader, range(20, 30)) == list(range(20, 30))
     assert reader.count(keys(1)) == 0
     reader.close()
 
 
 def test_pages_are_neither_kept_nor_read_where_other_users_can_exchange_them(stores, tmp_path, caplog):
-    shown = {"shown": lambda directory, slots: KeyMap(directory / KEY_MAP, slots)}
+    shown = {"access": "writer"}
     store = stores(disk=64, **shown)
     put(store, range(10))
     store.close()
     tmp_path.chmod(0o777)
-    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    reader = open_reader(tmp_path)
     assert reader.count(keys(1)) == 0
     assert get(reader, range(10)) == [None] * 10
-    assert caplog.text.count(f"this rank reads no pages from disk: {tmp_path} belongs to") == 1
+    assert caplog.text.count(f"this rank reads no blocks from disk: {tmp_path} belongs to") == 1
     store = stores(host=32, disk=64, **shown)
-    assert f"there is no disk tier: {tmp_path} belongs to" in caplog.text
+    assert f"goes on without a disk tier: {tmp_path} belongs to" in caplog.text
     put(store, range(10))  # the host tier stays
     assert get(store, range(10)) == list(range(10))
     # The directory itself is writable to others: a file in it may be another user's.
     tmp_path.chmod(0o700)
-    reader.directory.chmod(0o777)
-    time.sleep(1.1)  # it looks for the writer's files once a second
+    directory = cache_directory(tmp_path, CACHE)
+    directory.chmod(0o777)
+    time.sleep(1.1)  # it looks for the writer's map once a second
     assert reader.count(keys(1)) == 0
-    reader.directory.chmod(0o700)
     time.sleep(1.1)
+    assert reader.count(keys(1)) == 0
+    directory.chmod(0o700)
+    wait_until(lambda: reader.count(keys(1)) == 1)
     assert get(reader, range(10)) == list(range(10))
+    # Nor does a reader that knows the map read files of a directory that others can write to.
+    reader.close()
+    reader = open_reader(tmp_path)
+    directory.chmod(0o777)
+    assert reader.count(keys(1)) == 1
+    assert get(reader, [1]) == [None]
+    directory.chmod(0o700)
+    assert get(reader, [1]) == [1]
     reader.close()
 
 
 def test_other_ranks_read_what_one_has_written(stores, tmp_path):
-    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    reader = open_reader(tmp_path)
     assert reader.count(keys(1)) == 0
-    store = stores(disk=64, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
+    store = stores(disk=64, access="writer")
     put(store, range(40))
-    time.sleep(1.1)  # it looks for the writer's files once a second
-    assert reader.count(keys(*range(50))) == 40
+    wait_until(lambda: reader.count(keys(*range(50))) == 40)  # it looks for the writer's map once a second
     assert get(reader, range(40)) == list(range(40))
     assert reader.put(keys(99), [Pages(1)[0]], 0.0) == [False]
     put(store, range(100, 164))  # pushes the others out
@@ -476,10 +442,10 @@ def test_other_ranks_read_what_one_has_written(stores, tmp_path):
 
 
 def test_a_reader_is_closed_while_others_ask_and_read(stores, tmp_path):
-    store = stores(0, 50, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
+    store = stores(0, 50, access="writer")
     put(store, range(50))
     for _ in range(10):
-        reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+        reader = open_reader(tmp_path)
         began, errors = threading.Barrier(4), []
 
         def use(what, reader=reader, began=began, errors=errors):
@@ -505,25 +471,26 @@ def test_a_reader_is_closed_while_others_ask_and_read(stores, tmp_path):
 
 
 def test_a_reader_that_comes_too_late_for_a_slot_gets_nothing_of_another_page(stores, tmp_path):
-    store = stores(disk=32, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
+    store = stores(disk=32, access="writer")
     put(store, range(32))
-    reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+    reader = open_reader(tmp_path)
     assert get(reader, range(8)) == list(range(8))
-    old = {key: reader._keys.find(key) for key in keys(*range(32))}
+    catalog = reader.leader.manager.catalogs[DISK]
+    old = {key: catalog.find(key) for key in keys(*range(32))}
     put(store, range(100, 132))
-    reader._keys.find = old.get  # as it was a moment ago
+    catalog.find = old.get  # as it was a moment ago
     assert get(reader, range(8)) == [None] * 8
     reader.close()
 
 
 def test_readers_in_other_processes_see_right_pages_or_none(stores, tmp_path):
-    store = stores(disk=128, shown=lambda directory, slots: KeyMap(directory / KEY_MAP, slots))
+    store = stores(disk=128, access="writer")
     put(store, range(64))
     context = multiprocessing.get_context("fork")
     results = context.Queue()
 
     def read():
-        reader = Reader(settings_for(tmp_path), CACHE, PAGE)
+        reader = open_reader(tmp_path)
         right = 0
         end = time.monotonic() + 2
         try:
@@ -552,8 +519,6 @@ def test_ctypes_copies_what_it_is_told():
     pages = Pages(2)
     pages.fill(1, 5)
     target = ctypes.create_string_buffer(PAGE)
-    from kvbm.engines.sglang.store import gather, scatter
-
     gather(pages[1], ctypes.addressof(target))
     assert target.raw == content_of(5)
     scatter(ctypes.addressof(target), pages[0])
@@ -567,11 +532,11 @@ def test_tiers_are_what_was_asked_for(stores):
 
 LIMITED = """
 import logging, resource, signal, sys
-from test_sglang_store import *
+from engine_pages import *
 logging.basicConfig(stream=sys.stdout)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-store = Store(settings_for(sys.argv[1]), CACHE, PAGE, Sizes(8, 64), shown=lambda d, n: KeyMap(d / KEY_MAP, n))
+store = open_store(sys.argv[1], 8, 64, access="writer")
 print(put(store, [1, 2]), get(store, [1, 2]))
 store.close()
 """
@@ -585,8 +550,8 @@ def test_a_disk_that_is_full_at_start_costs_nothing_later(stores, tmp_path):
     path = os.pathsep.join([*map(str, Path(__file__).parents[:3]), os.environ.get("PYTHONPATH", "")])
     said = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": path}, text=True, timeout=120)
     assert "[True, True] [1, 2]" in said
-    assert "there is no disk tier" in said
-    assert "pages on disk are kept for the next start" in said
+    assert "goes on without a disk tier" in said
+    assert "Blocks on disk are kept for the next start" in said
     assert get(stores(), list(range(10))) == list(range(10))
 
 
@@ -607,20 +572,32 @@ def test_a_flipped_bit_in_the_index_costs_pages_and_no_start(stores, tmp_path, s
     assert get(stores(), list(range(20))) == list(range(20))
 
 
-def test_a_map_that_finds_no_room_costs_the_other_ranks_their_pages_and_not_the_engine(stores, caplog):
-    def full(directory, slots):
+def test_a_map_that_finds_no_room_costs_the_other_ranks_their_pages_and_not_the_engine(stores, caplog, monkeypatch):
+    def full(path, slots):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    store = stores(shown=full)
+    monkeypatch.setattr("kvbm.tiers.disk.shared.KeyMap", full)
+    store = stores(access="writer")
     assert all(put(store, [1, 2]))
     assert get(store, [1, 2]) == [1, 2]
     assert "cannot create keys.map, so ranks that only read get no disk hits: No space left on device" in caplog.text
 
 
-def test_a_store_that_fails_to_open_lets_its_files_go(stores):
-    def fail(directory, slots):
+def test_a_tier_that_fails_to_open_costs_the_tier_and_lets_its_files_go(stores, caplog, monkeypatch):
+    def fail(path, slots):
         raise RuntimeError("no key map")
 
-    with pytest.raises(RuntimeError, match="no key map"):
-        stores(disk=64, shown=fail)
-    assert DISK in stores(disk=64).tiers
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbm.tiers.disk.shared.KeyMap", fail)
+        store = stores(access="writer")
+    assert "there is no disk tier: RuntimeError: no key map" in caplog.text
+    assert (put(store, [1]), get(store, [1])) == ([False], [None])
+    assert DISK in stores().leader.manager.catalogs
+
+
+def test_a_start_that_fails_lets_its_files_go(stores, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbm.tiers.disk.file.DiskFile.measure", lambda file: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stores()
+    assert DISK in stores().leader.manager.catalogs

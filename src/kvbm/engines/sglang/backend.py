@@ -14,7 +14,6 @@ import hashlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -27,18 +26,20 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 import kvbm
 from kvbm import config as settings
 from kvbm import tracing as nvtx
+from kvbm.control.presence import Presence
+from kvbm.control.socket import Controller
 from kvbm.core.keys import Key
 from kvbm.engines import weights
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.adapters import refuse_adapters
-from kvbm.engines.sglang.observed import StoreSource
-from kvbm.engines.sglang.pages import page_bytes, pages_of, shape_of
-from kvbm.engines.sglang.shared import KeyMap, Reader
-from kvbm.engines.sglang.store import Page, Sizes, Store
-from kvbm.observe.observer import settings_given
-from kvbm.observe.server import Server, open_server
+from kvbm.engines.sglang.pages import Page, page_bytes, pages_of, shape_of
+from kvbm.engines.sglang.settings import awaits_prefetch, warn_of_unused
+from kvbm.engines.sglang.store import PageStore
+from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.snapshot import Identity
-from kvbm.tiers.disk.index import KEY_MAP
+from kvbm.tiers import registry
+from kvbm.tiers.base import Access, Fingerprint, RankContext
+from kvbm.transfer.layout import SLOT_ALIGNMENT
 
 logger = logging.getLogger("kvbm")
 
@@ -52,7 +53,7 @@ class KvbmStorage(HiCacheStorage):
     """KVBM under HiCache, on one rank. Made by SGLang with its storage configuration and a dict that is empty today."""
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-        # Nobody gives orders here and the stores have locks of their own: asking never waits for a slow write.
+        # The stores have locks of their own: a lookup never waits for a slow write.
         self._faults = Faults(engine_lock=nullcontext())
         self._adapter: KvbmStorage | None = self  # what :func:`guarded` asks
         self._said = storage_config
@@ -62,30 +63,33 @@ class KvbmStorage(HiCacheStorage):
         nvtx.switch(self._config.nvtx)
         for warning in self._config.warnings:
             logger.warning("%s", warning)
-        if self._config.host_persist:
-            logger.warning("KVBM_HOST_PERSIST has no effect under SGLang: the host tier ends with the engine")
+        warn_of_unused(self._config)
         self._rank = 0 if storage_config.is_mla_model else storage_config.tp_rank
         # Where all ranks have the same bytes, one writes for all.
-        self._shares = storage_config.is_mla_model and storage_config.tp_size > 1
-        self._writes = getattr(storage_config, "is_storage_writer", not self._shares or storage_config.tp_rank == 0)
-        if self._shares and not self._config.has_disk_tier and self._writes:
+        shares = storage_config.is_mla_model and storage_config.tp_size > 1
+        writes = getattr(storage_config, "is_storage_writer", not shares or storage_config.tp_rank == 0)
+        self._access: Access = "reader" if not writes else "writer" if shares else "own"
+        persistent = any(tier.outlives_engine(self._config) for tier in registry.wanted(self._config))
+        if self._access == "writer" and not persistent:
             logger.warning(
                 "every rank has the same KV, which one rank keeps for all on disk; a host tier alone is of no use to "
                 "the others. Set DYN_KVBM_DISK_CACHE_GB."
             )
-        self._weights = _read_weights() if self._config.has_disk_tier else ""
-        if not self._weights and not self._config.has_host_tier:
-            logger.warning(
-                "KVBM is off: the disk tier needs a fingerprint of the weights (see above), and there is no host tier. "
-                "Set DYN_KVBM_CPU_CACHE_GB to cache in host memory."
-            )
+        self._weights = _read_weights() if persistent else ""
+        if not self._weights and (not writes or not registry.NEAR.is_wanted(self._config)):
+            if writes:  # a rank that only reads has nothing to read then, and the rank that writes has said why
+                logger.warning(
+                    "KVBM is off: the disk tier needs a fingerprint of the weights (see above), and there is no host "
+                    "tier. Set DYN_KVBM_CPU_CACHE_GB to cache in host memory."
+                )
             self._adapter = None
         self._pools: dict[str, Any] = {}
-        self._stores: dict[str, Store | Reader] = {}
-        self._slots: Sizes | None = None
+        self._stores: dict[str, PageStore] = {}
+        self._sized_bytes = 0  # a page of all pools
         self._opening = threading.Lock()
         self._stats = _Stats()
-        self._server: Server | None = None
+        self._observer = Observer(self._config, self._faults.counts)
+        self._presence: Presence | None = None
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -102,7 +106,7 @@ class KvbmStorage(HiCacheStorage):
         for name in self._pools if self._adapter is not None else ():
             self._store(name)
 
-    def _store(self, name: str) -> Store | Reader:
+    def _store(self, name: str) -> PageStore:
         """The store of a pool. Opened at the latest when it is first used: older engines do not say when all pools are
         there."""
         store = self._stores.get(name)
@@ -114,31 +118,32 @@ class KvbmStorage(HiCacheStorage):
                     store = self._stores[name] = self._open(name, shape_of(pool), page_bytes(pool))
         return store
 
-    def _open(self, name: str, shape: str, size: int) -> Store | Reader:
+    def _open(self, name: str, shape: str, size: int) -> PageStore:
         if self._adapter is None:
             raise RuntimeError("the backend is closed")
-        if self._slots is None:
-            self._slots = self._share(size)
-        cache = self._describe(name, shape, size)
-        store = self._make(name, cache, size)
-        if name == KV and self._config.metrics:
-            self._show(store)
-        return store
-
-    def _make(self, name: str, cache: dict[str, str | int], size: int) -> Store | Reader:
-        assert self._slots is not None
-        if not self._writes:
-            return Reader(self._config, cache, size)
-        shown = (lambda directory, slots: KeyMap(directory / KEY_MAP, slots)) if self._shares else None
-        store = Store(self._config, cache, size, self._slots, self._rank, shown)
+        # Once: all pools have as many slots, so that a page is kept in all of them or none.
+        self._sized_bytes = self._sized_bytes or sum(map(page_bytes, self._pools.values())) or size
+        is_kv = name == KV
+        store = PageStore(
+            self._context(name, shape, size),
+            page_tokens=int(self._pools[KV].page_size) if is_kv else 0,
+            is_awaited=awaits_prefetch(),
+            log=self._observer.log if is_kv else None,
+            note=self._faults.note,
+        )
         logger.info(
-            "KVBM is ready on rank %d: pages of %d bytes of pool %s, %d in host memory and %d on disk",
-            self._said.tp_rank, size, name, self._slots.host, self._slots.disk,
+            "KVBM is ready on rank %d: pages of %d bytes of pool %s, %s", self._said.tp_rank, size, name,
+            store.describe(),
         )  # fmt: skip
+        if is_kv:
+            try:
+                self._show(store)
+            except Exception as error:
+                self._faults.record("starting metrics and control", error)
         return store
 
-    def _show(self, store: Store | Reader) -> None:
-        """Let others see what is done with the pages of this rank."""
+    def _show(self, store: PageStore) -> None:
+        """Start the metrics, the record, the log line and the control socket of this rank."""
         said, config = self._said, self._config
         identity = Identity(
             kvbm=kvbm.__version__,
@@ -148,38 +153,38 @@ class KvbmStorage(HiCacheStorage):
             ranks=1,
             block_tokens=int(self._pools[KV].page_size),
             block_bytes=store.page_bytes,
-            engine_blocks=0,  # what the engine has is above, and not what is kept here
+            engine_blocks=0,  # SGLang's own caches lie above this one, and hold other pages
             settings=settings_given(config),
         )
-        source = StoreSource(identity, store, lambda: self._faults.counts)
-        port = config.metrics_port + said.pp_rank * said.tp_size + said.tp_rank
-        self._server = open_server(source, config.metrics_host, port)
+        rank = said.pp_rank * said.tp_size + said.tp_rank
+        self._observer.start(identity, lambda: store.leader, store.cost, who=f"SGLang rank {rank}", replica=rank)
+        about = {"engine": f"sglang-{rank}", "rank": rank, "model": identity.model, "kvbm": kvbm.__version__}
+        controller = Controller(store.lock, lambda: store.leader, about, announce=lambda: False)
+        self._presence = Presence(config, controller, f"sglang-{rank}", identity.model, 1)
 
-    def _share(self, size: int) -> Sizes:
-        """How many pages this rank may keep. All pools have as many, so that a page is kept in all of them or none."""
-        together = sum(page_bytes(pool) for pool in self._pools.values()) or size
-        config, said = self._config, self._said
+    def _context(self, name: str, shape: str, size: int) -> RankContext:
+        said = self._said
         ranks = said.pp_size * said.attn_cp_size * (1 if said.is_mla_model else said.tp_size)
-        host = settings.slots_for(config.cpu_cache_gb, config.cpu_cache_override_num_blocks, together * ranks)
-        disk = settings.slots_for(config.disk_cache_gb, config.disk_cache_override_num_blocks, together * ranks)
-        for tier, slots, size in (("CPU", host, config.cpu_cache_gb), ("DISK", disk, config.disk_cache_gb)):
-            if size and not slots:
-                raise ValueError(
-                    f"DYN_KVBM_{tier}_CACHE_GB={size:g} holds no page: one takes {together * ranks / 1e9:.6f} GB over "
-                    f"all {ranks} ranks. Set it to more than that."
-                )
-        return Sizes(host, disk if self._weights else 0)
+        return RankContext(
+            self._config,
+            self._rank,
+            ranks,
+            size,
+            -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT,
+            self._describe(name, shape, size) if self._weights else None,
+            access=self._access,
+            sized_bytes=self._sized_bytes,
+        )
 
-    def _describe(self, name: str, shape: str, size: int) -> dict[str, str | int]:
+    def _describe(self, name: str, shape: str, size: int) -> Fingerprint:
         said = self._said
         own = "all" if said.is_mla_model else f"{said.tp_rank} of {said.tp_size}"
         return {
             "engine": "sglang",
             "model": str(said.model_name or ""),
-            # Without a digest no other engine finds anything.
-            "weights": self._weights or f"unknown {uuid.uuid4()}",
+            "weights": self._weights,
             "pool": name,
-            "shape": shape,
+            "layout": shape,
             "block_bytes": size,
             "rank": own,
             "stage": f"{said.pp_rank} of {said.pp_size}",
@@ -213,14 +218,14 @@ class KvbmStorage(HiCacheStorage):
         store, pages = self._store(name), pages_of(self._pools[name], host_indices, len(keys))
         return self._keep(store, self._keys(keys), pages)
 
-    def _bring(self, store: Store | Reader, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
+    def _bring(self, store: PageStore, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
         began = time.monotonic()
         came = store.get(keys, pages, self._config.disk_load_timeout_secs)
         arrived = came.index(False) if False in came else len(came)
         self._stats.prefetched(arrived, arrived * store.page_bytes, time.monotonic() - began)
         return came
 
-    def _keep(self, store: Store | Reader, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
+    def _keep(self, store: PageStore, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
         began = time.monotonic()
         kept = store.put(keys, pages, began + PUT_SECONDS)
         self._stats.backed_up(sum(kept), sum(kept) * store.page_bytes, time.monotonic() - began)
@@ -310,7 +315,7 @@ class KvbmStorage(HiCacheStorage):
         stores = [self._store(KV), *self._stores.values()] if KV in self._pools else list(self._stores.values())
         return any(store.has(names)[0] for store in stores)
 
-    def _tensor_store(self, tensor: torch.Tensor) -> Store | Reader:
+    def _tensor_store(self, tensor: torch.Tensor) -> PageStore:
         """Tensors come without the name of a pool. Of the size of a page they are pages; others, of a draft model say,
         have a store for their size."""
         size = tensor.nbytes
@@ -345,9 +350,10 @@ class KvbmStorage(HiCacheStorage):
 
     @guarded(None)
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._observer.close()
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
         with self._opening:
             self._adapter = None  # whoever is in a call opens no store any more
             stores = list(self._stores.values())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
-from kvbm.engines.sglang.store import Page
+# A page, piece by piece: (address, bytes).
+Page = Sequence[tuple[int, int]]
 
 # Of a pool, where it has them: whatever changes the meaning of a page's bytes.
 _SHAPE = (
@@ -36,3 +39,16 @@ def shape_of(pool: Any) -> str:
     """Equal for pools whose pages are exchangeable, and for no others."""
     found = ((name, getattr(pool, name, None)) for name in _SHAPE)
     return " ".join([type(pool).__name__, *(f"{name}={value}" for name, value in found if value is not None)])
+
+
+def gather(page: Page, target: int) -> None:
+    """Copy the pieces of a page to one place. ctypes releases the interpreter for each."""
+    for address, size in page:
+        ctypes.memmove(target, address, size)
+        target += size
+
+
+def scatter(source: int, page: Page) -> None:
+    for address, size in page:
+        ctypes.memmove(address, source, size)
+        source += size
