@@ -1,4 +1,5 @@
-"""What it takes vLLM to name the blocks of a prompt, its own way and the short one (`kvbm.engines.vllm.hashing`).
+"""What it takes vLLM to name the blocks of a prompt, its own way and the short one
+(`kvbm.engines.vllm.shortcuts.hashing`).
 
     python benchmarks/hashing.py [--check] [--json FILE]
 
@@ -24,7 +25,7 @@ from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.request import Request
 
-from kvbm.engines.vllm import hashing
+from kvbm.engines.vllm.shortcuts import hashing
 
 BLOCK = 16
 LENGTHS = (8_192, 32_768, 131_072)

@@ -23,7 +23,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvbm.engines.vllm import shortcuts
+from kvbm.engines.vllm.shortcuts import blocks as short_blocks
+from kvbm.engines.vllm.shortcuts import tokens as short_tokens
 
 LEAST_SAVED = 0.4  # of the time of each
 
@@ -39,10 +40,10 @@ def main() -> int:
         "send": async_tensor_h2d,
     }
     short: Ways = {
-        "take": shortcuts.taking(own["take"], BlockPool),
-        "name": shortcuts.caching(own["name"], BlockPool),
-        "count": shortcuts.counting(own["count"]),
-        "send": shortcuts.sending(own["send"]),
+        "take": short_blocks.taking(own["take"], BlockPool),
+        "name": short_blocks.caching(own["name"], BlockPool),
+        "count": short_blocks.counting(own["count"]),
+        "send": short_tokens.sending(own["send"]),
     }
     figures = []
     for length in LENGTHS:
@@ -83,7 +84,7 @@ def prompt_after_prompt(ways: Ways, length: int) -> Iterator[dict[str, float]]:
         times.append(time.thread_time())
         ways["name"](pool, request, taken, 0, blocks, BLOCK, 0)
         times.append(time.thread_time())
-        shortcuts._counted(ways["count"], taken)
+        short_blocks._counted(ways["count"], taken)
         times.append(time.thread_time())
         ways["send"](tokens, device="cpu", dtype=torch.int32)
         times.append(time.thread_time())

@@ -1,7 +1,7 @@
 """The engine never dies of its cache.
 
-Every call from an engine goes through :func:`guarded`: an exception of ours is counted, logged once for each kind with
-its traceback, and answered with a neutral value. Methods that have promised the engine something clean up themselves
+Every call from an engine goes through :func:`guarded`. It counts an exception of KVBM, logs the first of each kind with
+its traceback, and returns a neutral value. A method that has promised the engine a load or a store cleans up itself
 first.
 """
 
@@ -19,17 +19,17 @@ from kvbm.tracing import annotate
 
 logger = logging.getLogger("kvbm")
 
-MAX_KINDS = 256  # that are counted, and said, each for itself
+MAX_KINDS = 256  # kinds of faults that are counted and logged separately
 OTHERS = "more faults, of other kinds"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Faults:
-    """Counts what went wrong and says each thing once."""
+    """Counts faults and logs the first of each kind."""
 
     def __init__(self, engine_lock: AbstractContextManager[Any] | None = None) -> None:
-        # Held while the engine is in one of our calls: who carries out an order from outside waits for it.
+        # Held during each call from the engine. The control socket takes it to run a command between two calls.
         self.engine_lock = threading.RLock() if engine_lock is None else engine_lock
         self._counting = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -47,12 +47,12 @@ class Faults:
             )  # fmt: skip
 
     def count(self, kind: str) -> None:
-        """A fault that has been told of already. May be called from any thread."""
+        """Count a fault that has been logged already. For any thread."""
         with self._counting:
             self.counts[kind] += 1
 
     def take(self) -> dict[str, int]:
-        """What has been counted since the last call: a worker passes it on to the leader, who counts for all."""
+        """Faults counted since the last call. A worker reports them to the leader, which counts for all ranks."""
         if not self.counts:
             return {}
         fresh = self.counts - self._taken
@@ -60,7 +60,7 @@ class Faults:
         return dict(fresh)
 
     def note(self, reason: str, times: int) -> None:
-        """A fault that a worker has reported. An error's text may be another every time, and is not kept for ever."""
+        """Count a fault that a worker has reported. ``MAX_KINDS`` bounds the number of different texts."""
         if reason not in self.counts and len(self.counts) >= MAX_KINDS:
             reason = OTHERS
         if reason not in self.counts:
@@ -69,9 +69,9 @@ class Faults:
 
 
 def guarded(neutral: Any) -> Callable[[F], F]:
-    """Answer with ``neutral`` (a value, or a function that makes one) when the method raises or KVBM is off.
+    """Return ``neutral`` (a value, or a function that makes one) if the method raises or KVBM is off.
 
-    Each call is a range of the method's name in a profile.
+    A profiler shows each call as a range with the method's name.
     """
 
     def decorate(method: F) -> F:

@@ -1,4 +1,4 @@
-"""Engine releases that KVBM is made for. Imports no engine, so that anybody may ask."""
+"""Engine releases that KVBM is made for. Imports no engine, so that any module can import it."""
 
 from __future__ import annotations
 

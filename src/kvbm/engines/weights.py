@@ -1,13 +1,13 @@
-"""Which weights an engine has loaded: part of the name of a cache that outlives the engine.
+"""The fingerprint of the weights that an engine has loaded. It is part of the name of a persistent cache.
 
 Names, sizes and times of files do not identify weights: a copy may preserve all three, and the files may change after
 the engine has read them. So every rank hashes the tensors that it computes with, and all ranks agree on one digest of
 all shards (:func:`fingerprint`).
 
-A tensor in host memory is hashed with XXH3. A tensor on a device is reduced there, at the speed of its memory: its
-bytes are 32-bit lanes, each row of ``LANES`` of them is multiplied by 64-bit odd constants and summed. An odd factor
-makes any single changed lane change the sum. The factors differ by position, so that two sums with independent factors
-miss any other change, such as two values that trade places, with a probability below 2**-64.
+A tensor in host memory is hashed with XXH3. A tensor on a device is reduced there, at the speed of device memory: its
+bytes are read as 32-bit lanes, and each row of ``LANES`` lanes is multiplied by odd 64-bit factors and summed. With an
+odd factor, a change of a single lane always changes the sum. The factors differ by position. Two sums with independent
+factors miss any other change, such as two swapped values, with a probability below 2**-64.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PERSISTENCE_OFF = "Cannot fingerprint the weights; persistence is off: %s"  # for the log, with the reason
 
-LANES = 1 << 16  # of a row, which has one sum a set of factors; part of the digest's definition
-BATCH_ROWS = 32  # rows a call: 8 MiB of weights, 16 MiB of temporary memory on a device that the engine has filled up
-COPY_BYTES = 8 << 20  # of a tensor whose memory has gaps, at a time
-GATHER_SECONDS = 120.0  # that a rank waits for the digests of all others
+LANES = 1 << 16  # lanes of a row, which has one sum for each set of factors; part of the digest's definition
+BATCH_ROWS = 32  # rows per call: 8 MiB of weights, 16 MiB of temporary memory, because the engine has filled the device
+COPY_BYTES = 8 << 20  # maximum size of a copy of a tensor that is not contiguous
+GATHER_SECONDS = 120.0  # how long a rank waits for the digests of all others
 
 _SEED = b"kvbm weights 1"
 
 
 class UnreadableError(RuntimeError):
-    """The loaded weights cannot be fingerprinted; says why."""
+    """The loaded weights cannot be fingerprinted; the message says why."""
 
 
 class Named(NamedTuple):
-    """A tensor under the name it has in the model, or the parts of one that is read piece by piece."""
+    """A tensor with its name in the model, or the parts of a tensor that is read piece by piece."""
 
     name: str
     parts: Iterable[torch.Tensor]
@@ -58,7 +58,7 @@ def digest_of(tensors: Iterable[Named]) -> str:
     """One digest of these tensors: names, types, shapes and every byte. Raises UnreadableError."""
     described: list[Any] = []
     sums: dict[torch.device, _Sums] = {}
-    # A parameter may be of a class that changes what torch's functions do.
+    # A parameter's class may override torch's functions.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for name, parts in sorted(tensors, key=lambda named: named.name):
             for part in parts:
@@ -74,7 +74,7 @@ def digest_of(tensors: Iterable[Named]) -> str:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that one of a wrapping class is made of; most are plain."""
+    """The plain tensors inside a wrapper subclass, or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor.detach()
         return
@@ -83,7 +83,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _describe(tensor: torch.Tensor, sums: dict[torch.device, _Sums]) -> list[Any]:
-    """What the digest holds of a tensor itself; the sums of one on a device are collected later, in the same order."""
+    """The digest's entry of a tensor. The sums of device tensors are collected later, in the same order."""
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     found: list[Any] = [str(tensor.dtype), list(tensor.shape), order]
     if tensor.is_meta or not tensor.numel():
@@ -102,9 +102,9 @@ def _describe(tensor: torch.Tensor, sums: dict[torch.device, _Sums]) -> list[Any
 
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor's memory as bytes; where it has gaps, as copies of bounded size."""
+    """A tensor's memory as bytes. A tensor with gaps is copied in pieces of at most ``COPY_BYTES``."""
     if tensor.itemsize == 1:
-        tensor = tensor.view(torch.uint8)  # torch does not copy every type of packed numbers
+        tensor = tensor.view(torch.uint8)  # torch cannot copy every packed dtype
     if tensor.is_contiguous() or tensor.nbytes <= COPY_BYTES:
         yield tensor.contiguous().reshape(-1).view(torch.uint8)
         return
@@ -114,7 +114,7 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Sums:
-    """Weighted sums of one device's tensors. Nothing waits for the device before :meth:`collect`."""
+    """Weighted sums of one device's tensors. Only :meth:`collect` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors = _factors().to(device)
@@ -154,9 +154,9 @@ def _factors() -> torch.Tensor:
 
 
 def tensors_of(modules: Sequence[torch.nn.Module]) -> list[Named]:
-    """All parameters and buffers, each once, under the names they have without the wrappers of adapters.
+    """All parameters and buffers, each once, with their names without the wrappers of LoRA adapters.
 
-    Except the running maxima from which an engine calibrates scales: they hold what it has computed since it started.
+    Running maxima (``amax``), from which an engine calibrates scales, are left out: they depend on past requests.
     """
     found = []
     for number, module in enumerate(modules):
@@ -167,7 +167,7 @@ def tensors_of(modules: Sequence[torch.nn.Module]) -> list[Named]:
 
 
 def roots(of: Sequence[torch.nn.Module] | None = None) -> list[torch.nn.Module]:
-    """The outermost modules in this process, or those that hold the modules ``of``, in their order."""
+    """The outermost modules in this process, or those that contain the modules ``of``, in the order of ``of``."""
     parents: dict[int, list[torch.nn.Module]] = {}
     live = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
     for module in live:
@@ -190,8 +190,8 @@ def roots(of: Sequence[torch.nn.Module] | None = None) -> list[torch.nn.Module]:
 
 
 def digest_of_process() -> str:
-    """Of all models in this process, for engines with one model, or one and its draft, a process."""
-    gc.collect()  # models that are gone and wait for the collector do not count
+    """The digest of all models in this process, for engines that load one model, or one and its draft, per process."""
+    gc.collect()  # frees models that nothing references any more
     models = [root for root in roots() if next(root.parameters(), None) is not None]
     if not models:
         raise UnreadableError("no loaded model was found in this process")
@@ -199,11 +199,11 @@ def digest_of_process() -> str:
 
 
 def configuration_of(model: torch.nn.Module) -> str:
-    """What a model says of itself beside its weights: numbers that no tensor holds, such as those of its norms."""
+    """A model's class and configuration: they hold numbers that are in no tensor, such as the epsilon of its norms."""
     config = getattr(model, "config", None)
     told = config.to_dict() if hasattr(config, "to_dict") else str(config)
     text = json.dumps([type(model).__qualname__, told], sort_keys=True, default=str)
-    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where an object lies, which differs in every process
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # memory addresses of objects differ between processes
 
 
 # -- agreement --------------------------------------------------------------------------------------------------------
@@ -211,12 +211,12 @@ def configuration_of(model: torch.nn.Module) -> str:
 
 class Fingerprinted(NamedTuple):
     weights: str  # the digest of all ranks' weights
-    seconds: float  # that this rank took to hash its own
+    seconds: float  # how long this rank took to hash its own weights
 
 
 def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]]) -> Fingerprinted:
-    """The digest that all ranks agree on. Every rank calls this, and tells the others when it cannot ``read`` its own
-    weights. Raises UnreadableError."""
+    """The digest that all ranks agree on. Every rank calls this; a rank that cannot ``read`` its own weights sends an
+    empty digest. Raises UnreadableError."""
     began = time.monotonic()
     own = reason = ""
     try:
@@ -227,10 +227,10 @@ def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]])
     try:
         shards = gather(own)
     except Exception as error:
-        raise UnreadableError(reason or f"the ranks cannot compare theirs: {type(error).__name__}: {error}") from error
+        raise UnreadableError(reason or f"exchange of digests failed: {type(error).__name__}: {error}") from error
     if not all(shards):
         without = ", ".join(str(rank) for rank, shard in enumerate(shards) if not shard)
-        raise UnreadableError(reason or f"rank {without} cannot read its own")
+        raise UnreadableError(reason or f"rank {without} cannot read its weights")
     return Fingerprinted(digest(json.dumps(list(shards))), seconds)
 
 
@@ -238,10 +238,10 @@ _meetings = itertools.count()
 
 
 def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
-    """Every rank's digest, by rank, through the store with which torch.distributed has set up its groups.
+    """Every rank's digest, by rank, exchanged through the key-value store of torch.distributed.
 
-    Not a collective: a rank that does not come costs ``seconds``, and leaves the engine's groups in order. All ranks
-    succeed or all raise: the first to have every digest, or to stop waiting, decides for all of them.
+    This is no collective: an absent rank costs ``seconds`` and does not disturb the engine's process groups. All ranks
+    succeed or all raise: the first rank that has every digest, or stops waiting, decides for all of them.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
@@ -255,9 +255,9 @@ def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
         complete = True
     except Exception:
         complete = False
-    # Set once: the store compares and sets in one go, and returns what is there.
+    # The store compares and sets atomically, so the first verdict wins; it returns that verdict.
     if store.compare_set(verdict, "", "complete" if complete else "gave up") != b"complete":
-        reason = "another rank has stopped waiting" if complete else f"not all ranks came within {seconds:g} s"
+        reason = "another rank stopped waiting" if complete else f"not all ranks sent a digest within {seconds:g} s"
         raise UnreadableError(reason)
     return [store.get(key).decode().removeprefix("=") for key in keys]
 
@@ -266,7 +266,7 @@ def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
 
 
 def files(path: Path) -> str:
-    """Names, sizes and times of a folder's files, or of one file, as a digest; empty when there is none."""
+    """A digest of the names, sizes and times of a folder's files, or of one file; empty if there is none."""
     try:
         found = sorted(path.iterdir()) if path.is_dir() else [path]
         seen = [(file.name, status.st_size, status.st_mtime_ns) for file in found for status in [file.stat()]]

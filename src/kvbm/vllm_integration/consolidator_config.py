@@ -26,8 +26,8 @@ def should_enable_consolidator(vllm_config: Any) -> bool:
 def get_consolidator_endpoints(vllm_config: Any) -> tuple[str, str, str] | None:
     """(where vLLM publishes, where the consolidator does, where to subscribe to it), or None to subscribe to vLLM.
 
-    vLLM's own stream has the events of all tiers with their media, of every data-parallel rank on its own port. So it
-    is the consolidator only for who asks for it, and only with one rank: Dynamo subscribes all ranks to one port.
+    vLLM's own stream has the events of all tiers with their media, of every data-parallel rank on its own port. So
+    KVBM starts the consolidator only on request, and only with one rank: Dynamo subscribes all ranks to one port.
     """
     ours = connector_config(vllm_config)
     if ours is None or not is_wanted(vllm_config) or vllm_config.parallel_config.data_parallel_size > 1:

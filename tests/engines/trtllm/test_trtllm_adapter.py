@@ -18,6 +18,8 @@ from trtllm_sim import api
 from trtllm_sim.connector import AsyncRequests
 from trtllm_sim.request import LlmRequest, Prompt
 
+from tiernames import DISK
+
 SIZE = 8
 State = api.LlmRequestState
 
@@ -97,7 +99,7 @@ class Engine:
         return self
 
     @property
-    def half(self):
+    def adapter(self):
         return self.leader._adapter
 
     def step(self, new=(), cached=(), forward=True):
@@ -114,7 +116,7 @@ class Engine:
     def poll(self, finished=(), started=()):
         return [manager.get_finished(finished, started) for manager in self.managers]
 
-    def until(self, condition, seconds=10.0):
+    def until(self, condition, seconds=120.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "nothing happened"
@@ -140,7 +142,7 @@ class Engine:
         assert self.leader.get_num_new_matched_tokens(request, 0) == (0, False)
         self.leader.update_state_after_alloc(request, blocks)
         self.step(new=[data(request, blocks, scheduled=request.prompt_len)])
-        self.until(lambda: self.poll() and not self.half.leader.busy)
+        self.until(lambda: self.poll() and not self.adapter.leader.busy)
         self.leader.request_finished(request, blocks)
 
     def offer(self, request, blocks):
@@ -177,9 +179,9 @@ def engine(modules, monkeypatch):
 
 def test_a_setting_that_is_not_used_is_named_with_the_reason(engine, caplog):
     with caplog.at_level("INFO", logger="kvbm"):
-        config = engine(DYN_KVBM_OBJECT_REGION="nowhere").half._config
-    reason = config.unused_because["DYN_KVBM_OBJECT_REGION"]
-    assert f"DYN_KVBM_OBJECT_REGION is set but not used: {reason}" in caplog.text
+        config = engine(DYN_CONNECTOR="kvbm").adapter._config
+    reason = config.unused_because["DYN_CONNECTOR"]
+    assert f"DYN_CONNECTOR is set but not used: {reason}" in caplog.text
 
 
 def test_a_directory_for_sockets_that_others_can_write_to_keeps_kvbm_out(engine, tmp_path, monkeypatch, caplog):
@@ -188,7 +190,7 @@ def test_a_directory_for_sockets_that_others_can_write_to_keeps_kvbm_out(engine,
     here = engine()
     try:
         here.register()
-        assert here.half is None
+        assert here.adapter is None
         assert caplog.text.count("chmod go-w") == 3  # the leader and each rank say what to do
         here.step()
         assert here.poll() == [([], [])] * 2
@@ -328,7 +330,7 @@ def test_a_cache_on_disk_belongs_to_the_weights_that_were_loaded(engine, tmp_pat
         here = engine(**disk_at(tmp_path))
         here.model.bias.data[1] = value
         here.register()
-        caches.append(here.half._disk.index.directory)
+        caches.append(here.adapter.session.manager.catalogs[DISK].journal.directory)
         here.close()
         del here.model
     assert caches[0] == caches[1] != caches[2]
@@ -350,7 +352,7 @@ def test_ranks_that_loaded_different_weights_use_no_disk(engine, tmp_path, caplo
     shards = itertools.count()
     monkeypatch.setattr(compat, "gather_over_ranks", lambda own, ranks: [str(next(shards))])
     here.register()
-    assert here.half._disk is None
+    assert DISK not in here.adapter.session.manager.catalogs
     assert "the ranks disagree" in caplog.text
 
 
@@ -380,7 +382,7 @@ def test_what_one_request_has_computed_another_gets_back(engine, generation):
     here.leader.get_num_new_matched_tokens(first, 0)
     here.leader.update_state_after_alloc(first, BLOCKS)
     here.step(new=[data(first, BLOCKS, 33, generation=generation)])
-    here.until(lambda: here.poll() and not here.half.leader.busy)
+    here.until(lambda: here.poll() and not here.adapter.leader.busy)
     assert here.offer(second, OTHERS) == 32  # the 33rd token is computed
     here.until_loaded(2)
     for pool in here.pools:
@@ -395,9 +397,9 @@ def test_what_happens_can_be_seen(engine):
     here.keep(request(1), BLOCKS)
     here.offer(request(2), OTHERS)
     here.until_loaded(2)
-    here.until(lambda: here.poll() and not here.half.leader.busy)
+    here.until(lambda: here.poll() and not here.adapter.leader.busy)
     here.leader.get_num_new_matched_tokens(request(3, tokens=5), 0)
-    state = fetch(here.half.observer.server.url, requests=9)
+    state = fetch(here.adapter.observer.server.url, requests=9)
     assert (state.identity.engine, state.identity.ranks, state.identity.block_tokens) == ("tensorrt_llm", 2, SIZE)
     flows = {(flow.source, flow.target): flow for flow in state.flows}
     assert flows["device", "host"].blocks == flows["host", "device"].blocks == 4
@@ -408,7 +410,7 @@ def test_what_happens_can_be_seen(engine):
     assert [request.loaded_tokens for request in state.requests] == [0, 32, 0]
     assert state.saved.loads == 1
     assert not state.saved.measured  # how fast this engine computes
-    assert state.requests[1].why == "outside of the step, as always here"
+    assert state.requests[1].why == "loaded outside of the step (the only place with this engine or model)"
 
 
 def test_a_prefix_that_ends_within_a_block_gets_nothing(engine):
@@ -441,14 +443,14 @@ def test_what_is_sooner_computed_than_loaded_is_not_offered(engine):
         here = engine(KVBM_LOAD=load).register()
         here.keep(request(1), BLOCKS)
         assert here.leader.get_num_new_matched_tokens(request(2), 0) == ((32, True) if offered else (0, False))
-        assert sum(here.half.counts.refused_load_blocks.values()) == (0 if offered else 4)
+        assert sum(here.adapter.session.counts.refused_load_blocks.values()) == (0 if offered else 4)
 
 
 def test_the_cost_model_hears_what_steps_take(engine):
     here = engine(ranks=1).register()
     heard = []
-    here.half._cost.observe_prefill = lambda tokens, seconds, before: heard.append((tokens, before))
-    here.half._cost.observe_step = lambda seconds: heard.append("decode")
+    here.adapter._cost.observe_prefill = lambda tokens, seconds, before: heard.append((tokens, before))
+    here.adapter._cost.observe_step = lambda seconds: heard.append("decode")
     first = request(1)
     here.leader.get_num_new_matched_tokens(first, 0)
     for computed, scheduled in ((0, 16), (16, 17), (32, 1)):
@@ -463,7 +465,7 @@ def test_an_offer_that_is_not_taken_up_holds_its_blocks_for_a_while_only(engine,
     here = engine().register()
     here.keep(request(1), BLOCKS)
     here.leader.get_num_new_matched_tokens(request(2), 0)
-    pool = next(iter(here.half.leader.manager.catalogs.values()))
+    pool = next(iter(here.adapter.leader.manager.catalogs.values()))
     assert pool.pinned == 4
     monkeypatch.setattr(sys.modules["kvbm.engines.trtllm.leader"], "OFFER_SECONDS", 0.0)
     here.poll()
@@ -482,9 +484,9 @@ def test_a_request_that_is_cancelled_before_it_gets_blocks_is_forgotten(engine, 
     monkeypatch.setattr(module, "OFFER_SECONDS", 0.0)
     monkeypatch.setattr(module, "FORGOTTEN", 2)
     here.poll()
-    assert set(here.half._requests) == {2}
-    assert list(here.half._forgotten) == [6, 8]
-    assert not here.half._waiting
+    assert set(here.adapter._requests) == {2}
+    assert list(here.adapter._forgotten) == [6, 8]
+    assert not here.adapter._waiting
 
 
 def test_a_request_that_comes_back_after_it_was_forgotten_is_computed(engine, monkeypatch):
@@ -507,8 +509,8 @@ def test_a_request_that_gets_room_for_part_of_the_offer_loads_that_part(engine):
     here.keep(request(1), BLOCKS)
     second = request(2)
     assert here.offer(second, OTHERS[:2]) == 32
-    here.until(lambda: here.poll(started=[2])[0][1] or not here.half._loads)
-    assert here.half.counts.matched_tokens == 16
+    here.until(lambda: here.poll(started=[2])[0][1] or not here.adapter._loads)
+    assert here.adapter.session.counts.matched_tokens == 16
 
 
 def test_the_forward_pass_that_never_came_leaves_nothing_to_find(engine):
@@ -518,9 +520,9 @@ def test_the_forward_pass_that_never_came_leaves_nothing_to_find(engine):
     here.leader.update_state_after_alloc(first, BLOCKS)
     here.step(new=[data(first, BLOCKS, 33)], forward=False)
     here.step()
-    here.until(lambda: here.poll() and not here.half.leader.busy)
+    here.until(lambda: here.poll() and not here.adapter.leader.busy)
     assert here.leader.get_num_new_matched_tokens(request(2), 0) == (0, False)
-    assert here.half.counts.failed_store_blocks == 4
+    assert here.adapter.session.counts.failed_store_blocks == 4
 
 
 # -- accidents --------------------------------------------------------------------------------------------------------
@@ -535,7 +537,7 @@ def test_a_load_that_cannot_be_planned_is_computed(engine, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(here.half.leader, "onboard", broken)
+    monkeypatch.setattr(here.adapter.leader, "onboard", broken)
     here.offer(second, OTHERS)
     here.until_loaded(2)
     assert second.context_current_position == 0
@@ -548,7 +550,7 @@ def test_no_rank_lets_a_request_go_on_before_all_have_set_it_back(engine, monkey
     here = engine().register()
     here.keep(request(1), BLOCKS)
     second = request(2)
-    monkeypatch.setattr(here.half.leader, "onboard", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(here.adapter.leader, "onboard", lambda *a, **k: 1 / 0)
     here.offer(second, OTHERS)
     for _ in range(50):
         assert here.managers[0].get_finished(started=[2]) == ([], [])
@@ -559,7 +561,7 @@ def test_no_rank_lets_a_request_go_on_before_all_have_set_it_back(engine, monkey
 def test_a_request_that_cannot_be_found_is_held_back_rather_than_computed_on_nothing(engine, monkeypatch, caplog):
     here = engine().register()
     here.keep(request(1), BLOCKS)
-    monkeypatch.setattr(here.half.leader, "onboard", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(here.adapter.leader, "onboard", lambda *a, **k: 1 / 0)
     second = request(2)
     here.offer(second, OTHERS)
     for manager in here.managers:
@@ -579,7 +581,7 @@ def test_a_plan_that_comes_after_its_request_has_ended_is_not_begun(engine):
     here.offer(second, OTHERS)
     assert here.leader.request_finished(second, OTHERS) is True
     assert here.poll(finished=[2], started=[2]) == [([2], [2])] * 2  # it waits for nothing any more
-    here.until(lambda: here.poll() and not here.half.leader.busy)
+    here.until(lambda: here.poll() and not here.adapter.leader.busy)
     assert not any(pool[OTHERS].any() for pool in here.pools)
 
 
@@ -620,8 +622,8 @@ def test_a_load_waits_for_the_store_that_reads_its_blocks(engine):
     worker.bind_connector_meta(metadata)
     worker.start_load_kv(None)
     worker.wait_for_save(None)
-    here.until(lambda: here.poll(started=[2]) and not here.half._loads)
-    assert here.half.counts.offloaded_blocks == 8
+    here.until(lambda: here.poll(started=[2]) and not here.adapter._loads)
+    assert here.adapter.session.counts.offloaded_blocks == 8
 
 
 def test_saved_requests_are_given_back_one_at_a_time_and_in_order(engine):
@@ -643,7 +645,7 @@ def test_what_goes_wrong_in_the_leader_stays_there(engine, monkeypatch, target):
     def broken(*args, **kwargs):
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(here.half, target, broken)
+    monkeypatch.setattr(here.adapter, target, broken)
     second = request(2)
     here.park(second)
     tokens, later = here.leader.get_num_new_matched_tokens(second, 0)

@@ -1,4 +1,4 @@
-"""Block events beside TensorRT-LLM: the engine's and ours become one stream; and orders from outside."""
+"""Block events beside TensorRT-LLM: the engine's and ours become one stream; and commands of the control socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import test_trtllm_adapter as adapter
 import zmq
-from test_trtllm_adapter import BLOCKS, SIZE, free_pair, request
+from test_trtllm_adapter import BLOCKS, OTHERS, SIZE, free_pair, request
 
 from tiernames import DISK
 
@@ -35,17 +35,16 @@ class Router:
         self.number += 1
 
     def meet(self):
-        """Until both ways are open."""
-        probe = stored([99], [7] * SIZE)
-        deadline = time.monotonic() + 20
+        """Until both ways are open, and no event of this meeting is left in them."""
+        deadline = time.monotonic() + 60
         while not self.out.poll(200):
-            self.publish(probe, {"type": "BlockRemoved", "block_hashes": [99]})
+            self.publish(stored([99], [7] * SIZE), {"type": "BlockRemoved", "block_hashes": [99]})
             assert time.monotonic() < deadline
-        time.sleep(0.3)
-        while self.out.poll(300):
-            self.out.recv_multipart()
+        self.publish(stored([98], [6] * SIZE), {"type": "BlockRemoved", "block_hashes": [98]})
+        while {"BlockRemoved": [98]} not in [{each["type"]: each["block_hashes"]} for each in self.hear()]:
+            assert time.monotonic() < deadline
 
-    def hear(self, seconds=5.0):
+    def hear(self, seconds=60.0):
         if not self.out.poll(seconds * 1000):
             return []
         return msgspec.msgpack.decode(self.out.recv_multipart()[-1])[1]
@@ -70,7 +69,7 @@ def together(engine):
         here = engine(
             ranks=1, DYN_KVBM_TRTLLM_ZMQ_PORT=port, DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE=mode, **settings
         ).register()  # fmt: skip
-        router = Router(port, here.half._config.consolidator_port)
+        router = Router(port, here.adapter._config.consolidator_port)
         made.append(router)
         router.meet()
         return here, router
@@ -86,14 +85,19 @@ def test_what_the_engine_drops_and_we_keep_stays_known(together):
     router.publish(stored([1, 2, 3, 4], tokens[:32]))
     assert [event["block_hashes"] for event in router.hear()] == [[1], [2], [3], [4]]
     here.keep(request(1), BLOCKS)
+    # Ours are known under the engine's names, and before blocks that the engine has not told of.
+    here.keep(request(2, list(range(100, 133))), OTHERS)
     here.poll()
-    time.sleep(0.5)  # ours are known by now, under the engine's names
+    others = [event["block_hashes"][0] for event in router.hear()]
+    assert len(others) == 4
     router.publish({"type": "BlockRemoved", "block_hashes": [1, 2, 3, 4]})
     assert router.hear(0.5) == []
-    here.half.leader.reset()
+    here.adapter.leader.reset()
     here.poll()
     gone = router.hear()
-    assert sorted(event["block_hashes"][0] for event in gone if event["type"] == "BlockRemoved") == [1, 2, 3, 4]
+    assert sorted(event["block_hashes"][0] for event in gone if event["type"] == "BlockRemoved") == sorted(
+        [1, 2, 3, 4, *others]
+    )
 
 
 def test_our_blocks_go_out_with_their_tier(together):
@@ -114,7 +118,7 @@ def test_what_an_engine_before_has_left_on_disk_is_told_when_somebody_asks_for_i
     }  # fmt: skip
     before = engine(ranks=1, **disk).register()
     before.keep(request(1), BLOCKS)
-    pool = before.half.leader.manager.catalogs[DISK]
+    pool = before.adapter.leader.manager.catalogs[DISK]
     before.until(lambda: before.poll() and len(pool.findable) == 4)
     before.close()
     del before.model  # an engine's process has one model
@@ -126,12 +130,12 @@ def test_what_an_engine_before_has_left_on_disk_is_told_when_somebody_asks_for_i
     assert event["token_ids"] == list(range(32))
 
 
-def test_orders_are_taken_between_two_iterations(engine):
+def test_commands_are_taken_between_two_iterations(engine):
     from kvbm.control.socket import ask
 
     here = engine().register()
     here.keep(request(1), BLOCKS)
-    address = here.half._services._presence.control.address
+    address = here.adapter._services._presence.control.address
     assert ask(address, {"do": "status"})["pools"]["host"]["inactive_blocks"] == 4
     assert ask(address, {"do": "announce"}) == {"announced": False}
     assert ask(address, {"do": "reset", "tier": "host"}) == {"reset_blocks": 4}
@@ -140,7 +144,7 @@ def test_orders_are_taken_between_two_iterations(engine):
 
 def test_without_the_engines_port_there_are_no_events_and_it_is_said(engine, caplog):
     here = engine(DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR="on").register()
-    assert here.half._services._outlet is None
+    assert here.adapter._services._feed is None
     assert "DYN_KVBM_TRTLLM_ZMQ_PORT is not set" in caplog.text
 
 
@@ -150,10 +154,10 @@ def test_a_fault_in_telling_ends_the_telling_and_nothing_else(together, monkeypa
     def broken():
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(here.half._services._outlet, "pump", broken)
+    monkeypatch.setattr(here.adapter._services._feed, "pump", broken)
     here.keep(request(1), BLOCKS)
-    assert here.half._services._outlet is None
-    assert all(pool.on_change is None for pool in here.half.leader.manager.catalogs.values())
+    assert here.adapter._services._feed is None
+    assert all(pool.on_change is None for pool in here.adapter.leader.manager.catalogs.values())
     assert "routers will not learn of new ones" in caplog.text
     assert here.leader.get_num_new_matched_tokens(request(2), 0)[0] == 32
 

@@ -122,7 +122,7 @@ class Weights(torch.nn.Module):
 
 
 class Rank:
-    """One worker: its share of the cache, KVBM's worker half, and the model runner's view of the requests."""
+    """One worker: its share of the cache, KVBM's worker adapter, and the model runner's view of the requests."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, windows: Sequence[int], rank: int) -> None:
         config = copy.copy(config)
@@ -236,7 +236,7 @@ class Rank:
         return self._read(ctypes.string_at(slab.address + slot * slab.slot_bytes, slab.slot_bytes), group)
 
     def kept_on_disk(self, slot: int, group: int) -> list[list[int]]:
-        file = self.connector._adapter._rank._file()
+        file = self.connector._adapter._rank._stores()[DISK]
         with open(file.path, "rb") as slots:
             slots.seek(slot * file.slot_bytes)
             return self._read(slots.read(file.slot_bytes), group)
@@ -353,16 +353,16 @@ class Clockwork:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     @property
-    def half(self) -> Any:
+    def adapter(self) -> Any:
         return self.scheduler.connector._adapter
 
     @property
     def pool(self) -> Any:
-        return self.half.leader.manager.catalogs[HOST]
+        return self.adapter.leader.manager.catalogs[HOST]
 
     @property
     def counts(self) -> Any:
-        return self.half.counts
+        return self.adapter.session.counts
 
     @property
     def onboarded(self) -> int:
@@ -381,23 +381,24 @@ class Clockwork:
             values = kv_of(list(request.all_token_ids))
             for group in range(self._groups):
                 names = request.block_hashes
-                if self.half._groups.apart:
+                if self.adapter._groups.apart:
                     names = in_group(names, group)
                 for i, name in enumerate(names):
                     known[name] = values[i * BLOCK : (i + 1) * BLOCK], group
-        for tier, pool in self.half.leader.manager.catalogs.items():
+        for tier, pool in self.adapter.leader.manager.catalogs.items():
             if tier == DISK and self.disk_lies:
                 continue  # it claims to have written what it has not: nobody can know before it is read
-            for key, slot in pool._published.items():
+            for key in pool.findable:
+                slot = pool.find(key)
                 values, group = known[key]
                 for rank in self.ranks:
                     for layer in (rank.kept if tier == HOST else rank.kept_on_disk)(slot, group):
                         assert layer == values, f"{tier} slot {slot} of rank {rank.rank} holds the wrong KV"
 
     def check_idle(self) -> None:
-        leader = self.half.leader
+        leader = self.adapter.leader
         assert not leader.busy
-        assert not self.half._requests
+        assert not self.adapter._requests
         for pool in leader.manager.catalogs.values():
             assert (pool.pinned, pool.writing, pool.lent) == (0, 0, 0)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

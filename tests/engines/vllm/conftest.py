@@ -57,8 +57,9 @@ def make_clockwork(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator:
 def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFactory):
     """Runs steps in an engine of their own: ``run_scenario(steps, kvbm={...}, engine={...}, env={...})``.
 
-    ``kvbm=None`` is vLLM without KVBM; ``refused`` says that the engine is not to start. Whatever is found is loaded,
-    unless ``kvbm`` says otherwise: the model is so small that computing a block is often faster than loading it.
+    ``kvbm=None`` is vLLM without KVBM; ``refused`` says that the engine is not to start; ``spawn`` lets vLLM start its
+    ranks and connect them as a server does (see driver.py). KVBM loads every hit, unless ``kvbm`` says otherwise: the
+    model is so small that computing a block is often faster than loading it.
     """
 
     def run(
@@ -69,12 +70,13 @@ def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFa
         patch: dict[str, Any] | None = None,
         swap: list[str] | None = None,
         refused: bool = False,
+        spawn: bool = False,
         timeout: float = 300,
     ) -> Outcome:
         if kvbm is not None:
             kvbm = {"load": "always", **kvbm}
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
-        scenario |= {"patch": patch or {}, "swap": swap}
+        scenario |= {"patch": patch or {}, "swap": swap, "spawn": spawn}
         outcome = driver.run(scenario, tmp_path_factory.mktemp("engine"), timeout)
         assert (outcome.refused is not None) is refused, outcome.refused
         return outcome

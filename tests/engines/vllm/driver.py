@@ -4,13 +4,14 @@
 
 Importing vLLM takes longer than starting it on a tiny model. So this process imports it once and forks a child for
 every scenario: no two engines share memory, threads or environment, one that hangs can be killed, and a start costs
-four seconds instead of twelve. A scenario is an object with these keys, and its result is written as JSON to
+one second instead of twelve. A scenario is an object with these keys, and its result is written as JSON to
 ``result``::
 
     engine   arguments of vllm.LLM
     kvbm     settings of KVBM (kv_connector_extra_config); null runs vLLM without it
     env      environment variables of the engine's processes
     patch    attributes to set before the engine is made: {"module:name": value}; {"returns": x} is a function
+    spawn    true: processes of the engine import vLLM anew, as a server's do, instead of being forked from this one
     swap     [folder, other]: the model's folder is replaced by another as soon as vLLM has read its weights
     steps    a list of {"do": name, ...}: the methods of Scenario below
     log      file that takes everything the engine prints
@@ -20,6 +21,7 @@ four seconds instead of twelve. A scenario is an object with these keys, and its
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import logging
@@ -31,6 +33,7 @@ import threading
 import time
 import traceback
 import urllib.request
+from pathlib import Path
 
 ON_CUDA = os.environ.get("KVBM_TEST_DEVICE") == "cuda"  # the others run on the CPU
 DEFAULTS = {
@@ -40,27 +43,16 @@ DEFAULTS = {
     # One thread: the models are tiny, and threads that spin while they wait for each other crawl on a busy machine.
     "OMP_NUM_THREADS": "1",
 }
-# What the engine imports anyway when it starts; a release that has moved one of them only starts a little slower.
-WARM_UP = [
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.core.sched.scheduler",
-    "kvbm.vllm_integration.connector",
-]
 if ON_CUDA:
     DEFAULTS |= {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time
     }
-    WARM_UP.clear()  # importing vLLM calls CUDA, and no process that is forked after that can use it
 else:
     DEFAULTS |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCH_COMPILE_DISABLE": "1",  # of the sampler: compiling it takes longer than all that is computed here
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    WARM_UP += ["vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.qwen3"]
 
 
 class Collector(logging.Handler):
@@ -89,6 +81,8 @@ class Scenario:
             "enable_prefix_caching": True,
             "disable_log_stats": False,
             "seed": 0,
+            # Prompts are tokens, and loading a tokenizer takes half of a start. Pooling models do not run without.
+            "skip_tokenizer_init": engine.get("runner") != "pooling",
             **engine,
         }
         if kvbm is not None:
@@ -120,7 +114,7 @@ class Scenario:
         return self.core.scheduler
 
     @property
-    def half(self):
+    def adapter(self):
         return self.scheduler.connector._adapter
 
     def generate(
@@ -256,7 +250,7 @@ class Scenario:
     def drain_stores(self, seconds: float = 60) -> None:
         """Steps until no store is under way, while requests run."""
         deadline = time.monotonic() + seconds
-        while self.half.leader.stores_under_way:
+        while self.adapter.leader.stores_under_way:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"stores are under way after {seconds} s")
             self.step()
@@ -328,17 +322,17 @@ class Scenario:
     def look(self, path: str) -> str:
         """What KVBM's own port answers."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.half.observer.server.url + path, timeout=10) as response:
+        with opener.open(self.adapter.observer.server.url + path, timeout=10) as response:
             return response.read().decode()
 
     def state(self) -> dict:
         """What the leader holds. Needs the scheduler in this process."""
         from kvbm.tiers import disk
 
-        half = self.half
-        if half is None or half.leader is None:
+        adapter = self.adapter
+        if adapter is None or adapter.leader is None:
             return {"bypassed": True}
-        leader = half.leader
+        leader = adapter.leader
         pool = leader.manager.near
         return {
             "bypassed": False,
@@ -349,8 +343,8 @@ class Scenario:
             "writing": pool.writing,
             "evictions": pool.evictions,
             "busy": leader.busy,
-            "requests": len(half._requests),
-            "chains": len(half._keys._chains),
+            "requests": len(adapter._requests),
+            "chains": len(adapter._keys._chains),
             "engine_requests": len(self.scheduler.requests),
             "engine_blocks_free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "faults": dict(self.scheduler.connector._faults.counts),
@@ -364,17 +358,17 @@ class Scenario:
             "spilled": sum(leader.counts.moved_blocks.values()),
             "failed_spill_blocks": sum(leader.counts.failed_move_blocks.values()),
             "disk_size": getattr(leader.manager.catalogs.get(disk.TIER.name), "size", 0),
-            "engine_hashes": half._keys.reuses_engine_hashes,
+            "engine_hashes": adapter._keys.reuses_engine_hashes,
         }
 
     def held(self, prompts: list, salts: list | None = None) -> list[list[bool]]:
         """Which blocks of each prompt KVBM would find."""
-        pool = self.half.leader.manager.near
+        pool = self.adapter.leader.manager.near
         found = []
         for i, tokens in enumerate(prompts):
             request = self._request(f"held-{i}", tokens, salts[i] if salts else None)
-            found.append([key in pool for key in self.half._keys.of(request)])
-            self.half._keys.forget(request.request_id)
+            found.append([key in pool for key in self.adapter._keys.of(request)])
+            self.adapter._keys.forget(request.request_id)
         return found
 
     def events(self) -> list:
@@ -401,16 +395,16 @@ class Scenario:
         """What vLLM's events call the blocks that host memory holds."""
         from kvbm.engines.vllm.feed import _external
 
-        return _external(list(self.half.leader.manager.near.findable))
+        return _external(list(self.adapter.leader.manager.near.findable))
 
-    def order(self, order: dict) -> dict:
-        """Give the leader an order from outside, as `kvbm control` does."""
+    def command(self, command: dict) -> dict:
+        """Send the leader a command, as `kvbm control` does."""
         from kvbm.control.socket import ask
 
-        return ask(self.half._presence.control.address, order)
+        return ask(self.adapter._services._presence.control.address, command)
 
     def fed(self) -> bool:
-        return self.half._feed is not None
+        return self.adapter._services._feed is not None
 
     def _request(self, name: str, tokens: list[int], salt: str | None = None):
         from vllm import SamplingParams
@@ -434,6 +428,11 @@ class Scenario:
     def load_weights(self, checkpoint: str) -> None:
         """New weights for the running engine, on every rank, as a trainer brings them."""
         self.llm.collective_rpc(_load_weights, args=(checkpoint,))
+
+    def call(self, target: str, **arguments) -> object:
+        """Call ``module:function`` of a folder under tests/ in the engine's process."""
+        module, _, name = target.partition(":")
+        return getattr(importlib.import_module(module), name)(self, **arguments)
 
     # -- breaking things ----------------------------------------------------------------------------------------------
 
@@ -464,7 +463,7 @@ class Scenario:
         from kvbm.testing.copier_faults import FaultyCopier
         from kvbm.testing.fault_rules import parse
 
-        worker = find_local(self.half._vllm_config.kv_transfer_config.engine_id, 0)._worker
+        worker = find_local(self.engine.vllm_config.kv_transfer_config.engine_id, 0)._worker
         copier = worker._copier
         if isinstance(copier, FaultyCopier):
             copier = copier._inner
@@ -497,7 +496,7 @@ class Scenario:
 
     def onboard(self, mode: str) -> None:
         """What KVBM_ONBOARD does, from now on."""
-        self.half._cost._mode = mode
+        self.adapter._cost._mode = mode
 
     def layers(self) -> int:
         """How often an attention layer has asked for its blocks since this was asked last; 0 at first."""
@@ -528,6 +527,8 @@ class Scenario:
             self._gates.pop().set()
 
     def close(self) -> None:
+        # vLLM's end unfreezes the heap and collects it four times: two seconds for a process that is about to end.
+        gc.unfreeze = gc.freeze
         self.engine.engine_core.shutdown()
 
 
@@ -570,11 +571,16 @@ def run(scenario: dict) -> dict:
     logger.addHandler(collector)
     logger.setLevel(logging.INFO)
     result: dict = {"steps": [], "log": collector.lines, "refused": None}
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/
     for where, value in scenario.get("patch", {}).items():
         module, _, name = where.partition(":")
         if isinstance(value, dict):
             value = (lambda answer: lambda *args, **kwargs: answer)(value["returns"])
         setattr(importlib.import_module(module), name, value)
+    if not ON_CUDA and not scenario.get("spawn"):
+        import warm_start
+
+        warm_start.ease_processes()
     if scenario.get("swap"):
         swap_after_loading(*scenario["swap"])
     try:
@@ -626,11 +632,10 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     os.environ.update({name: os.environ.get(name, value) for name, value in DEFAULTS.items()})
-    for module in WARM_UP:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            traceback.print_exc()
+    if not ON_CUDA:  # importing vLLM calls CUDA, and no process that is forked after that can use it
+        import warm_start
+
+        warm_start.prepare()
     say({"ready": None if ON_CUDA else sys.modules["vllm"].__version__})
     for line in sys.stdin:
         sys.stdout.flush()

@@ -290,7 +290,7 @@ def test_groups_whose_blocks_lie_in_the_same_memory_in_different_ways_are_refuse
     config = make_config(model, {"cpu_cache_override_num_blocks": 4})
     worker = DynamoConnector(config, KVConnectorRole.WORKER, groups(specs.full, specs.sliding))
     memory = torch.zeros(16, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"each in its own way.*unset VLLM_KV_CACHE_LAYOUT .* or add --disable-hybrid"):
+    with pytest.raises(ValueError, match=r"blocks differently.*unset VLLM_KV_CACHE_LAYOUT .* or add --disable-hybrid"):
         worker.register_kv_caches({"a": memory[:, :, 0], "b": memory.view(16, 3, 2, 4)[:, 0]})
     worker.shutdown()
 

@@ -35,9 +35,9 @@ def ask_twice(engine):
 def believe(engine, load_seconds, token_seconds=None):
     """Teach it that host memory takes so long to bring anything, and the engine so long to compute a token."""
     for _ in range(60):
-        engine.half._cost.observe_load(HOST, 1, load_seconds)
+        engine.adapter._cost.observe_load(HOST, 1, load_seconds)
         if token_seconds is not None:
-            engine.half._cost.observe_prefill(1000, 1000 * token_seconds)
+            engine.adapter._cost.observe_prefill(1000, 1000 * token_seconds)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
@@ -77,7 +77,7 @@ def test_always_means_always(make_engine):
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapping"])
 def test_loads_and_steps_teach_what_they_took(overlap, ranks, make_engine):
     engine = make_engine({"load": "always"}, overlap=overlap, ranks=ranks)
-    cost = engine.half._cost
+    cost = engine.adapter._cost
     ask_twice(engine)
     assert cost._step.count > 10
     assert cost._tiers[HOST].fixed.count + cost._tiers[HOST].byte.count == 3  # the priors and one load
@@ -85,7 +85,7 @@ def test_loads_and_steps_teach_what_they_took(overlap, ranks, make_engine):
     block_bytes = 3 * 4 * 8 * ranks
     assert engine.counts.loaded_bytes == {HOST: 10 * block_bytes}
     assert engine.counts.stored_bytes[HOST] == engine.counts.offloaded_blocks * block_bytes
-    assert not engine.half._steps._under_way
+    assert not engine.adapter._steps._under_way
 
 
 # -- several prompts at once ------------------------------------------------------------------------------------------
@@ -138,9 +138,9 @@ def test_whoever_is_put_off_is_looked_up_once(make_engine, monkeypatch):
     for i, name in enumerate("defgh"):
         monkeypatch.setitem(PROMPTS, name, numbers(10 + i, 42))
     engine = make_engine(blocks=128)
-    lookup, looked = engine.half.leader.manager.lookup, []
+    lookup, looked = engine.adapter.leader.manager.lookup, []
     monkeypatch.setattr(
-        engine.half.leader.manager, "lookup", lambda *about, **how: looked.append(1) or lookup(*about, **how)
+        engine.adapter.leader.manager, "lookup", lambda *about, **how: looked.append(1) or lookup(*about, **how)
     )
     seen = ask_together(engine, max_tokens=1, load_seconds=30.0)
     assert [len(loads) for loads in seen] == [1] * 8
@@ -159,14 +159,14 @@ def test_nobody_is_put_off_for_ever(make_engine, monkeypatch):
 
 def test_a_request_whose_keys_cannot_be_had_costs_nobody_else_anything(make_engine, monkeypatch):
     engine = make_engine()
-    keys = engine.half._keys.of
+    keys = engine.adapter._keys.of
 
     def of(request):
         if request.request_id == "b":
             raise OSError("no keys")
         return keys(request)
 
-    monkeypatch.setattr(engine.half._keys, "of", of)
+    monkeypatch.setattr(engine.adapter._keys, "of", of)
     for name in "ab":
         engine.add(name, PROMPTS[name])
     engine.run()
@@ -174,7 +174,7 @@ def test_a_request_whose_keys_cannot_be_had_costs_nobody_else_anything(make_engi
     kept = engine.pool.published
     monkeypatch.undo()
     assert kept >= 42 // 4
-    assert sum(engine.half._faults.counts.values()) > 0
+    assert sum(engine.adapter._faults.counts.values()) > 0
 
 
 # -- fetching ahead ---------------------------------------------------------------------------------------------------
@@ -187,10 +187,10 @@ def fetched_ahead(engine, monkeypatch, **asked):
     monkeypatch.setattr(prefetch, "PREFETCH_BLOCKS", 1)
     fetched = []
     monkeypatch.setattr(
-        engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True
+        engine.adapter._prefetcher._worker, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True
     )
     seen = ask_together(engine, load_seconds=30.0, **asked)
-    assert engine.half._ahead._fetched is None
+    assert engine.adapter._prefetcher._fetched is None
     return fetched, seen
 
 
@@ -211,7 +211,7 @@ def test_nobody_is_fetched_ahead_of_loads_that_have_their_blocks(make_engine, mo
 def test_what_was_planned_is_carried_out_whatever_becomes_of_the_next_plan(make_engine, monkeypatch):
     """Else its slots are taken for ever, and vLLM steps on and on for the sake of a store that nobody does."""
     engine = make_engine(max_num_batched_tokens=256)
-    offload, planned = engine.half.leader.offload, []
+    offload, planned = engine.adapter.leader.offload, []
 
     def only_once(keys, blocks):
         if planned:
@@ -219,7 +219,7 @@ def test_what_was_planned_is_carried_out_whatever_becomes_of_the_next_plan(make_
         planned.append(offload(keys, blocks))
         return planned[-1]
 
-    monkeypatch.setattr(engine.half.leader, "offload", only_once)
+    monkeypatch.setattr(engine.adapter.leader, "offload", only_once)
     for name, prompt in PROMPTS.items():
         engine.add(name, prompt)
     engine.run()
@@ -237,12 +237,12 @@ def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, t
     monkeypatch.setattr(prefetch, "PREFETCH_BLOCKS", 1)
     fetched = []
     monkeypatch.setattr(
-        engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True
+        engine.adapter._prefetcher._worker, "prefetch", lambda slots, tokens: fetched.append(list(slots)) or True
     )
     engine.add("first", PROMPT)
     engine.run()
     engine.forget()
-    engine.half.leader.forget(HOST)
+    engine.adapter.leader.forget(HOST)
     engine.add("from disk", PROMPT)
     assert not fetched
     engine.run(50_000)
@@ -265,17 +265,17 @@ def test_who_was_fetched_ahead_and_is_not_loaded_holds_nothing(what, make_engine
     engine.run()
     engine.forget()
     monkeypatch.setattr(prefetch, "PREFETCH_BLOCKS", 1)
-    monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: True)
+    monkeypatch.setattr(engine.adapter._prefetcher._worker, "prefetch", lambda slots, tokens: True)
     request = engine.add("second", PROMPT, 50)
     assert engine.pool.pinned == 10
     if what == "is aborted":
         engine.abort("second")
     elif what == "is computed after all":
-        engine.half._requests["second"].refused = True
+        engine.adapter._requests["second"].refused = True
         engine.submit()
         assert request.num_computed_tokens
     else:
-        engine.half.reset()
+        engine.adapter.reset()
     assert engine.pool.pinned == 0
     engine.run()
     engine.check()
@@ -291,10 +291,12 @@ def test_when_its_books_are_closed_nothing_more_is_stored_or_fetched(make_engine
     engine.forget()
     fetched = []
     monkeypatch.setattr(prefetch, "PREFETCH_BLOCKS", 1)
-    monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(slots) or True)
-    engine.half.leader.apply = None  # whoever calls it fails
-    engine.half.apply([])
-    assert engine.half.leader is None
+    monkeypatch.setattr(
+        engine.adapter._prefetcher._worker, "prefetch", lambda slots, tokens: fetched.append(slots) or True
+    )
+    engine.adapter.leader.apply = None  # whoever calls it fails
+    engine.adapter.apply([])
+    assert engine.adapter.leader is None
     engine.add("again", PROMPT)
     engine.add("new", PROMPTS["b"])
     while engine.scheduler.has_requests():
@@ -362,20 +364,22 @@ def test_the_gap_after_a_step_is_not_left_to_somebody_who_has_no_use_for_it(firs
         engine.add(name, prompt)
     engine.run()
     engine.forget()
-    engine.half._cost._mode = "async"
+    engine.adapter._cost._mode = "async"
     engine.add("first", PROMPTS["a"] if first != "who decodes" else numbers(9, 42), 16)
     engine.submit()
-    assert engine.half._requests["first"].loads == (first != "who decodes")
+    assert engine.adapter._requests["first"].loads == (first != "who decodes")
     believe(engine, load_seconds=30.0, token_seconds=10.0)
-    engine.half._cost._mode = "sync"
+    engine.adapter._cost._mode = "sync"
     fetched = []
     monkeypatch.setattr(prefetch, "PREFETCH_BLOCKS", 1)
-    monkeypatch.setattr(engine.half._ahead._worker, "prefetch", lambda slots, tokens: fetched.append(slots) or True)
+    monkeypatch.setattr(
+        engine.adapter._prefetcher._worker, "prefetch", lambda slots, tokens: fetched.append(slots) or True
+    )
     for name in "bc":
         engine.add(f"{name} again", PROMPTS[name], 1)
     engine.submit()
     assert [(load.request[0], load.in_step) for load in engine.ranks[0].plan.loads] == [("b", True)]
-    wanted = engine.half.leader.manager.lookup(engine.half._keys.of(engine.scheduler.requests["c again"]), 0, 10)
+    wanted = engine.adapter.leader.manager.lookup(engine.adapter._keys.of(engine.scheduler.requests["c again"]), 0, 10)
     assert fetched[-1:] == [wanted.runs[0].slots]
     engine.run()
     engine.check()
@@ -387,7 +391,7 @@ def offered_outside(engine):
     engine.add("first", PROMPT)
     engine.run()
     engine.forget()
-    engine.half._cost._mode = "async"
+    engine.adapter._cost._mode = "async"
 
 
 def test_who_waits_for_room_that_a_step_under_way_will_make_is_loaded(make_engine):
@@ -411,15 +415,15 @@ def test_who_is_offered_in_vain_and_waits_for_nobody_is_computed(make_engine):
     engine = make_engine()
     offered_outside(engine)
     request = make_request("second", PROMPT)
-    engine.half.new_request(request)
+    engine.adapter.new_request(request)
     offers = []
     while len(offers) < 20:
-        offers.append(engine.half.match(request, 0))
+        offers.append(engine.adapter.match(request, 0))
         engine.submit()
         engine.process()
     assert offers[0] == (40, True)
     assert (0, False) in offers
-    engine.half.finished(request)
+    engine.adapter.finished(request)
     engine.check_idle()
 
 
@@ -446,13 +450,13 @@ def bring_back(make_engine, monkeypatch):
     def bring_back(length, mode, kept=None, beside=True, overlap=False, loses_last=False, before=None, **options):
         engine = make_engine({"onboard": mode}, overlap=overlap, **options)
         engine.last_scheduled = {}
-        plan_step = engine.half.plan_step
+        plan_step = engine.adapter.plan_step
 
         def watch(output):
             engine.last_scheduled = dict(output.num_scheduled_tokens)
             return plan_step(output)
 
-        monkeypatch.setattr(engine.half, "plan_step", watch)
+        monkeypatch.setattr(engine.adapter, "plan_step", watch)
         if loses_last:
             worker = engine.ranks[0].connector._adapter._rank.worker
             result = worker._result
@@ -514,7 +518,7 @@ def test_a_prompt_that_does_not_end_with_a_block_has_its_last_tokens_computed(le
 @pytest.mark.parametrize("length", [40, 41])
 def test_what_is_brought_back_has_been_looked_up_and_found(length, bring_back):
     engine, _ = bring_back(length, "async")
-    log = engine.half.observer.log
+    log = engine.adapter.observer.log
     (second,) = (request for request in log.latest(10) if request.id == "second")
     assert (second.found, second.loaded_tokens) == ({"host": 40}, 40)
     assert log.hit_rates().hits == {"host": 10}
@@ -547,14 +551,14 @@ def test_a_prompt_comes_back_to_its_last_block_while_others_are_stored(bring_bac
     """Then its slots are compared with its keys once more, and all of them are known."""
 
     def change(engine, prompt):
-        onboard, pool = engine.half.leader.onboard, engine.half.leader.manager.catalogs[HOST]
+        onboard, pool = engine.adapter.leader.onboard, engine.adapter.leader.manager.catalogs[HOST]
 
         def stored_before(*load):
             pool.commit(pool.reserve([b"another"]))
             pool.drop([b"another"])
             return onboard(*load)
 
-        monkeypatch.setattr(engine.half.leader, "onboard", stored_before)
+        monkeypatch.setattr(engine.adapter.leader, "onboard", stored_before)
 
     engine, counts = bring_back(40, "async", before=change)
     assert engine.onboarded == 10
@@ -563,7 +567,7 @@ def test_a_prompt_comes_back_to_its_last_block_while_others_are_stored(bring_bac
 
 def test_a_last_block_that_lies_in_another_tier_is_computed(bring_back, monkeypatch):
     def spill(engine, prompt):
-        manager = engine.half.leader.manager
+        manager = engine.adapter.leader.manager
         lookup = manager.lookup
 
         def look(keys, start, limit, **options):
@@ -579,13 +583,13 @@ def test_a_last_block_that_lies_in_another_tier_is_computed(bring_back, monkeypa
 
 def test_what_is_not_worth_bringing_back_is_not_brought_back_for_being_the_next(bring_back, monkeypatch):
     def cut(engine, prompt):
-        decide = engine.half._cost.decide
+        decide = engine.adapter._cost.decide
 
         def at_most_four(*asked, **how):
             decision = decide(*asked, **how)
             return decision._replace(blocks=min(decision.blocks, 4))
 
-        monkeypatch.setattr(engine.half._cost, "decide", at_most_four)
+        monkeypatch.setattr(engine.adapter._cost, "decide", at_most_four)
 
     engine, counts = bring_back(40, "async", before=cut)
     assert engine.onboarded == 4
@@ -598,7 +602,7 @@ def test_what_is_not_worth_bringing_back_is_not_brought_back_for_being_the_next(
 def seen_off(engine, long, beside):
     """Whether a request was seen off at once; else it is with the next step."""
     logged = []
-    log = engine.half.observer.log
+    log = engine.adapter.observer.log
     finished = log.finished
 
     def watch(name, *rest):
@@ -632,8 +636,8 @@ def test_at_its_end_what_a_request_has_used_is_recent_and_what_it_found_was_of_u
     """The blocks of its answer are not among them where those are not kept."""
     engine = make_engine({"offload_decode": False})
     touched, used = [], []
-    monkeypatch.setattr(engine.half.leader, "touch", touched.append)
-    monkeypatch.setattr(engine.half.leader, "used", used.append)
+    monkeypatch.setattr(engine.adapter.leader, "touch", touched.append)
+    monkeypatch.setattr(engine.adapter.leader, "used", used.append)
     for name in ("first", "second"):
         keys = engine.add(name, PROMPT, max_tokens=12).block_hashes
         engine.run()
@@ -650,7 +654,7 @@ def end_beside_another(engine, *names):
         engine.add(name, PROMPT[::-1], max_tokens=1)
     while any(name in engine.scheduler.requests for name in names):
         engine.turn()
-    assert [ended.name for ended in engine.half._ended] == list(names)
+    assert [ended.name for ended in engine.adapter.session.ended] == list(names)
 
 
 @pytest.fixture
@@ -660,7 +664,7 @@ def long_ends(make_engine, monkeypatch):
     engine = make_engine()
     told = []
     monkeypatch.setattr(
-        engine.half.observer.log.record, "add", lambda kind, *_, request=None, **__: told.append((kind, request))
+        engine.adapter.observer.log.record, "add", lambda kind, *_, request=None, **__: told.append((kind, request))
     )
     return engine, told
 
@@ -668,9 +672,9 @@ def long_ends(make_engine, monkeypatch):
 def test_who_has_ended_is_seen_off_before_everything_is_forgotten(long_ends):
     engine, told = long_ends
     end_beside_another(engine, "one")
-    assert engine.half.reset()
+    assert engine.adapter.reset()
     assert ("request", "one") in told
-    assert engine.half._ended == []
+    assert engine.adapter.session.ended == []
     engine.run()
     engine.check_idle()
 
@@ -678,7 +682,7 @@ def test_who_has_ended_is_seen_off_before_everything_is_forgotten(long_ends):
 def test_an_end_that_fails_is_in_nobodys_way(long_ends, monkeypatch):
     """Neither of others that have ended meanwhile, nor of who wants everything forgotten."""
     engine, told = long_ends
-    log, finished = engine.half.observer.log, engine.half.observer.log.finished
+    log, finished = engine.adapter.observer.log, engine.adapter.observer.log.finished
 
     def fail_once(name, *rest):
         if name == "one":
@@ -687,9 +691,9 @@ def test_an_end_that_fails_is_in_nobodys_way(long_ends, monkeypatch):
 
     monkeypatch.setattr(log, "finished", fail_once)
     end_beside_another(engine, "one", "two")
-    assert engine.half.reset()
+    assert engine.adapter.reset()
     assert ("request", "two") in told
-    assert engine.half._faults.counts == {"the end of a request: OSError": 1}
+    assert engine.adapter._faults.counts == {"the end of a request: OSError": 1}
 
 
 def test_a_request_that_takes_the_name_of_one_that_has_just_ended_is_another(long_ends):
@@ -698,7 +702,7 @@ def test_a_request_that_takes_the_name_of_one_that_has_just_ended_is_another(lon
         end_beside_another(engine, "one")
     engine.run()
     assert told.count(("request", "one")) == 2
-    assert not engine.half.observer.log._running
+    assert not engine.adapter.observer.log._running
 
 
 def test_who_has_ended_is_seen_off_before_the_engine_stops(long_ends):

@@ -31,7 +31,7 @@ class Here:
             step_seconds=1.0,
         )
         self.waits = Deferrals(self.manager, cost, block_size=4, block_bytes=1)
-        self.state = RequestState(None)
+        self.state = RequestState(SimpleNamespace(request_id="r"))
 
     def for_block(self, later=0.0):
         """Whether somebody who finds "a", and "b" just being written, waits."""

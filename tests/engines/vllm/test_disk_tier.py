@@ -170,7 +170,7 @@ def test_another_size_of_the_disk_keeps_what_fits(size, make_engine):
     first.close()
     second = make_engine({"disk_cache_override_num_blocks": size})
     second.check_pool()
-    assert second.half.leader.manager.catalogs[DISK].published == min(size, 40)
+    assert second.adapter.leader.manager.catalogs[DISK].published == min(size, 40)
     for i in range(4):
         second.add(f"r{i}", numbers(30 + i, 42), 1)
     second.run(50_000)
@@ -408,7 +408,7 @@ def test_a_full_filesystem_costs_hits_and_no_token(kind, ranks, run_scenario, ba
         ]
         kvbm = settings(folder, disk_cache_override_num_blocks=100)
         options = RANKS if ranks == 2 else {}
-        patch = {"kvbm.tiers.disk.file:_fallocate": {"returns": errno.EOPNOTSUPP}} if kind == "tmpfs" else {}
+        patch = {"kvbm.tiers.disk.prealloc:fallocate": {"returns": errno.EOPNOTSUPP}} if kind == "tmpfs" else {}
         story = run_scenario(steps, kvbm, patch=patch, **options)
     finally:
         subprocess.run(["umount", folder], check=True)

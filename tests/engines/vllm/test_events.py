@@ -95,16 +95,16 @@ def follow(algorithm, run_scenario, tmp_path):
 
 
 @pytest.mark.engine
-def test_orders_reach_a_running_engine_and_its_subscribers(run_scenario, baseline, tmp_path):
+def test_commands_reach_a_running_engine_and_its_subscribers(run_scenario, baseline, tmp_path):
     """Told again, a strict subscriber that has missed nothing still agrees; emptied, the engine computes again."""
     steps = [
         generate(PROMPT, name="cold"),
         do("drain"),
-        do("order", "status", order={"do": "status"}),
-        do("order", "announced", order={"do": "announce"}),
+        do("command", "status", command={"do": "status"}),
+        do("command", "announced", command={"do": "announce"}),
         do("drain"),
         do("events", "told again"),
-        do("order", "emptied", order={"do": "reset", "tier": "host"}),
+        do("command", "emptied", command={"do": "reset", "tier": "host"}),
         do("drain"),
         do("events", "told of the end"),
         do("reset"),

@@ -160,17 +160,18 @@ def test_what_no_worker_can_confirm_is_told(make_engine, gate, monkeypatch, said
 def test_writes_that_ended_while_vllm_slept_are_heard_when_it_wakes_up_to_end(make_engine, gate, monkeypatch):
     """A write takes longer than vLLM steps on for it. vLLM asks for work once more before it ends its workers."""
     clock = type("Clock", (), {"now": 1000.0, "monotonic": lambda self: self.now})()
-    monkeypatch.setattr("kvbm.engines.vllm.scheduler.time", clock)
+    monkeypatch.setattr("kvbm.engines.vllm.idle.time", clock)
     engine = make_engine()
     answer(engine)
-    while not engine.half.leader.edges[0].pending_blocks:
+    while not engine.adapter.leader.edges[0].pending_blocks:
         engine.turn()
     assert engine.scheduler.has_requests()
     clock.now += 2.1
     engine.run()  # gives up on the disk
     assert sum(engine.counts.moved_blocks.values()) == 0
     gate.set()
-    operations = list(engine.ranks[0].connector._adapter._worker._moves.values())
+    moves = engine.ranks[0].connector._adapter._worker._moves._moves.values()
+    operations = [move._writing for move in moves]
     assert all(operation.wait(60) for operation in operations)
     assert not engine.scheduler.has_requests()
     clock.now += 10
@@ -182,10 +183,10 @@ def test_writes_that_ended_while_vllm_slept_are_heard_when_it_wakes_up_to_end(ma
 def test_a_disk_that_still_hangs_when_vllm_wakes_up_is_given_up_again(make_engine, gate, monkeypatch):
     """However long a step takes: vLLM was not asleep while it stepped."""
     clock = type("Clock", (), {"now": 1000.0, "monotonic": lambda self: self.now})()
-    monkeypatch.setattr("kvbm.engines.vllm.scheduler.time", clock)
+    monkeypatch.setattr("kvbm.engines.vllm.idle.time", clock)
     engine = make_engine()
     answer(engine)
-    while not engine.half.leader.edges[0].pending_blocks:
+    while not engine.adapter.leader.edges[0].pending_blocks:
         engine.turn()
     clock.now += 10
     for _ in range(2):

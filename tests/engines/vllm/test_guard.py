@@ -114,7 +114,7 @@ def test_books_that_are_out_of_step_are_closed_for_good(run_scenario, baseline):
     assert story["reset"] is True
     assert story["end"] == {"bypassed": True}
     assert story["metrics"]["kvbm_failures"] == 1
-    assert len(story.said("KVBM is off from here on")) == 1
+    assert len(story.said("KVBM disabled: inconsistent state")) == 1
 
 
 def test_a_reset_that_fails_is_not_reported_as_done(run_scenario):
@@ -143,9 +143,9 @@ def test_a_report_that_cannot_be_read_closes_the_books_too(make_clockwork, caplo
     for _ in range(2):
         garbled = SimpleNamespace(kv_connector_worker_meta=WorkerReports([b"garbled"]), invalid_block_ids=set())
         engine.scheduler.connector.update_connector_output(garbled)
-    assert engine.half.leader is None
-    assert not engine.half.busy
-    assert caplog.text.count("KVBM is off from here on") == 1
+    assert engine.adapter.leader is None
+    assert not engine.adapter.busy
+    assert caplog.text.count("KVBM disabled: inconsistent state") == 1
     engine.forget()
     engine.add("after", list(range(40)))
     engine.run()
@@ -159,10 +159,12 @@ def test_changes_that_nobody_will_be_told_of_are_not_collected(make_clockwork, m
         raise RuntimeError("broken on purpose")
 
     engine = make_clockwork()
-    half = engine.half
-    half._feed = EventFeed(half.leader.manager.catalogs, 16, half._kv_cache_config.kv_cache_groups[0])
+    adapter = engine.adapter
+    adapter._services._feed = EventFeed(
+        adapter.leader.manager.catalogs, 16, adapter._kv_cache_config.kv_cache_groups[0]
+    )
     assert engine.pool.on_change is not None
     monkeypatch.setattr(EventFeed, "take", broken)
-    assert half.take_events() == []
-    assert half._feed is None
+    assert adapter.take_events() == []
+    assert adapter._services._feed is None
     assert engine.pool.on_change is None

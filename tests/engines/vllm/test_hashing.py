@@ -19,7 +19,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.request import Request
 
-from kvbm.engines.vllm import compat, hashing
+from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.shortcuts import hashing
 
 pytestmark = pytest.mark.engine
 SIZE = 16
@@ -206,7 +207,7 @@ def test_where_the_two_do_not_agree_vllm_has_its_way(own, function, caplog):
         return [name[::-1] for name in own(request)]
 
     assert hashing.quick(other, SIZE, function) is other
-    assert "vLLM's own way" in caplog.text
+    assert "using vLLM's own" in caplog.text
 
 
 def test_a_hasher_that_wants_more_of_a_request_than_is_known_has_its_way(function):
@@ -223,8 +224,8 @@ def core(monkeypatch):
 
 
 def test_engines_made_from_now_on_take_the_short_way(core, function):
-    hashing.quicken()
-    hashing.quicken()
+    hashing.install()
+    hashing.install()
     hasher = core.get_request_block_hasher(SIZE, function)
     assert hasher.__module__ == hashing.__name__
     assert core.get_request_block_hasher.__wrapped__ is kv_cache_utils.get_request_block_hasher
@@ -238,7 +239,7 @@ def test_the_short_way_is_taken_where_it_is_wanted(wanted, core, make_clockwork)
 
 def test_a_release_that_nobody_has_read_keeps_its_own(core, monkeypatch):
     monkeypatch.setattr(compat, "release", lambda: (9, 9))
-    hashing.quicken()
+    hashing.install()
     assert core.get_request_block_hasher is kv_cache_utils.get_request_block_hasher
 
 
@@ -250,7 +251,7 @@ def test_a_release_that_has_nothing_where_others_have_it_starts_like_any_other(g
         monkeypatch.delattr("vllm.v1.engine.core")
     else:
         monkeypatch.delattr(core, "get_request_block_hasher")
-    importlib.reload(hashing).quicken()
+    importlib.reload(hashing).install()
 
 
 def test_only_long_prompts_wait_for_those_who_decode(own, function, monkeypatch):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def make_engine(make_clockwork, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvbm.runtime.rank.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("kvbm.tiers.host.open.PATIENCE_SECONDS", 0.1)
     kept = {"host_persist": True, "host_persist_dir": str(tmp_path)}
     return lambda kvbm=None, **options: make_clockwork({**kept, **(kvbm or {})}, heir=True, **options)
 

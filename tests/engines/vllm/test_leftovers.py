@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,30 +12,30 @@ import pytest
 LEAVES = {
     "process": "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)",
     "temporary file": "import tempfile; tempfile.mkstemp()",
-    "shared memory": "open('/dev/shm/kvbm-left-behind', 'w').close()",
-    "": "open('/dev/shm/vllm_dist_kvbm-left-behind', 'w').close()",
+    "shared memory": "open('SHM/kvbm-left-behind', 'w').close()",
+    "": "open('SHM/vllm_dist_kvbm-left-behind', 'w').close()",
 }
 # What another program makes meanwhile, or vLLM: the run is not to blame for it, and does not touch it.
-OTHERS = Path("/dev/shm/another-program")
-VLLMS = Path("/dev/shm/vllm_dist_kvbm-left-behind")
+OTHERS, VLLMS = "another-program", "vllm_dist_kvbm-left-behind"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind or "nothing")
-def test_a_run_that_leaves_something_behind_fails(kind, tmp_path):
-    others = f"open({str(OTHERS)!r}, 'w').close()"
-    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {LEAVES[kind]}\n    {others}\n")
-    (tmp_path / "conftest.py").write_text("import leftovers\nfrom leftovers import *\nleftovers.PATIENCE_SECONDS = 1\n")
+def test_a_run_that_leaves_something_behind_fails(kind, workers, tmp_path):
+    pytest.importorskip("xdist")
+    shm = tmp_path / "shm"  # in place of /dev/shm, which other runs of these tests use as well
+    shm.mkdir()
+    others = f"open({str(shm / OTHERS)!r}, 'w').close()"
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {LEAVES[kind].replace('SHM', str(shm))}\n    {others}\n")
+    (tmp_path / "conftest.py").write_text(
+        "import leftovers\nfrom pathlib import Path\nfrom leftovers import *\nleftovers.PATIENCE_SECONDS = 1\n"
+        f"leftovers.SHARED_MEMORY = Path({str(shm)!r})\n"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
-    try:
-        done = subprocess.run(
-            command, env={"PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=60
-        )
-    finally:
-        Path("/dev/shm/kvbm-left-behind").unlink(missing_ok=True)
-        untouched = OTHERS.exists()
-        OTHERS.unlink(missing_ok=True)
-        untouched = untouched and VLLMS.exists() is not bool(kind)
-        VLLMS.unlink(missing_ok=True)
+    command += ["-n", str(workers)]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    untouched = (shm / OTHERS).exists() and (shm / VLLMS).exists() is not bool(kind)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert untouched
     assert (done.returncode == 1) is bool(kind), done.stdout

@@ -91,7 +91,7 @@ def test_prompts_get_the_names_that_this_release_gives():
     import vllm.v1.core.kv_cache_utils as kv_cache_utils
     from vllm.utils.hashing import sha256
 
-    from kvbm.engines.vllm import hashing
+    from kvbm.engines.vllm.shortcuts import hashing
 
     kv_cache_utils.init_none_hash(sha256)
     own = kv_cache_utils.get_request_block_hasher(16, sha256)
@@ -103,7 +103,7 @@ def test_blocks_are_taken_and_named_as_this_release_does_it(monkeypatch):
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from kvbm.engines.vllm import shortcuts
+    from kvbm.engines.vllm.shortcuts import blocks, tokens
 
     places = [
         (BlockPool, "get_new_blocks"),
@@ -114,7 +114,7 @@ def test_blocks_are_taken_and_named_as_this_release_does_it(monkeypatch):
     for place, name in places:
         function = getattr(place, name)
         monkeypatch.setattr(place, name, getattr(function, "__wrapped__", function))
-    shortcuts.quicken_scheduler()
-    shortcuts.quicken_worker()
+    assert blocks.install()
+    assert tokens.install()
     # They would not be there, had the two been seen to differ.
     assert all(hasattr(getattr(place, name), "__wrapped__") for place, name in places)

@@ -27,14 +27,14 @@ def test_a_reset_that_fails_turns_the_cache_off(ranks, make_clockwork, monkeypat
     def fail():
         raise OSError("reset broke")
 
-    monkeypatch.setattr(engine.half.leader, "reset", fail)
+    monkeypatch.setattr(engine.adapter.leader, "reset", fail)
     before = engine.onboarded
     change_weights(engine)
     for name in ("second", "third"):
         engine.add(name, PROMPT, 4)
         engine.run()
         engine.forget()
-    assert engine.half.leader is None
+    assert engine.adapter.leader is None
     assert engine.onboarded == before
     assert engine.answers == dict.fromkeys(("first", "second", "third"), engine.answers["first"])
 
@@ -68,8 +68,8 @@ def test_an_adapter_gets_no_hit_where_layers_are_in_several_groups(make_clockwor
     from kvbm.plans import Report
 
     engine = make_clockwork(windows=(0, 8))
-    assert engine.half._groups.apart
-    engine.half._adapters.apply([Report(0, adapters={1: (1, "weights")})])
+    assert engine.adapter._groups.apart
+    engine.adapter._adapters.apply([Report(0, adapters={1: (1, "weights")})])
     for name, lora in (("first", 1), ("second", 1), ("plain", 0), ("plain again", 0)):
         engine.add(name, PROMPT, 4, lora_request=LoRARequest("a", 1, "/a") if lora else None)
         engine.run()
@@ -85,11 +85,11 @@ def test_a_request_of_a_name_that_was_used_before_has_keys_of_its_own(make_clock
     from kvbm.plans import Report
 
     engine = make_clockwork()
-    engine.half._adapters.apply([Report(0, adapters={1: (1, "weights")})])
-    keys, request = engine.half._keys, engine.add("r", PROMPT, 4, lora_request=LoRARequest("a", 1, "/a"))
+    engine.adapter._adapters.apply([Report(0, adapters={1: (1, "weights")})])
+    keys, request = engine.adapter._keys, engine.add("r", PROMPT, 4, lora_request=LoRARequest("a", 1, "/a"))
     keys.bind(request)
     before = list(keys.of(request))
-    engine.half.new_request(request)
+    engine.adapter.new_request(request)
     assert before
     assert not keys.of(request)
     keys.bind(request)

@@ -51,7 +51,7 @@ def test_a_block_is_kept_only_when_its_tokens_are_known(make_engine):
     while engine.scheduler.has_requests():
         if engine.can_submit:
             engine.submit()
-            state = engine.half._requests.get("a")
+            state = engine.adapter._requests.get("a")
             assert state is None or state.stored <= request.num_tokens // BLOCK
         else:
             engine.process()
@@ -223,7 +223,7 @@ def test_a_load_that_cannot_be_planned_costs_those_nothing_who_share_the_blocks_
     engine.add("first", PROMPT, 1)
     engine.run()
     engine.forget()
-    monkeypatch.setattr(engine.half.leader.manager, "lookup", lambda *about, **more: Match(0, [], False, []))
+    monkeypatch.setattr(engine.adapter.leader.manager, "lookup", lambda *about, **more: Match(0, [], False, []))
     engine.add("runs", PROMPT[:21], 20)
     for _ in range(8):
         engine.turn()
@@ -233,7 +233,7 @@ def test_a_load_that_cannot_be_planned_costs_those_nothing_who_share_the_blocks_
     def onboard(*about):
         raise OSError("no plan")
 
-    monkeypatch.setattr(engine.half.leader, "onboard", onboard)
+    monkeypatch.setattr(engine.adapter.leader, "onboard", onboard)
     engine.add("shares", PROMPT, 4)
     engine.submit()
     (load,) = engine.ranks[0].plan.loads
@@ -343,7 +343,7 @@ def test_what_a_step_writes_to_has_been_read_in_every_group(second_runner, make_
         if not engine.can_submit:
             engine.process()
             continue
-        reading = dict(engine.half.leader._reading)
+        reading = dict(engine.adapter.leader._reading)
         output = engine.submit()
         fenced.update(engine.ranks[0].plan.fences)
         computed = computed_of(output)
@@ -370,8 +370,10 @@ def test_of_groups_a_part_of_a_match_is_not_asked_for(windows, whole, make_engin
     engine.add("first", PROMPT, 1)
     engine.run()
     engine.forget()
-    decide, asked = engine.half._cost.decide, []
-    monkeypatch.setattr(engine.half._cost, "decide", lambda *about, **how: asked.append(how) or decide(*about, **how))
+    decide, asked = engine.adapter._cost.decide, []
+    monkeypatch.setattr(
+        engine.adapter._cost, "decide", lambda *about, **how: asked.append(how) or decide(*about, **how)
+    )
     engine.add("second", PROMPT, 1)
     engine.run()
     assert asked == [{"whole": whole}]
@@ -404,7 +406,7 @@ def test_where_host_memory_is_short_what_lies_behind_a_window_goes_first(make_en
     engine.add("first", numbers(1, 61), 1)
     while engine.scheduler.has_requests():
         engine.turn()
-        for ticket in engine.ranks[0].connector._adapter._rank.worker._stores.values():
+        for ticket in engine.ranks[0].connector._adapter._rank.worker._stores.tickets.values():
             ticket.wait()
     assert engine.pool.evictions == 4
     for name in ("second", "third"):

@@ -52,7 +52,7 @@ def story(run_scenario, tmp_path_factory):
     records = tmp_path_factory.mktemp("records")
     kvbm = {**CACHE, "onboard": "sync", "inject_faults": FAULTS, "metrics": True, "metrics_port": free_port()}
     kvbm |= {"enable_record": True, "record_dir": str(records), "cache_stats_log_interval_secs": 1}
-    outcome = run_scenario(steps, kvbm, ENGINE, ENVIRONMENT)
+    outcome = run_scenario(steps, kvbm, ENGINE, ENVIRONMENT, spawn=True)
     (record,) = records.glob("*.jsonl")
     outcome.steps["record"] = [json.loads(line) for line in record.read_text().splitlines()]
     return outcome

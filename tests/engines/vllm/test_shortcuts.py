@@ -18,6 +18,8 @@ import vllm.v1.kv_cache_interface as kv_cache_interface
 import vllm.v1.worker.gpu.buffer_utils as buffers
 
 from kvbm.engines.vllm import compat, shortcuts
+from kvbm.engines.vllm.shortcuts import blocks as shortcut_blocks
+from kvbm.engines.vllm.shortcuts import tokens as shortcut_tokens
 
 pytestmark = pytest.mark.engine
 SIZE = 16
@@ -65,8 +67,8 @@ class Ours:
     def __init__(self, least=1):
         own_take, self.left_to_take = counted(TAKE)
         own_cache, self.left_to_cache = counted(CACHE)
-        self.take = shortcuts.taking(own_take, BlockPool, least)
-        self.cache = shortcuts.caching(own_cache, BlockPool, least)
+        self.take = shortcut_blocks.taking(own_take, BlockPool, least)
+        self.cache = shortcut_blocks.caching(own_cache, BlockPool, least)
 
 
 class Vllms:
@@ -133,7 +135,7 @@ def play(way, seed, steps=60, blocks=48, pool=None):
             if block is not None and block.block_hash and source.random() < 0.2:
                 key = kv_cache_utils.make_block_hash_with_group_id(f"second {step}".encode(), 0)
                 pool._insert_block_hash(key, block, None)
-        yield shortcuts._state(pool)
+        yield shortcut_blocks._state(pool)
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -153,7 +155,7 @@ def test_a_long_prompt_is_taken_and_named_the_short_way(known):
             blocks = way.take(pool, 100)
             way.cache(pool, request(names(prompt, 100)), blocks, known, 100, SIZE, 0)
             pool.free_blocks(reversed(blocks))
-    assert shortcuts._state(pools[0]) == shortcuts._state(pools[1])
+    assert shortcut_blocks._state(pools[0]) == shortcut_blocks._state(pools[1])
     assert not ours.left_to_take
     assert all(call[2] == 100 for call in ours.left_to_cache)  # nothing but the end is left
 
@@ -220,7 +222,7 @@ def test_a_pool_that_does_more_when_blocks_are_taken_is_left_to_vllm(make):
     for pool, way in zip(pools, (ours, Vllms), strict=True):
         way.take(pool, 299)
     assert len(ours.left_to_take) == 1
-    assert shortcuts._state(pools[0]) == shortcuts._state(pools[1])
+    assert shortcut_blocks._state(pools[0]) == shortcut_blocks._state(pools[1])
 
 
 def test_events_tell_what_they_tell_with_vllms_own():
@@ -300,7 +302,7 @@ def test_from_the_first_block_that_is_not_plain_vllm_does_it(oddity, first):
             outcome = way.cache(pool, request(hashes), blocks, 0, 80, SIZE, 0)
         except Exception as error:
             outcome = type(error), str(error)
-        outcomes.append((outcome, shortcuts._state(pool)))
+        outcomes.append((outcome, shortcut_blocks._state(pool)))
     assert outcomes[0] == outcomes[1]
     assert [call[2] for call in ours.left_to_cache] == ([] if first is None else [first])
 
@@ -317,7 +319,7 @@ def test_blocks_are_named_with_their_group(group):
     for way in (Ours(), Vllms):
         pool, blocks, hashes = plain()
         way.cache(pool, request(hashes), blocks, 0, 80, SIZE, group)
-        states.append(shortcuts._state(pool))
+        states.append(shortcut_blocks._state(pool))
     assert states[0] == states[1]
 
 
@@ -332,7 +334,7 @@ def test_masks_larger_blocks_and_events_are_left_to_vllm(size, mask, events, mon
         pool = BlockPool(300, True, SIZE, enable_kv_cache_events=events)
         blocks = TAKE(pool, 40)
         way.cache(pool, request(names(0, 80)), blocks, 0, 40, size, 0, block_mask=mask)
-        outcomes.append((shortcuts._state(pool), pool.take_events()))
+        outcomes.append((shortcut_blocks._state(pool), pool.take_events()))
     assert outcomes[0] == outcomes[1]
     is_plain = size == SIZE and mask is None and not events
     assert ours.left_to_cache[0][2] == (40 if is_plain else 0)
@@ -345,10 +347,10 @@ def test_what_a_release_may_add_is_passed_on():
         given.update(more)
 
     pool, blocks, hashes = plain()
-    before = shortcuts._state(pool)
-    shortcuts.caching(own, BlockPool, 1)(pool, request(hashes), blocks, 0, 80, SIZE, 0, something_new=5)
+    before = shortcut_blocks._state(pool)
+    shortcut_blocks.caching(own, BlockPool, 1)(pool, request(hashes), blocks, 0, 80, SIZE, 0, something_new=5)
     assert given == {"something_new": 5}
-    assert shortcuts._state(pool) == before
+    assert shortcut_blocks._state(pool) == before
 
 
 @pytest.mark.parametrize(("done", "full"), [(-5, 80), (80, 80), (81, 80), (0, 0), (0, 200)])
@@ -357,17 +359,17 @@ def test_numbers_of_blocks_that_make_little_sense_mean_what_they_mean_to_vllm(do
     for way in (Ours(), Vllms):
         pool, blocks, hashes = plain()
         way.cache(pool, request(hashes), blocks, done, full, SIZE, 0)
-        outcomes.append(shortcuts._state(pool))
+        outcomes.append(shortcut_blocks._state(pool))
     assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("way", [Ours(), Vllms], ids=["ours", "vLLM's"])
 def test_more_blocks_than_are_free_are_refused_and_nothing_is_taken(way):
     pool = BlockPool(100, True, SIZE)
-    before = shortcuts._state(pool)
+    before = shortcut_blocks._state(pool)
     with pytest.raises(ValueError, match="Cannot get 100 free blocks"):
         way.take(pool, 100)
-    assert shortcuts._state(pool) == before
+    assert shortcut_blocks._state(pool) == before
 
 
 @pytest.mark.parametrize("way", [Ours(), Vllms], ids=["ours", "vLLM's"])
@@ -400,7 +402,7 @@ def test_as_many_tokens_are_counted_as_vllm_counts(cached):
     for some in (blocks, blocks[::-1], [], [pool.null_block, *blocks[::3]]):
         it = manager([spec()], (some,))
         calls = []
-        count = shortcuts.counting(lambda *args, calls=calls: calls.append(args))
+        count = shortcut_blocks.counting(lambda *args, calls=calls: calls.append(args))
         assert count(it, request(hashes)) == COUNT(it, request(hashes))
         assert not calls
 
@@ -415,7 +417,7 @@ def test_other_groups_are_counted_by_vllm(groups):
     CACHE(pool, request(hashes), blocks, 0, 40, SIZE, 0)
     it = manager(groups, (blocks, blocks[:10])[: len(groups)])
     own, calls = counted(COUNT)
-    assert shortcuts.counting(own)(it, request(hashes)) == COUNT(it, request(hashes))
+    assert shortcut_blocks.counting(own)(it, request(hashes)) == COUNT(it, request(hashes))
     assert calls
 
 
@@ -438,7 +440,7 @@ def sender():
         given.append(type(data))
         return SEND(data, *args, **options)
 
-    return shortcuts.sending(own), given
+    return shortcut_tokens.sending(own), given
 
 
 @pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS[:1024], [True] * 2000, [*NUMBERS, False]])
@@ -460,6 +462,9 @@ def test_what_arrived_does_not_change_with_the_list():
 class Index:
     def __index__(self):
         return 3
+
+    def __repr__(self):
+        return "Index()"
 
 
 @pytest.mark.parametrize(
@@ -496,8 +501,8 @@ def test_whatever_else_goes_to_the_gpu_goes_vllms_way(numbers, options):
 
 def test_pools_and_lists_take_the_short_way_from_now_on():
     for _ in range(2):
-        shortcuts.quicken_scheduler()
-        shortcuts.quicken_worker()
+        shortcut_blocks.install()
+        shortcut_tokens.install()
     assert replaced() == [name for _, name in PLACES]
     assert [own_of(*place) for place in PLACES] == [TAKE, CACHE, COUNT, SEND]
     states = []
@@ -513,7 +518,7 @@ def test_pools_and_lists_take_the_short_way_from_now_on():
             kv_cache_group_id=0,
             block_mask=None,
         )
-        states.append(shortcuts._state(pool))
+        states.append(shortcut_blocks._state(pool))
         for place in PLACES:
             setattr(*place, own_of(*place))
     assert states[0] == states[1]
@@ -528,15 +533,20 @@ def test_what_somebody_else_has_replaced_stays_as_it_is(place, name, monkeypatch
         return own(*args, **options)
 
     monkeypatch.setattr(place, name, theirs)
-    shortcuts.quicken_scheduler()
-    shortcuts.quicken_worker()
+    shortcut_blocks.install()
+    shortcut_tokens.install()
     assert getattr(place, name) is theirs
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
-def test_the_short_way_is_taken_where_it_is_wanted(wanted, make_clockwork):
-    make_clockwork({"fast_prompts": wanted})
+def test_the_short_way_is_taken_where_it_is_wanted(wanted, make_clockwork, monkeypatch, caplog):
+    monkeypatch.setattr(shortcuts, "_active", [])
+    with caplog.at_level("INFO", logger="kvbm"):
+        make_clockwork({"fast_prompts": wanted})
     assert len(replaced()) == (4 if wanted else 0)
+    line = "vLLM shortcuts active (KVBM_FAST_PROMPTS): "
+    assert caplog.text.count(line) == wanted
+    assert all(name in caplog.text for name in ("block allocation", "token upload")) is wanted
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
@@ -565,21 +575,21 @@ def test_long_prompts_that_return_are_answered_right(wanted, make_clockwork, mon
 
 def test_a_release_that_nobody_has_read_keeps_its_own(monkeypatch):
     monkeypatch.setattr(compat, "release", lambda: (9, 9))
-    shortcuts.quicken_scheduler()
-    shortcuts.quicken_worker()
+    shortcut_blocks.install()
+    shortcut_tokens.install()
     assert not replaced()
 
 
 def test_an_engine_with_the_other_model_runner_does_not_load_this_one(monkeypatch):
     monkeypatch.delitem(sys.modules, buffers.__name__)
-    shortcuts.quicken_worker()
+    shortcut_tokens.install()
     assert buffers.__name__ not in sys.modules
 
 
 @pytest.mark.parametrize("gone", ["vllm.v1.core.block_pool", "vllm.v1.core.kv_cache_manager"])
 def test_a_release_that_has_nothing_where_others_have_it_starts_like_any_other(gone, monkeypatch):
     monkeypatch.setitem(sys.modules, gone, None)
-    importlib.reload(shortcuts).quicken_scheduler()
+    importlib.reload(shortcut_blocks).install()
     assert not replaced()
 
 
@@ -636,11 +646,11 @@ def counts_one_more(own):
     ],
 )
 def test_where_the_two_leave_other_pools_vllm_has_its_way(name, broken, monkeypatch, caplog):
-    monkeypatch.setattr(shortcuts, name, broken)
+    monkeypatch.setattr(shortcut_blocks, name, broken)
     with caplog.at_level("INFO"):
-        shortcuts.quicken_scheduler()
+        shortcut_blocks.install()
     assert not replaced()
-    assert "vLLM's own way" in caplog.text
+    assert "using vLLM's own" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -649,11 +659,11 @@ def test_where_the_two_leave_other_pools_vllm_has_its_way(name, broken, monkeypa
     ids=["other numbers", "another kind", "raises"],
 )
 def test_where_the_two_send_other_numbers_vllm_has_its_way(broken, monkeypatch, caplog):
-    monkeypatch.setattr(shortcuts, "sending", lambda own, least=1: broken)
+    monkeypatch.setattr(shortcut_tokens, "sending", lambda own, least=1: broken)
     with caplog.at_level("INFO"):
-        shortcuts.quicken_worker()
+        shortcut_tokens.install()
     assert not replaced()
-    assert "vLLM's own way" in caplog.text
+    assert "using vLLM's own" in caplog.text
 
 
 @pytest.mark.parametrize("place", [(BlockPool, "blocks"), (BlockPool, "cached_block_hash_to_block")])
@@ -666,5 +676,5 @@ def test_a_pool_made_in_another_way_is_left_to_vllm(place, monkeypatch):
         delattr(self, place[1])
 
     monkeypatch.setattr(BlockPool, "__init__", other)
-    shortcuts.quicken_scheduler()
+    shortcut_blocks.install()
     assert not replaced()

@@ -35,10 +35,10 @@ def test_more_memory_than_there_is_is_refused_with_what_would_fit(run_scenario):
 
 
 def test_settings_come_from_the_environment_too(run_scenario):
-    env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "300", "DYN_KVBM_OBJECT_REGION": "nowhere"}
+    env = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "300", "DYN_CONNECTOR": "kvbm"}
     story = run_scenario([do("state", "state")], {}, env=env)
     assert story["state"]["size"] == 300
-    assert story.said("DYN_KVBM_OBJECT_REGION is set but not used: ")
+    assert story.said("DYN_CONNECTOR is set but not used: ")
     assert story.said("KVBM is ready: 300 host blocks of 32 tokens")
     # Where vLLM's own lines go, and at its level.
     assert "KVBM is ready: 300 host blocks" in story.output

@@ -90,11 +90,12 @@ def test_unlabelled_counters_are_there_from_the_start():
 @pytest.fixture
 def connector():
     """The scheduler's side with figures of our own behind it."""
-    half = SchedulerAdapter.__new__(SchedulerAdapter)
-    half._active, half.leader, half.counts, half._faults = {"a request"}, None, Counts(), Faults()
-    half.observer = SimpleNamespace(source=observed.FixedSource(), log=SimpleNamespace(changes=0))
+    adapter = SchedulerAdapter.__new__(SchedulerAdapter)
+    adapter._active, adapter._faults = {"a request"}, Faults()
+    adapter.session = SimpleNamespace(leader=None, counts=Counts())
+    adapter.observer = SimpleNamespace(source=observed.FixedSource(), log=SimpleNamespace(changes=0))
     connector = DynamoConnector.__new__(DynamoConnector)
-    connector._adapter, connector._faults = half, Faults()
+    connector._adapter, connector._faults = adapter, Faults()
     connector._reported, connector._reported_at, connector._report_due = {}, (), 0.0
     return connector
 

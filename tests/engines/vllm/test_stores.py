@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvbm.config import load
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
+from kvbm.engines.session import Session
 from kvbm.engines.vllm.groups import OneGroup
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.stores import Stores
@@ -38,9 +40,10 @@ class Scheduler:
         self.leader = Leader(BlockManager({HOST: Pool(slots)}), ranks=1)
         self.pool = self.leader.manager.catalogs[HOST]
         self.told = []
-        self.stores = Stores(
-            self.leader, Keys(), OneGroup(), BLOCK, answers, lambda *about: self.told.append(about[2:]), Faults()
-        )
+        config = load({"offload_decode": answers}, environ={}, files=())
+        session = Session("vLLM", config, Faults(), BLOCK, step_tokens=64, hidden_size=None)
+        session.leader = self.leader
+        self.stores = Stores(session, Keys(), OneGroup(), lambda *about: self.told.append(about[2:]), Faults())
         self.requests = {}
 
     def add(self, name, prompt):

@@ -1,21 +1,23 @@
 """What differs between TensorRT-LLM releases, in one place.
 
 The connector interface has moved once and grown several times: the module path, block hashes, priorities, salts, layer
-groups. Fields that a release does not have are read as absent, fields that nobody here has heard of are left alone, and
-one that is needed and missing is an error that names the release.
+groups. KVBM reads fields that a release does not have as absent and ignores fields that it does not know. A missing
+field that it needs is an error that names the release.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.keys import Namespace
 from kvbm.engines.weights import digest, gather_in_world
-from kvbm.tiers.disk.index import Fingerprint
+from kvbm.tiers.base import Fingerprint
 
 logger = logging.getLogger("kvbm")
 
@@ -25,7 +27,7 @@ _PATHS = (
     "tensorrt_llm._torch.pyexecutor.connector",  # before 1.0
 )
 
-# What the engine gives a block whose request asked for nothing in particular (its KvCacheRetentionConfig).
+# The engine's priority for blocks of a request without a KvCacheRetentionConfig.
 DEFAULT_PRIORITY = 35
 
 
@@ -60,12 +62,12 @@ def _interface() -> Any:
 _module = _interface()
 SchedulerBase: Any = _module.KvCacheConnectorScheduler
 WorkerBase: Any = _module.KvCacheConnectorWorker
-# Whether a request may carry a salt: then one whose salt cannot be read must not share a block with anybody.
+# Whether a request can carry a salt. If it can, a request whose salt KVBM cannot read must not share blocks.
 HAS_SALTS = "cache_salt" in getattr(_module.RequestData, "__dataclass_fields__", {})
 
 
 def needed(thing: Any, field: str) -> Any:
-    """A field that there is no doing without."""
+    """A field that KVBM requires. Raises AttributeError when the release does not have it."""
     try:
         return getattr(thing, field)
     except AttributeError:
@@ -76,7 +78,7 @@ def needed(thing: Any, field: str) -> Any:
 
 
 class Setup(NamedTuple):
-    """What the engine was started with, as far as it matters here."""
+    """The engine's start arguments that KVBM uses."""
 
     model: str
     tokens_per_block: int
@@ -84,8 +86,9 @@ class Setup(NamedTuple):
     ranks: int
     partial_reuse: bool
     step_tokens: int | None  # the most a step computes; None: it does not say
+    hidden_size: int | None  # of the model; None: unknown
     overlap: bool  # a step is scheduled before the results of the one before are looked at
-    cache: Fingerprint  # what makes its KV what it is, but for the weights and the layout of a block
+    cache: Fingerprint  # identifies its KV, without the weights and the layout of a block
     unsupported: str | None  # why this set-up cannot be served; None when it can
 
 
@@ -100,14 +103,31 @@ def read_setup(llm_args: Any) -> Setup:
         # On unless it is switched off, as in the engine.
         partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
         step_tokens=getattr(llm_args, "max_num_tokens", None) or None,
+        hidden_size=_hidden_size(llm_args),
         overlap=not getattr(llm_args, "disable_overlap_scheduler", False),
         cache=_describe(llm_args, cache, mapping),
         unsupported=_unsupported(llm_args, mapping, cache),
     )
 
 
+def _hidden_size(llm_args: Any) -> int | None:
+    """From the model's config.json, in its folder or, for a model of the Hugging Face hub, in the hub's cache. None
+    when it cannot be read: the cost model then takes all tokens for equal."""
+    try:
+        file: Any = Path(str(llm_args.model)) / "config.json"
+        if not file.is_file():
+            hub = importlib.import_module("huggingface_hub")  # the engine brings it
+            file = hub.try_to_load_from_cache(str(llm_args.model), "config.json")
+        config = json.loads(Path(file).read_text())
+        size = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
+        return int(size) if size else None
+    except Exception as error:
+        logger.debug("the hidden size of %s is unknown (%s: %s)", llm_args.model, type(error).__name__, error)
+        return None
+
+
 def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:
-    """What is missing here would serve another engine's KV as if it were ours; what is too much costs a warm start."""
+    """A missing entry would serve KV of a different engine configuration; a superfluous entry costs a warm start."""
     return {
         "engine": "tensorrt_llm " + ".".join(release().split(".")[:2]),
         "model": str(llm_args.model),
@@ -142,8 +162,8 @@ def _unsupported(llm_args: Any, mapping: Any, cache: Any) -> str | None:
 
 
 def gather_over_ranks(own: str, ranks: int) -> Sequence[str]:
-    """What every rank says, by rank, over MPI as the engine's own connectors do, or over the groups of torch where the
-    engine runs without MPI. All ranks call this; each runs the same start in the same order."""
+    """The strings of all ranks, by rank, over MPI as the engine's own connectors do, or over torch's process groups if
+    the engine runs without MPI. All ranks call this in the same order during their start."""
     if ranks == 1:
         return [own]
     if (shards := gather_in_world(own)) and len(shards) == ranks:
@@ -203,8 +223,8 @@ _LISTS = ("new_async_requests", "pending_async_requests", "local_finished_async_
 def waiting_requests() -> Mapping[int, Any] | None:
     """The engine's own request objects that wait for a load on this rank, by id; None when they cannot be found.
 
-    Nothing hands them to a worker. They belong to the engine's connector manager, a method of which is a few frames up
-    whenever a worker is called. Asked for only after a load has failed.
+    The engine does not pass them to a worker. Its connector manager owns them, and a method of that manager is a few
+    frames up the stack when the engine calls a worker. KVBM calls this only after a load has failed.
     """
     frame: Any = sys._getframe()
     for _ in range(12):
@@ -221,8 +241,8 @@ def waiting_requests() -> Mapping[int, Any] | None:
 def set_back(request: Any, position: int) -> None:
     """Let the engine compute a waiting request from ``position`` on.
 
-    What it would have computed begins at ``context_current_position``, and how much in one go is
-    ``context_chunk_size``; the latter can only be set while the request counts as being in its context phase.
+    The engine computes ``context_chunk_size`` tokens from ``context_current_position`` on. It accepts a new chunk size
+    only while the request's state is its context phase.
     """
     waiting = request.state
     request.context_current_position = position

@@ -13,7 +13,7 @@ from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.trtllm import compat
-from kvbm.engines.trtllm.leader import LeaderHalf
+from kvbm.engines.trtllm.leader import LeaderAdapter
 from kvbm.engines.trtllm.step import encode
 from kvbm.engines.trtllm.worker import WorkerAdapter
 from kvbm.runtime.channel import ChannelError, local
@@ -43,7 +43,7 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._faults = Faults()
-        self._adapter: LeaderHalf | None = None
+        self._adapter: LeaderAdapter | None = None
         config, setup = _read(llm_args)
         for warning in config.warnings:
             logger.warning("%s", warning)
@@ -54,7 +54,7 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
                 "KVBM stays out of the way: %s. TensorRT-LLM runs as if it were not configured.", setup.unsupported
             )
             return
-        self._adapter = LeaderHalf(config, setup, self._faults)
+        self._adapter = LeaderAdapter(config, setup, self._faults)
 
     @annotate("wait_for_initialization")
     def wait_for_initialization(self) -> None:
@@ -79,7 +79,8 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
         if self._adapter is None:
             return False
         try:
-            return self._adapter.finished(request)
+            with self._faults.engine_lock:
+                return self._adapter.finished(request)
         except Exception as error:
             self._faults.record("request_finished", error)
             return True

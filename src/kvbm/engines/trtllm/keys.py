@@ -1,7 +1,7 @@
 """Keys for TensorRT-LLM's requests.
 
-The engine's own block hashes (``block_hashes``) are 64 bits wide and made to be fast, so they name nothing here: we
-hash the tokens ourselves. Whatever else changes a block's KV goes into the request's scope.
+The engine's own block hashes (``block_hashes``) are 64 bits wide and made to be fast, so KVBM does not use
+them and hashes the tokens itself. All other inputs that change a block's KV go into the request's scope.
 """
 
 from __future__ import annotations

@@ -1,57 +1,39 @@
-"""How TensorRT-LLM's KVBM is seen from outside: block events through the consolidator, orders, registration.
+"""TensorRT-LLM's services: block events go through the consolidator.
 
-TensorRT-LLM's publisher takes no events of ours. They go out on a socket of our own, and the consolidator merges them
-with the engine's; it has to be told where those come from (DYN_KVBM_TRTLLM_ZMQ_PORT). Nothing here raises.
+TensorRT-LLM's publisher accepts no events of a connector. KVBM publishes its events on its own socket, and the
+consolidator merges them with the engine's, whose port is a setting (DYN_KVBM_TRTLLM_ZMQ_PORT).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import zmq
 
-import kvbm
 from kvbm.config import Config
-from kvbm.control.presence import Presence
-from kvbm.control.socket import Controller
-from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key, Scope
-from kvbm.engines.guard import Faults
+from kvbm.engines import services
+from kvbm.engines.session import Session
 from kvbm.engines.trtllm import compat
 from kvbm.events import launch
 from kvbm.events.zmq_publisher import ZmqPublisher
-from kvbm.plans import TierName
-from kvbm.runtime.leader import Leader
 
 logger = logging.getLogger("kvbm")
 
 
-class Services:
-    def __init__(self, faults: Faults) -> None:
-        self._faults = faults
-        self._outlet: ZmqPublisher | None = None
-        self._consolidator: launch.ConsolidatorProcess | None = None
-        self._presence: Presence | None = None
-
-    def start(
-        self,
-        config: Config,
-        setup: compat.Setup,
-        catalogs: Mapping[TierName, Catalog],
-        leader: Callable[[], Leader | None],
-    ) -> None:
-        """The leader begins."""
+class Services(services.Services):
+    def start(self, config: Config, setup: compat.Setup, session: Session, engine_blocks: int) -> None:
+        """The leader has begun."""
+        hashes, who = "KVBM's own hashes", f"engine at {config.leader_pub_url}"
+        session.show("tensorrt_llm", compat.release(), setup.model, engine_blocks, hashes, who)
         try:
-            self._publish(config, setup, catalogs)
-            engine = f"trtllm-{config.leader_zmq_pub_port}"
-            about = {"engine": engine, "rank": 0, "model": setup.model, "kvbm": kvbm.__version__}
-            controller = Controller(self._faults.engine_lock, leader, about, self._announce)
-            self._presence = Presence(config, controller, engine, setup.model, setup.ranks)
+            self._publish(config, setup, session)
+            self._appear(config, session, f"trtllm-{config.leader_zmq_pub_port}", setup.model)
         except Exception as error:
             self._faults.record("appearing", error)
 
-    def _publish(self, config: Config, setup: compat.Setup, catalogs: Mapping[TierName, Catalog]) -> None:
+    def _publish(self, config: Config, setup: compat.Setup, session: Session) -> None:
         if config.kv_events_enable_consolidator == "off":
             return
         if config.trtllm_zmq_port is None:
@@ -61,47 +43,26 @@ class Services:
                     "events are published, for example 20081."
                 )
             return
+        assert session.leader is not None
         try:
-            self._outlet = ZmqPublisher(catalogs, setup.tokens_per_block)
+            self._feed = ZmqPublisher(session.leader.manager.catalogs, setup.tokens_per_block)
         except zmq.ZMQError as error:
             logger.warning("No block events: %s", error)
             return
         source = f"tcp://127.0.0.1:{config.trtllm_zmq_port}"
-        self._consolidator = launch.start(config, [source], kvbm=self._outlet.endpoint, count=self._faults.count)
+        self._consolidator = launch.start(config, [source], kvbm=self._feed.endpoint, count=self._faults.count)
 
     def _announce(self) -> bool:
-        if self._outlet is not None:
-            self._outlet.tell_again()
-            self._outlet.pump()
-        return self._outlet is not None
+        announced = super()._announce()
+        self.tell()
+        return announced
 
     def follow(self, keys: Sequence[Key], tokens: Sequence[int], first: int, end: int, scope: Scope | None) -> None:
         """Some tier may be about to have these blocks of a request."""
-        if self._outlet is None or scope is None:
-            return
-        try:
-            self._outlet.follow(keys, tokens, first, end, scope)
-        except Exception as error:
-            self._stop("describing blocks", error)
+        if self._feed is not None and scope is not None:
+            self._with_feed("describing blocks", self._feed.follow, keys, tokens, first, end, scope)
 
     def tell(self) -> None:
         """Send what has changed since the last time."""
-        if self._outlet is None:
-            return
-        try:
-            self._outlet.pump()
-        except Exception as error:
-            self._stop("telling of blocks", error)
-
-    def _stop(self, where: str, error: Exception) -> None:
-        self._faults.record(where, error)
-        logger.error("No more events of KVBM's blocks: routers will not learn of new ones. The engine's own go on.")
-        outlet, self._outlet = self._outlet, None
-        if outlet is not None:
-            outlet.close()
-
-    def close(self) -> None:
-        for part in (self._presence, self._consolidator, self._outlet):
-            if part is not None:
-                part.close()
-        self._outlet = None
+        if self._feed is not None:
+            self._with_feed("telling of blocks", self._feed.pump)

@@ -1,4 +1,4 @@
-"""The worker's half: registers this rank's KV pool and carries out the leader's plans on it.
+"""The worker's adapter: registers this rank's KV pool and carries out the leader's plans on it.
 
 Called from the engine's executor thread only. In an iteration with a batch: ``bind``, ``begin``, the forward pass,
 ``forward_ended``, ``end``, ``poll``; in one without, ``poll`` alone.
@@ -24,7 +24,7 @@ from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan,
 from kvbm.runtime.channel import TIMING, ZmqWorker
 from kvbm.runtime.rank import Rank
 from kvbm.tiers import registry
-from kvbm.tiers.disk.index import Fingerprint
+from kvbm.tiers.base import Fingerprint
 
 logger = logging.getLogger("kvbm")
 
@@ -54,7 +54,7 @@ class WorkerAdapter:
         self._loads: dict[int, int] = {}  # under way: plan -> request
         self._stores: dict[int, int] = {}  # likewise
         self._waiting: set[int] = set()  # requests that the engine holds back for their load
-        self._ready: set[int] = set()  # requests that have what they wait for
+        self._ready: set[int] = set()  # requests whose load is over
         self._orders: dict[int, Recompute] = {}  # set-backs that have not been carried out yet
         self._saving: deque[int] = deque()  # requests that are finished and whose blocks the engine keeps for us
         self._ended: dict[int, None] = {}  # oldest first
@@ -82,13 +82,13 @@ class WorkerAdapter:
         self._register({f"region {i}": region.as_tensor() for i, region in enumerate(regions)}, regions[0].num_slots)
 
     def _register(self, tensors: Mapping[str, Any], num_blocks: int) -> None:
-        """Meet the leader and allocate. Raises when that fails: better now than later."""
+        """Allocate and meet the leader. Raises when that fails: better now than later."""
         if self._channel is not None:
             raise RuntimeError("the engine has registered its KV cache twice; KVBM serves one engine a process")
-        if self._config.outlives_engine:
+        if registry.outlives_engine(self._config):
             # First of all, so that no rank waits for one that has failed at something else.
             self._rank.cache = self._describe()
-            if self._rank.cache is None and not self._config.has_host_tier:
+            if self._rank.cache is None and not registry.NEAR.is_wanted(self._config):
                 self._stay_out("there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside a disk that cannot be used")
                 return
         device = next(iter(tensors.values())).device
@@ -96,22 +96,14 @@ class WorkerAdapter:
         self._rank.register(tensors, num_blocks)
         if (leader := find_local(self._config.leader_pub_url)) is not None:
             leader.engine_blocks = num_blocks
-        hello = self._rank.hello()
+        # Before the leader hears of this rank: the hello carries the measured rate of the disk.
+        hello = self._rank.open()
         assert hello is not None
         channel = self._meet(hello)
-        agreement = channel.wait()
-        self._rank.open()
+        channel.wait()
         if self._cuda:
             self._forward_ended = torch.cuda.Event()
         channel.confirm()
-        slots = agreement.slots[registry.NEAR.name]
-        if self._rank.rank == 0 and self._config.has_host_tier and slots < num_blocks:
-            gigabytes = num_blocks * sum(agreement.block_bytes) / 1e9
-            logger.warning(
-                "The host tier (%d blocks) is smaller than the engine's own cache (%d blocks): everything is offloaded "
-                "as it is computed, so it will rarely hold what the engine has dropped. Set DYN_KVBM_CPU_CACHE_GB to "
-                "at least %.2f.", slots, num_blocks, gigabytes,
-            )  # fmt: skip
 
     def _describe(self) -> Fingerprint | None:
         """What names a cache that outlives this engine; None, with a sentence, when there can be none. The engine has
@@ -176,7 +168,7 @@ class WorkerAdapter:
             self._rank.worker.start_stores(plan)
 
     def _abandon_stores(self) -> None:
-        """The forward pass of the last step never came: what it was to complete does not exist."""
+        """The forward pass of the last step never ran: report its stores as failed."""
         if not self._stores_begun and self._channel is not None:
             stores = [StoreResult(store.id, ok=False) for store in self._step.plan.stores]
             self._last_store = max(self._last_store, *(store.id for store in stores))
@@ -184,7 +176,7 @@ class WorkerAdapter:
         self._stores_begun = True
 
     def _begin(self, fences: list[int], stream: Any) -> None:
-        """Start the loads that have come, between what the engine has submitted and what it will."""
+        """Start the received loads, after the engine's submitted work and before its next."""
         loads, self._late = self._late, []
         plan = StepPlan(loads=[load for load in loads if self._may_begin(load)], fences=fences)
         if not plan or self._rank.worker is None:
@@ -198,7 +190,7 @@ class WorkerAdapter:
     def _may_begin(self, load: LoadPlan) -> bool:
         request = int(load.request)
         if request in self._ended:
-            # Its blocks may belong to somebody else by now.
+            # The engine may have given its blocks to another request.
             self._answer(LoadResult(load.id, list(range(len(load.blocks)))))
             return False
         if load.after and max(load.after) > self._last_store:
@@ -232,7 +224,7 @@ class WorkerAdapter:
         return self._saved(), loaded
 
     def _may_go(self, number: int) -> bool:
-        """Whether the engine need not hold the request back any longer, because of what it has, or because it ended."""
+        """Whether the engine can schedule the request: its load is over, or the request has ended."""
         return number in self._ready or (number in self._ended and number not in self._loads.values())
 
     def _remember(self, finished: Sequence[int]) -> None:
@@ -241,7 +233,7 @@ class WorkerAdapter:
             del self._ended[next(iter(self._ended))]
 
     def _report(self) -> None:
-        """Tell the leader what has ended here."""
+        """Report ended transfers to the leader."""
         worker = self._rank.worker
         if worker is None or self._channel is None:
             return

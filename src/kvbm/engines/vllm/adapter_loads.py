@@ -41,7 +41,7 @@ class AdapterLoads:
         self._rank = rank
         self._numbers = count(1)
         self._last: dict[int, tuple[int, str]] = {}  # adapter -> (number of its load, digest)
-        self._news: dict[int, tuple[int, str]] = {}  # what the leader has not been told
+        self._news: dict[int, tuple[int, str]] = {}  # not yet reported to the leader
         self._failed = False
         self._manager: Any = None
         try:

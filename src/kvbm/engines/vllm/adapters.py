@@ -130,7 +130,7 @@ class Adapters:
         """vLLM schedules a request of this adapter. Returns whether all blocks of the adapter in vLLM's own prefix
         cache were computed with these weights.
 
-        That cache knows an adapter by its name and path, whatever its weights, until it is reset.
+        Until it is reset, that cache identifies an adapter by name and path and ignores its weights.
         """
         name, generation = compat.adapter_name(lora), compat.prefix_cache_generation(block_pool)
         now: Weights | int | None = lora.lora_int_id if weights is None else weights

@@ -1,7 +1,7 @@
 """What differs between vLLM releases, in one place.
 
-Everything else is written against what all supported releases share. A release that is not in the list below gets a
-warning and a try, never a refusal: most releases change nothing that matters here.
+The other modules use only interfaces that all supported releases share. KVBM runs on a release that is not in the list
+below and logs a warning: most releases change nothing that KVBM uses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 TESTED = supported.RELEASES["vllm"]
 
-# Every method and property of the base class that we have read and either implement or leave alone on purpose. A test
-# compares it with the installed release: a name that is not here is a change of the contract that somebody must read.
+# Every method and property of the base class that KVBM implements or leaves alone on purpose. A test compares it with
+# the installed release: a name that is not here is a change of the contract that needs a review.
 KNOWN_MEMBERS = frozenset({
     "bind_connector_metadata", "bind_gpu_block_pool", "bind_kv_cache_manager", "build_connector_meta",
     "build_connector_worker_meta", "build_kv_connector_stats", "build_prom_metrics", "clear_connector_metadata",
@@ -50,7 +50,7 @@ def release() -> tuple[int, int]:
 
 
 def unknown_members() -> set[str]:
-    """What the installed base class offers and we have never seen."""
+    """Members of the installed base class that are not in ``KNOWN_MEMBERS``."""
     return {name for name in vars(base.KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_MEMBERS
 
 
@@ -77,20 +77,20 @@ def hashes_are_stable(environ: dict[str, str]) -> bool:
 
 def hashes_follow_sessions() -> bool:
     """Whether the hashes of a streaming-input session are right. Before 0.32 vLLM keeps the hash of a block whose last
-    token it has taken back, so that the block, filled again, goes by the name of another."""
+    token it has taken back, so the refilled block has a wrong hash."""
     return release() >= (0, 32)
 
 
 def fails_whole_requests() -> bool:
-    """Whether a load that has failed can be told of as a request's: vLLM takes blocks of its only group, and of several
-    groups none. Since 0.30."""
+    """Whether a failed load can be reported for a whole request, since 0.30. Failed blocks can be reported only where
+    vLLM has a single group."""
     return hasattr(base, "KVConnectorTransferResults")
 
 
 def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
-    """How many tokens the layers of each KV cache group see, the next one included, 0 for all of them. None where we
-    cannot keep the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike size, states (Mamba), latent
-    vectors, draft models, hashes of less than a block, and releases that could not hear of a failed load.
+    """How many tokens the layers of each KV cache group see, the next one included, 0 for all of them. None if KVBM
+    cannot store the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike size, states (Mamba), latent
+    vectors, draft models, hashes of less than a block, and releases to which a failed load cannot be reported.
     """
     groups, size = kv_cache_config.kv_cache_groups, vllm_config.cache_config.block_size
     if not groups or not fails_whole_requests() or getattr(vllm_config, "speculative_config", None) is not None:
@@ -124,12 +124,12 @@ def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def clears_blocks(kv_cache_config: Any) -> bool:
     """Whether vLLM fills blocks with zeros before their first use, as it does where groups keep KV in different
-    precisions. It does so behind our back: its second model runner before it tells us what the step writes."""
+    precisions. Connectors cannot order it: the second model runner does it before it passes on the step's writes."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def unsupported_attention(kv_cache_group: Any) -> str | None:
-    """What keeps the blocks of the only group from being kept, as the end of a sentence; None when nothing does.
+    """Why KVBM cannot store the blocks of the only group, as the end of a sentence; None if it can.
 
     Only full causal attention writes every block of a prompt once and for all. With a sliding window vLLM lets go of
     blocks and puts its null block in their place; with attention that looks ahead a block depends on what follows it.
@@ -204,7 +204,7 @@ def prefills_whole_prompts(vllm_config: Any) -> bool:
 
 def drops_last_block(vllm_config: Any) -> bool:
     """Whether vLLM computes the last block of every hit again, for a draft model that reads hidden states (EAGLE, MTP):
-    what the draft model keeps of a block's last token depends on the token after it, which the block's hash leaves out.
+    the draft model's KV of a block's last token depends on the token after it, which the block's hash leaves out.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None:
@@ -232,7 +232,7 @@ def tensor_parallel_group() -> Any:
 
 
 def speak_like_vllm() -> None:
-    """Let KVBM's log lines go where vLLM's go: vLLM sets up its own logger only, so ours would be cut at warnings."""
+    """Let KVBM's log lines go where vLLM's go: vLLM sets up its own logger only, so KVBM's would show only warnings."""
     ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
     if logging.getLogger().handlers or not theirs.handlers:
         return  # the user has set up logging
@@ -246,7 +246,7 @@ def speak_like_vllm() -> None:
 def recovers_exactly(vllm_config: Any) -> bool:
     """Whether vLLM computes again exactly what it has lost when a load that a step was waiting for fails.
 
-    With steps that overlap it believes the token of the next step, which was computed on what did not arrive; its
+    With overlapping steps it accepts the token of the next step, which was computed on missing KV; its
     second model runner goes on at the wrong position (vllm-project/vllm issues 45138 and 49250, open with 0.32).
     """
     overlapping = getattr(vllm_config.scheduler_config, "async_scheduling", False)
@@ -266,7 +266,7 @@ def tokens_left(request: Any) -> int:
 def has_its_last_token(request: Any) -> bool:
     """Whether a step that is under way computes a request's last token, so that no further one will have it.
 
-    What the scheduler itself asks when steps overlap. Where they do not it never says so.
+    vLLM's scheduler makes the same check when steps overlap. Without overlap this is never true.
     """
     guessed = getattr(request, "num_output_placeholders", 0)
     computed = request.num_computed_tokens + 2 - guessed
@@ -274,11 +274,11 @@ def has_its_last_token(request: Any) -> bool:
 
 
 def layer_hooks(vllm_config: Any) -> tuple[int, bool]:
-    """(tokens a request has at most in a decode step, whether every attention layer calls us in all other steps).
+    """(tokens a request has at most in a decode step, whether every attention layer calls KVBM in all other steps).
 
     In a full CUDA graph none does. By default only decode steps are replayed from full graphs; a step that brings a
     request with more tokens than a decode has is not one of them. A draft model's layers run after the step has been
-    judged, so with one we do not rely on layers at all.
+    judged, so with a draft model KVBM does not load by layer.
     """
     speculative = getattr(vllm_config, "num_speculative_tokens", 0) or 0
     mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
-from kvbm.engines.vllm import compat, hashing, shortcuts
+from kvbm.engines.vllm import compat, shortcuts
 from kvbm.engines.vllm.groups import Groups, OneGroup, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
@@ -45,7 +45,7 @@ class DynamoConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReports(KVConnectorWorkerMetadata):
-    """What the workers have finished, on its way to the scheduler: one entry a rank."""
+    """The workers' reports on their way to the scheduler, one entry for each rank."""
 
     reports: list[bytes] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """What a worker says of itself at start."""
+    """A worker's description of itself at start."""
 
     hello: bytes
 
@@ -91,21 +91,17 @@ class DynamoConnector(KVConnectorBase_V1):
                 logger.info("This worker takes no part in KVBM: %s", groups)
             return
         self._loses_requests = groups.apart  # and no single blocks
+        if config.fast_prompts:
+            shortcuts.install(is_scheduler, groups.apart)
         if is_scheduler:
             _advise(config, transfer, groups)
-            if config.fast_prompts:
-                hashing.quicken()
-                if not groups.apart:
-                    shortcuts.quicken_scheduler()
             self._adapter = SchedulerAdapter(config, vllm_config, kv_cache_config, groups, self._faults)
         else:
-            if config.fast_prompts:
-                shortcuts.quicken_worker()
             self._adapter = WorkerAdapter(config, vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache owes nobody its blocks: a preempted request need not be computed again for our sake."""
+        """No consumer depends on KVBM's stores, so vLLM need not recompute a preempted request for them."""
         return False
 
     @property
@@ -161,7 +157,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Never keeps blocks back: whoever gets them next is told which copies to wait for (see ``Leader.fences``)."""
+        """Never holds blocks back: the next owner's step waits for the copies that read them (``Leader.fences``)."""
         self._scheduler.finished(request)
         return False, None
 
@@ -176,7 +172,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @annotate("reset_cache")
     def reset_cache(self) -> bool:
-        """False when blocks may be left: after new weights they would be wrong, so whoever asked must hear of it."""
+        """False when blocks may be left: after new weights they would be wrong, so vLLM reports the failed reset."""
         if self._adapter is None:
             return True
         try:
@@ -319,7 +315,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
 
 if compat.fails_whole_requests():
-    SupportsHMA.register(DynamoConnector)  # or vLLM would give every layer, whatever it sees, blocks for all tokens
+    SupportsHMA.register(DynamoConnector)  # or vLLM gives windowed layers blocks for all tokens
 
 
 def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
@@ -350,7 +346,7 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
 
 
 def _advise(config: settings.Config, transfer: Any, groups: Groups) -> None:
-    """What the user should hear once, at start."""
+    """Log once, at start, the warnings for the user."""
     compat.warn_if_untested()
     for warning in config.warnings:
         logger.warning("%s", warning)

@@ -1,4 +1,4 @@
-"""Who is asked to come again in the next step, rather than be loaded now, and for how long."""
+"""Deferrals: which requests vLLM asks for again in the next step instead of loading them now, and for how long."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvbm.core.manager import BlockManager, Match
 from kvbm.engines.vllm.request import RequestState
 from kvbm.plans import LoadPlan
 
-# A request whose next block is just being written is asked to come again in the next step, for at most this long: a
-# copy out takes milliseconds, computing the blocks again takes longer, and a stuck copy must not hold anybody up.
+# The leader defers a request whose next block is being written to the next step, for at most this long. A store takes
+# milliseconds and recomputing the block takes longer, but a stuck store must not hold up the request.
 PATIENCE_SECONDS = 0.25
 
-# How long a load may be put off for those in front of it, a step at a time. Whoever has let others pass for so long,
-# because they have a higher priority, say, is loaded outside of the steps.
+# How long the loads in front of a load may defer it, a step at a time. After that, for example behind requests of a
+# higher priority, it runs outside of the step.
 LONGEST_PUT_OFF = 1.0
 
 

@@ -66,7 +66,7 @@ class EventFeed:
         for start, stop in ledger.undescribed(keys[first:end]):
             start, stop = start + first, stop + first
             run_keys = tuple(keys[start:stop])
-            # vLLM's own hashes, whatever our keys are: a subscriber follows a prefix from tier to tier by them.
+            # vLLM's own hashes, even where KVBM has other keys: subscribers follow a prefix across tiers by them.
             names = tuple(request.block_hashes[start:stop])
             parent = request.block_hashes[start - 1] if start else None
             tokens = list(request.all_token_ids[start * size : stop * size])
@@ -108,8 +108,8 @@ class EventFeed:
     def withdraw(self) -> None:
         self._ledger.withdraw()
 
-    def stop(self) -> None:
-        """Nobody takes events any more."""
+    def close(self) -> None:
+        """Stop recording events: vLLM takes no more."""
         self._ledger.stop()
 
     @property

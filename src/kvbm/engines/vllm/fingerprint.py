@@ -1,9 +1,9 @@
-"""What makes the KV of a vLLM engine what it is: the name under which a cache outlives the engine.
+"""The fingerprint of a vLLM engine's KV: the name under which a cache outlives the engine.
 
-Leader and workers each work it out for themselves, so it holds only what all of them know. The digest of the weights is
-added later: the workers hash what they have loaded and tell the leader. Whatever changes the numbers in a block, or
-what a key means, belongs in here: what is missing would serve another engine's KV as if it were ours, what is too much
-only costs a warm start.
+The leader and each worker compute it independently, so it holds only values that all of them have. The digest of the
+weights is added later: the workers hash the loaded weights and report to the leader. Every value that changes the
+numbers in a block or the meaning of a key belongs in here. A missing entry would serve KV of a different engine
+configuration; a superfluous entry only costs a warm start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ import torch
 from kvbm.core.keys import Namespace
 from kvbm.engines.vllm import compat
 from kvbm.engines.weights import digest
-from kvbm.tiers.disk.index import Fingerprint
+from kvbm.plans import Hello
+from kvbm.tiers.base import Fingerprint
 
 logger = logging.getLogger("kvbm")
 
@@ -33,6 +35,19 @@ def reuses_engine_hashes(vllm_config: Any, kv_cache_config: Any, persistent: boo
     whole_blocks = compat.hashed_tokens(vllm_config, kv_cache_config) == cache.block_size
     resistant = cache.prefix_caching_hash_algo in _COLLISION_RESISTANT
     return resistant and whole_blocks and (not persistent or compat.hashes_are_stable(dict(os.environ)))
+
+
+def namespace(vllm_config: Any, hellos: Sequence[Hello]) -> Namespace:
+    """The common part of all keys of an engine, where KVBM hashes tokens itself."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return Namespace(
+        model=f"{model.model}@{getattr(model, 'revision', None) or ''}",
+        dtype=f"{model.dtype}/{cache.cache_dtype}",
+        layout=" ".join(sorted({hello.layout for hello in hellos})),
+        block_size=cache.block_size,
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+    )
 
 
 def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
@@ -63,8 +78,8 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
 
 
 def _attention(vllm_config: Any) -> str:
-    """Who computes attention also says in which order numbers lie inside of a block, and not all of that shows in its
-    shape: the backend that was asked for and, on a CPU, the instructions there are, for which vLLM packs keys."""
+    """The attention backend determines the order of numbers inside a block, and the tensor's shape does not show all
+    of it. So: the configured backend and, on a CPU, the instruction set, for which vLLM packs keys."""
     config = getattr(vllm_config, "attention_config", None)
     asked = f"{getattr(config, 'backend', None)} {getattr(config, 'backend_per_kind', None) or ''}".strip()
     if getattr(getattr(vllm_config, "device_config", None), "device_type", "") != "cpu":

@@ -1,15 +1,16 @@
 """Where the blocks of a prompt are: in one of vLLM's tables, or in several.
 
 Layers that see different parts of a prompt are in different KV cache groups, each with a block table of its own: with a
-sliding window of 1,024 tokens vLLM lets go of what lies farther back, where other layers keep all. So sixteen tokens
-have a block in every group, or have it no more.
+sliding window of 1,024 tokens vLLM frees the blocks farther back, where other layers keep all blocks. So sixteen tokens
+have a block in each group until vLLM frees it there.
 
-All groups take their blocks from one pool. They have as many layers each, and the first layers of all lie in the same
-memory, as do the second, and so on: where a block's bytes are depends on its number, not on its group. So a tier keeps
-each of them as a block like any other, under a key that tells the groups apart, and nobody else needs to know of them.
+All groups take their blocks from one pool. They have equally many layers, and the first layers of all groups use the
+same memory, as do the second, and so on: the place of a block's bytes depends on its number, not on its group. So a
+tier keeps each of them as a block like any other, under a key that tells the groups apart. No other module handles
+groups.
 
-A prefix can be brought back when every group has what its layers see from the prefix's end: all of it, or the blocks of
-one window.
+A prefix can be loaded when the tiers hold, for every group, the blocks that its layers see from the prefix's end: all
+blocks, or those of one window.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Groups(Protocol):
         """The longest prefix that can be brought back, see :meth:`BlockManager.lookup`."""
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
-        """(what to load for the first ``count`` blocks of a match, the engine's blocks that it goes to). There is less
-        of the first than of the second if it is not all there any more."""
+        """(match to load for the first ``count`` blocks, the engine's blocks to fill). The match is shorter than the
+        list of blocks if a tier has evicted some meanwhile."""
 
     def targets(self, tables: Tables, start: int, count: int) -> Sequence[int]:
         """The engine's blocks that so many blocks of a prompt are in."""
@@ -48,7 +49,7 @@ class Groups(Protocol):
         ``computed`` tokens."""
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
-        """What a request has made use of that has come so far, the front first."""
+        """The keys of the blocks that a request has used up to this position, the front first."""
 
     def moved(self, blocks: int) -> int:
         """How many blocks are moved for so many of a prompt."""
@@ -96,8 +97,8 @@ class SeveralGroups:
     def find(
         self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
     ) -> Match:
-        """Its runs say how much of it lies in which tier, not what: it is taken as a whole. They have no slots yet:
-        which ones are wanted turns out when vLLM has made room."""
+        """Its runs give the number of blocks in each tier and no slots: the match is loaded as a whole, and the needed
+        blocks are known only when vLLM has allocated room."""
         wanted = keys[:limit]
         end, awaited = self._reach(manager, wanted, start, wait_for_writers)
         pieces: Counter[TierName] = Counter()
@@ -117,7 +118,7 @@ class SeveralGroups:
     def _reach(
         self, manager: BlockManager, keys: Sequence[Key], start: int, wait_for_writers: bool
     ) -> tuple[int, Key | None]:
-        """(where the longest prefix ends of which every group has what it needs, something that a longer one lacks and
+        """(end of the longest prefix for which every group has its blocks, something that a longer one lacks and
         that is being written right now)"""
         end, before, awaited = len(keys), -1, None
         groups = [*self._seeing_all, *self._sliding]
@@ -128,7 +129,7 @@ class SeveralGroups:
                 first = max(start, self._first(group, end * self._block_size))
                 end, writing = _run(manager, keys, group, first, end, wait_for_writers)
                 awaited = awaited or writing
-            groups = self._sliding  # what sees all has all of a shorter prefix, too
+            groups = self._sliding  # a group that sees all tokens also has all blocks of a shorter prefix
         return end, awaited
 
     def _first(self, group: int, tokens: int) -> int:
@@ -137,14 +138,14 @@ class SeveralGroups:
         return max(0, tokens - window + 1) // self._block_size if window else 0
 
     def _needed(self, keys: Sequence[Key], start: int, end: int) -> list[Key]:
-        """For a prefix that ends here, of which the engine has the beginning."""
+        """For a prefix that ends here and whose beginning the engine has."""
         needed: list[Key] = []
         for group in range(len(self._windows)):
             needed += in_group(keys[max(start, self._first(group, end * self._block_size)) : end], group)
         return needed
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
-        """All that vLLM has made room for, whatever we think that it needs: it will take all of it for computed."""
+        """The blocks for all positions that vLLM has allocated, needed or not: vLLM treats all of them as computed."""
         end = match.start + count
         wanted, blocks = self._pieces(match.keys, tables, [match.start] * len(tables), end)
         return manager.lookup(wanted, wait_for_writers=False), blocks
@@ -152,7 +153,7 @@ class SeveralGroups:
     def _pieces(
         self, keys: Sequence[Key], tables: Tables, firsts: Sequence[int], end: int
     ) -> tuple[list[Key], list[int]]:
-        """Keys and places of what each group has of a prompt, each from its own first block on."""
+        """Keys and engine blocks of a prompt in each group, each from its own first block on."""
         there: list[Key] = []
         places: list[int] = []
         for group, (table, first) in enumerate(zip(tables, firsts, strict=True)):
@@ -169,12 +170,12 @@ class SeveralGroups:
     def completed(
         self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
     ) -> tuple[Sequence[Key], Sequence[int]]:
-        """But for those that vLLM had let go of by the beginning of the step: they may be somebody else's."""
+        """Without the blocks that vLLM had freed before the step: another request may own them."""
         firsts = [max(first, self._first(group, computed)) for group in range(len(tables))]
         return self._pieces(keys, tables, firsts, end)
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
-        """What lies behind a window is as old as it was: it is of use to who turns off there."""
+        """Blocks behind a window keep their age: only a request that branches off there uses them."""
         return self._needed(keys, 0, blocks)
 
     def moved(self, blocks: int) -> int:
@@ -186,7 +187,7 @@ def _run(
     manager: BlockManager, keys: Sequence[Key], group: int, first: int, end: int, wait_for_writers: bool
 ) -> tuple[int, Key | None]:
     """(where the blocks end that a group has from the first on, the next one if it is being written)"""
-    portion = 16  # most prompts are new: who has no more than the first few is not asked for thousands
+    portion = 16  # most prompts are new: look up a few blocks first, not thousands
     while first < end:
         asked = in_group(keys[first : min(end, first + portion)], group)
         found = manager.lookup(asked, wait_for_writers=wait_for_writers)

@@ -1,10 +1,10 @@
 """Keys for vLLM's requests.
 
-vLLM hashes every request itself, and its hash covers whatever it takes to tell two blocks apart: tokens, parent, cache
-salt, multimodal inputs, prompt embeddings, and whatever a later release adds. Where that hash resists collisions we
-take it as it is: it costs nothing and cannot be less careful than vLLM's own prefix cache. Otherwise (xxhash, or a
-granularity that is not the block) we hash the tokens ourselves. Requests with a LoRA adapter always get keys of our
-own: vLLM's hash covers the adapter's name and path, which do not identify its weights. Such a request has keys only
+vLLM hashes every request itself, and its hash covers every input that tells two blocks apart: tokens, parent, cache
+salt, multimodal inputs, prompt embeddings, and inputs that a later release adds. Where that hash resists collisions
+KVBM takes it as it is: it costs nothing and cannot be less careful than vLLM's own prefix cache. Otherwise (xxhash, or
+a granularity that is not the block) KVBM hashes the tokens. Requests with a LoRA adapter always get KVBM's own keys:
+vLLM's hash covers the adapter's name and path, which do not identify its weights. Such a request has keys only
 while all ranks are known to have the weights that it started with (:mod:`~kvbm.engines.vllm.adapters`).
 """
 

@@ -1,8 +1,8 @@
-"""``PdConnector``: a cache of our own beside vLLM's transport between prefill and decode workers.
+"""``PdConnector``: KVBM's cache beside vLLM's transport between prefill and decode workers.
 
 Two children. The first is the cache: a prompt whose beginning it holds is brought back instead of computed. The second
-is the transport (NIXL): what a prefill worker has is handed to a decode worker. Both work on the same blocks: the
-transport reads them where they are, the cache copies them out, and neither frees what the other still needs.
+is the transport (NIXL): it hands the blocks of a prefill worker to a decode worker. Both work on the same blocks: the
+transport reads them where they are, the cache copies them out, and neither frees blocks that the other still needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PdConnectorMetadata = MultiKVConnectorMetadata
 
 @dataclass
 class PdHandshake(KVConnectorHandshakeMetadata):
-    """What a worker of each child says of itself at start."""
+    """The descriptions that the workers of both children give of themselves at start."""
 
     cache: KVConnectorHandshakeMetadata | None
     transport: KVConnectorHandshakeMetadata | None
@@ -47,7 +47,7 @@ class PdConnector(MultiConnector):
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The cache first; but what a prefill worker has computed for us comes from there, all of it."""
+        """The cache first. But a prompt that a prefill worker has computed comes from that worker as a whole."""
         params = request.kv_transfer_params or {}
         order = (_TRANSPORT, _CACHE) if params.get("do_remote_prefill") else (_CACHE, _TRANSPORT)
         for index in order:
@@ -61,7 +61,7 @@ class PdConnector(MultiConnector):
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The transport writes to its blocks when it likes; the cache may still be copying out what was in them."""
+        """The transport writes to these blocks at any time, and stores of the cache may still read them."""
         cache = self._connectors[_CACHE]
         chosen = self._requests_to_connector.get(request.request_id)
         if num_external_tokens and chosen == _TRANSPORT and isinstance(cache, DynamoConnector):
@@ -80,7 +80,7 @@ class PdConnector(MultiConnector):
     # -- worker -------------------------------------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Of both: vLLM's own wrapper would only hand on the first."""
+        """Of both children: vLLM's own wrapper returns only the first."""
         return PdHandshake(*[child.get_handshake_metadata() for child in self._connectors])
 
     # -- both ---------------------------------------------------------------------------------------------------------

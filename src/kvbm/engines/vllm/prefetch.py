@@ -1,6 +1,6 @@
 """What begins ahead of its step.
 
-Where vLLM runs its scheduler and its only worker in one thread, the scheduler's half reaches that worker several
+Where vLLM runs its scheduler and its only worker in one thread, the scheduler's adapter reaches that worker several
 milliseconds before the step's metadata does. It uses them twice: the blocks of a long prompt are fetched while vLLM is
 still making room for them, and a load begins as soon as it has been planned.
 """
@@ -67,7 +67,7 @@ class Prefetcher:
                 return
 
     def load_planned(self, plan: LoadPlan) -> None:
-        """Begin a load now if there is something to gain; whatever was fetched, for whomever, has had its time."""
+        """Begin a load now if that gains time. A prefetch ends here: the load takes it over, or it is for another."""
         if self._fetched_is_for(plan.request) or (plan.layered and plan.in_step):
             try:
                 self._worker.start_early(plan)
@@ -76,12 +76,12 @@ class Prefetcher:
         self.let_go()
 
     def not_loaded(self, request_id: str) -> None:
-        """vLLM has let this request in without a load, or has done with it."""
+        """vLLM has admitted this request without a load, or has finished it."""
         if self._fetched_is_for(request_id):
             self.let_go()
 
     def let_go(self) -> None:
-        """Of what was fetched: its load has begun, or will not come."""
+        """Release the prefetched slots: their load has begun, or will not come."""
         fetched, self._fetched = self._fetched, None
         if fetched is None:
             return

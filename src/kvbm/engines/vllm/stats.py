@@ -1,7 +1,7 @@
 """KVBM's figures in vLLM's own log line and on its /metrics page.
 
-The scheduler's half hands over what has changed since vLLM asked last, as plain dicts; vLLM carries them to the process
-that serves its page. The figures are those of the metrics port, made from the same table; vLLM's client library adds
+The scheduler's adapter returns the changes since vLLM's last call as plain dicts; vLLM carries them to the process that
+serves its page. The figures are those of the metrics port, made from the same table; vLLM's client library adds
 ``_total`` to the names of counters that have none.
 """
 
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvbm.observe.metrics import METRICS, Metric
 from kvbm.observe.snapshot import Snapshot
 
-# What is running is vLLM's to tell on its own page.
+# Without kvbm_info: vLLM's page has its own.
 SHOWN: dict[str, Metric] = {metric.name: metric for metric in METRICS if metric.name != "kvbm_info"}
 
 _SEPARATOR = "\x1f"  # between label values; none of ours holds it
@@ -80,7 +80,7 @@ class KvbmPromMetrics(KVConnectorPromMetrics):
             for name, metric in SHOWN.items()
         }
         for name, metric in SHOWN.items():
-            if not metric.labels:  # a counter that is not there yet looks like one that nobody keeps
+            if not metric.labels:  # an absent counter looks like one that is not kept
                 for values in per_engine_labelvalues.values():
                     self._metrics[name].labels(*values)
 

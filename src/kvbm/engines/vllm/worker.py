@@ -1,4 +1,4 @@
-"""The worker's half: registers this rank's KV tensors and carries out the leader's plans on them."""
+"""The worker's adapter: registers this rank's KV tensors and carries out the leader's plans on them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from kvbm.plans import Hello, LoadPlan, Report, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
-from kvbm.tiers.disk.index import Fingerprint
+from kvbm.tiers import registry
+from kvbm.tiers.base import Fingerprint
 from kvbm.transfer.gil import decoding
 from kvbm.transfer.layout import LayoutError
 
 logger = logging.getLogger("kvbm")
 
-# Worker halves of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as it
-# does with one GPU, the leader reaches its only worker here, several milliseconds before the step's metadata does.
+# Worker adapters of this process by (engine, rank). Where vLLM runs scheduler and worker in one process and thread, as
+# with one GPU, the leader reaches its only worker here, several milliseconds before the step's metadata does.
 _local: dict[tuple[str, int], WorkerAdapter] = {}
 
 
@@ -68,10 +69,10 @@ class WorkerAdapter:
             watch_weights(models, self._weights_changed)
         except Exception as error:
             logger.warning("KVBM will not notice new weights in memory: %s: %s", type(error).__name__, error)
-        if self._config.outlives_engine:
+        if registry.outlives_engine(self._config):
             # First of all, so that no rank waits for one that has failed at something else.
             self._rank.cache = self._describe(models)
-            if self._rank.cache is None and not self._config.has_host_tier:
+            if self._rank.cache is None and not registry.NEAR.is_wanted(self._config):
                 logger.warning(
                     "KVBM is off: the disk tier needs a fingerprint of the weights (see above), and there is no host "
                     "tier. Set DYN_KVBM_CPU_CACHE_GB to cache in host memory."
@@ -178,7 +179,7 @@ class WorkerAdapter:
             self._worker.start_stores(plan)
 
     def poll(self) -> Outcome | None:
-        """What has ended. The engine's thread has submitted all of its step by now."""
+        """Ended transfers. The engine's thread has submitted all of its step by now."""
         try:
             return None if self._worker is None else self._worker.poll()
         finally:

@@ -235,25 +235,25 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 def _busy(executor: Executor, scheduler: Any) -> bool:
     if executor.busy:
         return True
-    half = getattr(scheduler, "_adapter", None)
-    return half is not None and half.leader is not None and half.leader.busy
+    adapter = getattr(scheduler, "_adapter", None)
+    return adapter is not None and adapter.leader is not None and adapter.leader.busy
 
 
 def _state(scheduler: Any) -> dict[str, Any] | None:
-    half = getattr(scheduler, "_adapter", None)
-    if half is None or half.leader is None:
+    adapter = getattr(scheduler, "_adapter", None)
+    if adapter is None or adapter.leader is None:
         return None
-    pools = half.leader.manager.catalogs
+    pools = adapter.leader.manager.catalogs
     return {
-        "counts": half.counts,
+        "counts": adapter.session.counts,
         "faults": dict(scheduler._faults.counts),
-        "requests": len(half._requests),
-        "offers": len(half._offers),
-        "set_backs": len(half._set_backs),
+        "requests": len(adapter._requests),
+        "offers": sum(state.match is not None for state in adapter._requests.values()),
+        "set_backs": len(adapter._set_backs),
         "pinned": sum(pool.pinned for pool in pools.values()),
         "writing": sum(pool.writing for pool in pools.values()),
         "published": {tier: pool.published for tier, pool in pools.items()},
-        "lost": sorted(half._lost),
+        "lost": sorted(adapter._lost),
     }
 
 

@@ -1,14 +1,14 @@
-"""A prompt's names, sooner.
+"""Faster block hashes of a prompt.
 
-vLLM names every block of a prompt by a hash before anybody hears of the prompt: for 32k tokens more than 2,000 times,
+vLLM hashes every block of a prompt before its scheduler sees the prompt: for 32k tokens more than 2,000 hashes,
 several milliseconds on the CPU of a server (``benchmarks/hashing.py``). No load can begin before that, and the requests
 that decode wait too, because the interpreter is busy. But much of a prompt that finds its blocks in a cache has been
-named before, by the prompt that put them there. So stretches of tokens are remembered with their names, by what comes
-before them; where nobody has seen a stretch the same hash function is given the same things in the same order, without
-asking every block for what no block of a plain prompt has: images, adapters, salt.
+hashed before, by the prompt that put them there. So KVBM remembers stretches of tokens with their hashes, by the hash
+before them. For a new stretch it calls the same hash function with the same arguments in the same order, and skips the
+checks for inputs that no block of a plain prompt has: images, adapters, salt.
 
-What a block is called is for vLLM to say. So this is for releases that have been read, for prompts that have none of
-what vLLM hashes beside tokens, and only after the two have been seen to agree; else vLLM's own function does it.
+The hashes must equal vLLM's. So this runs only on reviewed releases, only for prompts without other inputs than tokens,
+and only after a self-test in which both agreed. In all other cases vLLM's own function runs.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ HashFunction = Callable[[Any], bytes]
 
 _STRETCH = 1024  # tokens that are remembered together: few enough to share, enough to cost next to nothing
 _STRETCHES = 4096  # that are remembered, some 10 kB each
-_LONG_PROMPT = 4096  # tokens, from which on those who decode would notice that they are hashed
+_LONG_PROMPT = 4096  # tokens; hashing a longer prompt delays requests that decode
 
 
-def quicken() -> None:
-    """From now on engines made in this process name plain prompts the short way."""
+def install() -> bool:
+    """From now on engines made in this process name plain prompts the short way; False if they do not."""
     if not compat.is_tested():
-        return
+        return False
     import vllm.v1.engine.core as engine_core  # only the scheduler's process needs it, and only releases we have read
 
     make = engine_core.get_request_block_hasher
     if hasattr(make, "__wrapped__"):
-        return
+        return False
 
     @functools.wraps(make)
     def make_quick(hash_block_size: int, caching_hash_fn: HashFunction) -> Hasher:
         return quick(make(hash_block_size, caching_hash_fn), hash_block_size, caching_hash_fn)
 
     engine_core.get_request_block_hasher = make_quick
+    return True
 
 
 def quick(own: Hasher, size: int, function: HashFunction) -> Hasher:
@@ -72,9 +73,9 @@ def quick(own: Hasher, size: int, function: HashFunction) -> Hasher:
     try:
         if all(hasher(sample) == own(sample) for sample in _samples(size)):
             return hasher
-        logger.warning("prompts are hashed vLLM's own way: the short one gave other names")
+        logger.warning("The fast path for prompt hashing failed its self-test; using vLLM's own")
     except Exception as error:
-        logger.info("prompts are hashed vLLM's own way (%s: %s)", type(error).__name__, error)
+        logger.info("The fast path for prompt hashing is off (%s); using vLLM's own", repr(error))
     return own
 
 
@@ -112,7 +113,7 @@ class Names:
 
     def _hash(self, parent: bytes, tokens: Sequence[int]) -> list[bytes]:
         function, names = self._function, []
-        for block in zip(*[iter(tokens)] * self._size, strict=False):  # what is left over is no block
+        for block in zip(*[iter(tokens)] * self._size, strict=False):  # without the incomplete block at the end
             parent = function((parent, block, None))
             names.append(parent)
         return names

@@ -1,50 +1,43 @@
-"""Shorter ways through a long prompt's blocks.
+"""Taking, naming and counting the blocks of a long prompt.
 
 When a prompt of 32k tokens returns, vLLM's thread goes through its 2,000 blocks several times, a few calls a block: to
-take them from those that are free, to name them, to count those it had; and torch takes the list of its tokens apart
-one by one. All who decode wait meanwhile, five milliseconds on a CPU that is fast (``benchmarks/shortcuts.py``). Here
-the same is done to the same fields in one loop without calls, for many blocks at a time. A decode step, which has few,
-pays a comparison.
+take them from those that are free, to name them, to count those it had. Requests that decode wait meanwhile. Here the
+same is done to the same fields in one loop without calls, for many blocks at a time. A decode step, which has few, pays
+a comparison.
 
-What a block pool holds is for vLLM to say. So this is for releases that have been read, for pools that do nothing else
-when a block changes hands (no events, no metrics, nobody who watches), and only after both ways have been seen to leave
-pools in the same state; else vLLM's own functions do it. A loop that meets a block that is not plain leaves it to them.
+The contents of a block pool are vLLM's to define. So this is for pools that do nothing else when a block changes hands
+(no events, no metrics, no watchers), and only after both ways have been seen to leave pools in the same state; else
+vLLM's own functions do it. A loop that meets a block that is not plain leaves it to them.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
-from array import array
-from collections.abc import Callable
 from operator import attrgetter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 import vllm.v1.kv_cache_interface as kv_cache_interface
 
 from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.shortcuts import Function, is_vllms
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[..., Any]
-
 _MANY = 64  # blocks: with fewer there is little to save
-_MANY_NUMBERS = 1024
 
 # Of the pools and their histories that both ways are put through.
 _BLOCKS, _SIZE, _STEPS = 32, 16, 40
 
 
-def quicken_scheduler() -> None:
-    """From now on the block pools of this process go through many blocks the short way."""
+def install() -> bool:
+    """From now on the block pools of this process go through many blocks the short way; False if they do not."""
     if not compat.is_tested():
-        return
+        return False
     try:
         # Only the scheduler's process needs these, and only releases we have read.
         from vllm.v1.core.block_pool import BlockPool
@@ -53,41 +46,21 @@ def quicken_scheduler() -> None:
         take, cache = BlockPool.get_new_blocks, BlockPool.cache_full_blocks
         count = KVCacheManager.estimate_cached_tokens
         places = (take, BlockPool), (cache, BlockPool), (count, KVCacheManager)
-        if not all(_is_vllms(own, place.__module__) for own, place in places):
-            return
+        if not all(is_vllms(own, place.__module__) for own, place in places):
+            return False
         short = taking(take, BlockPool, 1), caching(cache, BlockPool, 1), counting(count)
         if any(_history(BlockPool, seed, *short) != _history(BlockPool, seed, take, cache, count) for seed in range(4)):
-            logger.warning("blocks are taken and named vLLM's own way: the short one did something else to them")
-            return
+            logger.warning("The fast path for a prompt's blocks failed its self-test; using vLLM's own")
+            return False
         BlockPool.get_new_blocks = taking(take, BlockPool)
         BlockPool.cache_full_blocks = caching(cache, BlockPool)
         KVCacheManager.estimate_cached_tokens = counting(count)
+        return True
     except Exception as error:
-        logger.info("blocks are taken and named vLLM's own way (%s: %s)", type(error).__name__, error)
-
-
-def quicken_worker() -> None:
-    """From now on this process brings many tokens to the GPU the short way."""
-    # An engine with the other model runner has not loaded it and has no use for it.
-    buffers = sys.modules.get("vllm.v1.worker.gpu.buffer_utils")
-    if not compat.is_tested() or buffers is None:
-        return
-    try:
-        own = buffers.async_tensor_h2d
-        if not _is_vllms(own, "vllm.utils.torch_utils"):
-            return
-        short = sending(own, 1)
-        if any(_sent(short, sample) != _sent(own, sample) for sample in _samples()):
-            logger.warning("tokens go to the GPU vLLM's own way: the short one sent others")
-            return
-        buffers.async_tensor_h2d = sending(own)
-    except Exception as error:
-        logger.info("tokens go to the GPU vLLM's own way (%s: %s)", type(error).__name__, error)
-
-
-def _is_vllms(function: Function, module: str) -> bool:
-    """Whether it is the one that has been read: not ours, of another engine in this process, and no third party's."""
-    return function.__module__ == module and not hasattr(function, "__wrapped__")
+        logger.info(
+            "The fast path for a prompt's blocks is off (%s: %s); using vLLM's own", type(error).__name__, error
+        )
+        return False
 
 
 def taking(own: Function, kind: type, least: int = _MANY) -> Function:
@@ -124,7 +97,7 @@ def taking(own: Function, kind: type, least: int = _MANY) -> Function:
 
 
 def caching(own: Function, kind: type, least: int = _MANY) -> Function:
-    """``BlockPool.cache_full_blocks``: blocks get names that nobody has yet. From the first that is not so, ``own``."""
+    """``BlockPool.cache_full_blocks``: names blocks with new hashes, and calls ``own`` from the first known one."""
 
     @functools.wraps(own)
     def cache_full_blocks(
@@ -181,22 +154,6 @@ def counting(own: Function) -> Function:
     return estimate_cached_tokens
 
 
-def sending(own: Function, least: int = _MANY_NUMBERS) -> Function:
-    """``async_tensor_h2d``: a list of numbers is made an array first, which torch need not take apart."""
-
-    @functools.wraps(own)
-    def async_tensor_h2d(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-        if type(data) is list and len(data) >= least and options.get("dtype") is torch.int32:
-            try:
-                if type(sum(data)) is int:  # with numbers of another kind among them, which array may take, it is not
-                    data = np.frombuffer(array("i", data), np.int32)
-            except Exception as error:
-                logger.debug("numbers go to the GPU vLLM's own way (%s: %s)", type(error).__name__, error)
-        return own(data, *args, **options)
-
-    return async_tensor_h2d
-
-
 def _history(kind: type, seed: int, take: Function, cache: Function, count: Function) -> list[Any]:
     """What becomes of a small pool while prompts that share their beginnings come and go."""
     source = Random(seed)
@@ -245,17 +202,3 @@ def _counted(count: Function, blocks: list[Any]) -> int:
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups), get_blocks=lambda _: SimpleNamespace(blocks=(blocks,))
     )
     return count(manager, SimpleNamespace(request_id=""))
-
-
-def _sent(send: Function, numbers: list[Any]) -> Any:
-    """What arrives, or what is raised."""
-    try:
-        found = send(numbers, device="cpu", dtype=torch.int32)
-    except Exception as error:
-        return type(error), str(error)
-    return found.dtype, found.tolist()
-
-
-def _samples() -> list[list[Any]]:
-    plain = [7 + 65_521 * i for i in range(100)]
-    return [plain, [-1, 2**31 - 1, -(2**31)], [True, 2], [1, 2.9], [2**31], [1, None], [[1], [2]]]
