@@ -1,4 +1,4 @@
-"""The messages between leader and worker: the one contract of the two halves.
+"""The messages between leader and worker: the only contract between them.
 
 The leader decides, the workers move bytes. A *step plan* travels down with every engine step (inside the engine's own
 metadata, or over :mod:`kvbm.runtime.channel`); a *report* travels up from each rank. Both are msgpack, never pickle, so
@@ -68,7 +68,10 @@ class StorePlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MovePlan(msgspec.Struct, frozen=True, array_like=True):
-    """Copy blocks from slots of one tier to slots of another."""
+    """Copy blocks from places of one tier to places of another.
+
+    Stores move bytes between their tier and near slots only. Blocks of any other source are staged through ``via``.
+    """
 
     id: int
     source: TierName
@@ -76,6 +79,7 @@ class MovePlan(msgspec.Struct, frozen=True, array_like=True):
     slots: list[int]
     targets: list[int]
     tags: list[bytes]
+    via: list[int] = []  # near slots, one a block; empty where the source is the near tier
 
 
 class Recompute(msgspec.Struct, frozen=True, array_like=True):
@@ -216,7 +220,7 @@ class TierHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker tells the leader about itself when they meet."""
+    """A worker's description of itself in the handshake with the leader."""
 
     rank: int
     block_bytes: int

@@ -1,4 +1,4 @@
-"""NVTX ranges in the domain ``kvbm``: what a profiler such as Nsight Systems shows of KVBM on its timeline.
+"""NVTX ranges in the domain ``kvbm``: a profiler such as Nsight Systems shows KVBM's work on its timeline.
 
 :class:`annotate` marks a function, or a few lines::
 
@@ -12,7 +12,7 @@ Ranges are off until :func:`switch` finds that they are wanted; the connector ca
 some 5 µs for an engine's step of 36 layers; while they are on and no profiler listens, 0.5 µs (CPython 3.11 and 3.12 on
 an AMD EPYC). The package ``nvtx`` is imported only when they are on.
 
-A range is the time of the thread that calls. What a call starts on the GPU has rows of its own in a profile.
+A range is the time of the thread that calls. Work that a call starts on the GPU has its own rows in a profile.
 """
 
 from __future__ import annotations

@@ -473,13 +473,13 @@ def test_every_unknown_key_of_a_file_is_noticed(tmp_path):
 
 
 def test_what_is_set_but_not_used_is_collected_as_written(tmp_path):
-    path = toml_file(tmp_path, "object_num_blocks = 3\nnixl_backends = {posix = true}\n")
-    got = load({}, {"DYN_KVBM_OBJECT_BUCKET": "b", "DYN_KVBM_CPU_CACHE_GB": "1"}, [path])
-    assert got.unused == ("DYN_KVBM_OBJECT_BUCKET", "nixl_backends.posix", "object_num_blocks")
+    path = toml_file(tmp_path, "disable_write_combined = true\nnixl_backends = {posix = true}\n")
+    got = load({}, {"DYN_CONNECTOR": "kvbm", "DYN_KVBM_CPU_CACHE_GB": "1"}, [path])
+    assert got.unused == ("DYN_CONNECTOR", "disable_write_combined", "nixl_backends.posix")
     assert got.unused_because == {
-        "DYN_KVBM_OBJECT_BUCKET": ROWS["object_bucket"].unused,
+        "DYN_CONNECTOR": ROWS["dyn_connector"].unused,
+        "disable_write_combined": ROWS["disable_write_combined"].unused,
         "nixl_backends.posix": ROWS["nixl_backends"].unused,
-        "object_num_blocks": ROWS["object_num_blocks"].unused,
     }
 
 

@@ -86,6 +86,27 @@ def test_a_discarded_journal_is_emptied_and_hears_no_more(pool, journal):
     assert journal.calls == [("clear",)]
 
 
+@pytest.mark.parametrize("discarded", [False, True])
+def test_a_journal_is_closed_once_at_the_end_even_if_it_holds_nothing(discarded):
+    closed = []
+
+    class Empty(Calls):
+        def __len__(self):
+            return 0
+
+        def close(self, timeout=None):
+            closed.append(timeout)
+
+    manager = BlockManager({HOST: Pool(3), DISK: Pool(3, journal=Empty())})
+    assert manager.outlives_engine
+    if discarded:
+        manager.catalogs[DISK].discard()
+    manager.close(7.0)
+    manager.close(7.0)
+    assert closed == [7.0]
+    assert not manager.outlives_engine
+
+
 def test_adopted_blocks_are_not_journaled_again(journal):
     pool = Pool(3, journal=journal)
     assert pool.adopt([(b"a", 1)]) == 1
@@ -124,8 +145,8 @@ class Remote(Pool):
         self.unknown = set()
         self.expected = []
 
-    def expect(self, wanted):
-        self.expected.append(list(wanted))
+    def expect(self, keys, start=0):
+        self.expected.append(list(keys[start:]))
 
     def find(self, key):
         return PENDING if key in self.unknown else super().find(key)

@@ -1,6 +1,7 @@
 """Random histories of one pool beside a model that is too simple to be wrong.
 
 The model keeps a state for every slot and the exact order of eviction; after every step the pool must agree with it.
+A keyed tier's catalog is such a pool over the keys that it knows of: answers of its server come in between.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbm.core.pool import Pool
 from tiernames import Gone
+from toy_tier.catalog import ToyCatalog
 
 KEYS = [bytes([i]) for i in range(12)]
 FREE, WRITING, PUBLISHED, DOOMED, LENT = "free", "writing", "published", "doomed", "lent"
@@ -22,9 +24,11 @@ few = st.integers(0, 4)
 
 
 class PoolMachine(RuleBasedStateMachine):
+    make = Pool
+
     @initialize(size=st.integers(1, 8))
     def start(self, size):
-        self.pool = Pool(size)
+        self.pool = self.make(size)
         self.state = [FREE] * size
         self.key = [None] * size  # of slots being written or published
         self.pins = [0] * size
@@ -252,7 +256,60 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.free + self.pool.published == self.pool.available == self.pool.size
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(
-    max_examples=500, stateful_step_count=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+class Everything:
+    """A server that has every block, and says so at once."""
+
+    def ask(self, keys, ranks, answers):
+        for key in keys:
+            answers.put((key, True))
+
+
+class KeyedMachine(PoolMachine):
+    @staticmethod
+    def make(size):
+        return ToyCatalog(size, Everything())
+
+    @rule(at=some, count=few)
+    def hear_of(self, at, count):
+        """The blocks that the server has can be found as far as there are handles, but for those that were bad."""
+        if not self.pool._may_ask:
+            return
+        keys = list(dict.fromkeys((KEYS + KEYS)[at : at + count]))
+        found = [key for key in keys if key not in self.key and key not in self.pool._absent]
+        found = found[: self.pool.available]
+        self.pool.expect(keys)
+        self.pool.expect(())  # takes in the answers
+        self.evict(len(found) - self.state.count(FREE))
+        slots = [self.pool.find(key) for key in found]
+        for slot, key in zip(slots, found, strict=True):
+            assert self.state[slot] == FREE
+            self.state[slot], self.key[slot] = PUBLISHED, key
+        self.use(slots)
+
+    @invariant()
+    def a_block_that_was_dropped_is_not_found_because_the_server_has_it(self):
+        assert not self.pool._published.keys() & self.pool._absent
+
+
+def examples(count):
+    return settings(
+        max_examples=count, stateful_step_count=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+class TestPool(PoolMachine.TestCase):
+    settings = examples(100)
+
+
+@pytest.mark.long
+class TestPoolAtLength(PoolMachine.TestCase):
+    settings = examples(1000)
+
+
+class TestKeyed(KeyedMachine.TestCase):
+    settings = examples(50)
+
+
+@pytest.mark.long
+class TestKeyedAtLength(KeyedMachine.TestCase):
+    settings = examples(500)

@@ -13,7 +13,7 @@ from kvbm.runtime import flush as module
 from kvbm.runtime.flush import flush, unwritten
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
-from kvbm.runtime.tiers import DiskTier, make_manager
+from kvbm.runtime.tiers import connect, open_manager
 from tiernames import DISK
 
 BLOCKS, SLOTS = 32, 16
@@ -38,9 +38,8 @@ class Engine:
         for rank, cache in zip(self.ranks, self.caches, strict=True):
             rank.register({"layer": cache}, BLOCKS)
         hellos = [rank.open() for rank in self.ranks]
-        self.disk = DiskTier.open(config, hellos, CACHE)
-        self.leader = Leader(make_manager(hellos, self.disk), ranks)
-        self.disk.serve(config, self.leader)
+        self.leader = Leader(open_manager(config, hellos, CACHE), ranks)
+        connect(config, hellos, self.leader)
         self.workers = [rank.worker for rank in self.ranks]
 
     def store(self, keys):
@@ -56,7 +55,7 @@ class Engine:
     def close(self):
         for rank in self.ranks:
             rank.close()
-        self.disk.index.close()
+        self.leader.manager.close()
 
     @property
     def on_disk(self):
@@ -109,8 +108,9 @@ def test_a_disk_that_does_not_answer_in_time_costs_its_blocks(make, stall):
     engine.ranks[0].close()  # does not wait for the disk as long as it usually does
     assert not stall.over.is_set()
     stall.over.set()
-    engine.disk.index.close()
-    assert not engine.disk.index._slots
+    index = engine.leader.manager.catalogs[DISK].journal
+    engine.leader.manager.close()
+    assert not index._slots
 
 
 def test_a_disk_that_is_slow_holds_up_the_end_no_longer_than_one_that_hangs(make, monkeypatch):

@@ -1,8 +1,9 @@
-"""Random histories of a leader, its two tiers and up to three ranks that answer in any order, well, badly or late.
+"""Random histories of a leader, its tiers and up to three ranks that answer in any order, well, badly or late.
 
 The model beside it knows nothing of pools: it keeps what every rank has really written into every slot, which plans are
 out and who has answered. What the leader lets be found must be what the model says is good, after every step, and so
-must what it has written into the index for the engine that comes after it.
+must what it has written into the index for the engine that comes after it. One tier is keyed: it lies behind a server
+that other engines write to as well, and learns what is there by asking.
 """
 
 from collections import Counter
@@ -17,6 +18,10 @@ from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
 from tiernames import DISK, HOST
+from toy_tier import TIER
+from toy_tier.catalog import ToyCatalog
+
+TOY = TIER.name
 
 # Three prompts of six blocks that share their first two.
 PROMPTS = [[b"a", b"b", *(f"{name}{i}".encode() for i in range(4))] for name in "xyz"]
@@ -33,6 +38,7 @@ def breakers_stay_closed():
     """The histories are without time; tests/core/test_breaker.py and test_edges.py show what failures in a row do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvbm.core.breaker.MAX_FAILURES", 1_000_000)
+        patch.setattr("toy_tier.catalog.LOOKUP_SECONDS", 1e9)
         yield
 
 
@@ -41,7 +47,7 @@ class Load:
         self.keys, self.slots, self.waiting, self.in_step = keys, slots, ranks, in_step  # slots: (tier, slot) pairs
         self.bad, self.absent = set(), set()
         self.missed = {}  # rank -> positions, as it said last
-        self.late = set()  # ranks that still write to host slots
+        self.late = {}  # rank -> tiers that still write to its host slots
         self.via = {}  # position -> host slot in which the block is to stay
         self.lent = []  # host slots that are only passed through
         self.tags = {}  # position -> what is asked of the disk
@@ -55,9 +61,23 @@ class Store:
 
 
 class Spill:
-    def __init__(self, keys, slots, targets, tags, ranks):
-        self.keys, self.slots, self.targets, self.tags, self.waiting = keys, slots, targets, tags, ranks
+    def __init__(self, plan, keys, ranks):
+        self.source, self.target, self.via = plan.source, plan.target, plan.via
+        self.keys, self.slots, self.targets, self.tags, self.waiting = keys, plan.slots, plan.targets, plan.tags, ranks
         self.bad = set()
+
+
+class Server:
+    """Answers when the history says so."""
+
+    pending_lookups = 0
+
+    def __init__(self):
+        self.questions = []
+
+    def ask(self, keys, ranks, answers):
+        self.answers = answers
+        self.questions += keys
 
 
 class Book:
@@ -83,6 +103,8 @@ class Book:
 
 
 class LeaderMachine(RuleBasedStateMachine):
+    routes = ((HOST, DISK),)
+
     @initialize(
         ranks=st.integers(1, 3),
         host=st.integers(1, 8),
@@ -93,20 +115,33 @@ class LeaderMachine(RuleBasedStateMachine):
     def start(self, ranks, host, disk, pending, passage):
         self.ranks = range(ranks)
         self.max_pending = pending
-        self.manager = BlockManager({HOST: Pool(host), DISK: Pool(disk)}, passage)
+        self.far = [target for _, target in self.routes]
+        self.server = Server()
+        self.asked, self.absent = (
+            set(),
+            set(),
+        )  # keys that the toy tier waits to hear of, and that it knows are not there
+        made = {DISK: lambda: Pool(disk), TOY: lambda: ToyCatalog(disk, self.server, ranks)}
+        self.manager = BlockManager({HOST: Pool(host), **{tier: made[tier]() for tier in self.far}}, passage)
         self.leader = Leader(self.manager, ranks, max_pending_blocks=pending)
         self.index = Book()
-        self.manager.catalogs[DISK].journal = self.index
-        self.leader.add_edge(DISK, None, max_pending_blocks=3)
-        self.edge = self.leader.edges[0]
+        if DISK in self.far:
+            self.manager.catalogs[DISK].journal = self.index
+        for source, target in self.routes:
+            self.leader.add_edge(target, None, max_pending_blocks=3, source=source)
+        self.edges = self.leader.edges
         self.loads, self.stores, self.spills = {}, {}, {}
         self.late = {}  # loads that are over for the engine
-        self.found = {HOST: {}, DISK: {}}  # key -> slot
-        self.written = {}  # (rank, tier, slot) -> the key whose bytes lie there, None while they are being replaced
-        self.failed = {HOST: set(), DISK: set()}  # keys whose last load failed, until they are stored again
+        self.found = {tier: {} for tier in self.manager.catalogs}  # key -> slot
+        # (rank, tier, slot, or tag where the tier is keyed) -> the key whose bytes lie there, None while they are being
+        # replaced
+        self.written = {}
+        self.failed = {
+            tier: set() for tier in self.manager.catalogs
+        }  # keys whose last load failed, until they are stored again
         self.reader = {}  # engine block -> the last store that reads it
         self.lost = set()
-        self.seal = b""
+        self.generation = b""
         self.was_reset = False
         self.old_match = None
         self.over = []  # plans that have ended
@@ -120,38 +155,64 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @property
     def suspended(self):
-        return any(load.late for load in self.all_loads)
+        return {tier for load in self.all_loads for tiers in load.late.values() for tier in tiers}
+
+    @property
+    def may_ask(self):
+        return TOY in self.far and not self.was_reset and not self.lost
 
     def pinned(self, tier):
         pins = Counter(slot for load in self.all_loads for t, slot in load.slots if t == tier)
-        if tier == HOST:
-            pins.update(slot for spill in self.spills.values() for slot in spill.slots)
+        pins.update(slot for spill in self.spills.values() if spill.source == tier for slot in spill.slots)
         return pins
 
     def writing(self, tier):
         """key -> slot of what is being written."""
-        if tier == DISK:
-            return {k: s for spill in self.spills.values() for k, s in zip(spill.keys, spill.targets, strict=True)}
+        if tier != HOST:
+            spills = [spill for spill in self.spills.values() if spill.target == tier]
+            return {k: s for spill in spills for k, s in zip(spill.keys, spill.targets, strict=True)}
         stored = {k: s for store in self.stores.values() for k, s in zip(store.keys, store.slots, strict=True)}
         return stored | {load.keys[i]: slot for load in self.all_loads for i, slot in load.via.items()}
 
     def lent(self):
-        return [slot for load in self.all_loads for slot in load.lent]
+        return [slot for load in self.all_loads for slot in load.lent] + [
+            slot for spill in self.spills.values() for slot in spill.via
+        ]
 
     def in_use(self, tier):
         """Slots that no plan may be given now."""
         return {*self.pinned(tier), *self.writing(tier).values(), *(self.lent() if tier == HOST else ())}
 
     def expected_match(self, keys, wait_for_writers=True):
-        """(tier, slot) of every block of the longest prefix, each in the fastest tier that has it."""
-        found = []
-        for key in keys:
-            tiers = (HOST,) if self.suspended else (HOST, DISK)
-            tier = next((tier for tier in tiers if key in self.found[tier]), None)
-            if tier is None or (tier == DISK and wait_for_writers and key in self.writing(HOST)):
+        """(tier, slot) of every block of the longest prefix, each in the fastest tier that has it; whether asking again
+        may find more; and the keys that the toy tier asks its server for."""
+        found, asks = [], set()
+        tiers = [tier for tier in self.far if tier not in self.suspended]
+        for i, key in enumerate(keys):
+            if key in self.found[HOST]:
+                found.append((HOST, self.found[HOST][key]))
+                continue
+            if wait_for_writers and key in self.writing(HOST):
                 break
-            found.append((tier, self.found[tier][key]))
-        return found
+            if TOY in tiers and self.may_ask and not asks:
+                known = {*self.found[TOY], *self.writing(TOY), *self.absent, *self.asked}
+                asks = {k for k in keys[i:] if k not in known}
+            unknown = False
+            for tier in tiers:
+                if key in self.found[tier]:
+                    found.append((tier, self.found[tier][key]))
+                    break
+                if tier == TOY and key in self.asked | asks:
+                    unknown = True
+            else:
+                return found, unknown or self.is_being_written(key), asks
+            if unknown and wait_for_writers:
+                raise AssertionError("a tier below the keyed one")
+        rest = keys[len(found) : len(found) + 1]
+        return found, any(map(self.is_being_written, rest)), asks
+
+    def is_being_written(self, key):
+        return any(key in self.writing(tier) for tier in self.manager.catalogs)
 
     def adopt_evictions(self, tier, free, taken):
         """The tier has given ``taken`` slots; of those it evicted for that, none may have been in use."""
@@ -172,7 +233,9 @@ class LeaderMachine(RuleBasedStateMachine):
         is_over = plan in self.late
         load.bad.update(result.bad)
         load.missed[rank] = set(result.missed)
-        (load.late.add if result.late else load.late.discard)(rank)
+        load.late.pop(rank, None)
+        if result.late:
+            load.late[rank] = result.late
         for i, slot in load.via.items():
             arrived = i not in result.bad and i not in result.missed
             self.written[rank, HOST, slot] = load.keys[i] if arrived else None
@@ -198,6 +261,8 @@ class LeaderMachine(RuleBasedStateMachine):
             if self.found[tier].get(key) == slot:
                 del self.found[tier][key]
                 self.failed[tier].add(key)
+                if tier == TOY:
+                    self.absent.add(key)
         absent = load.bad.union(*load.missed.values())
         if load.keep:
             for i, slot in load.via.items():
@@ -226,19 +291,23 @@ class LeaderMachine(RuleBasedStateMachine):
         spill.bad.update(bad)
         spill.waiting.discard(rank)
         for i, (slot, target, tag) in enumerate(zip(spill.slots, spill.targets, spill.tags, strict=True)):
-            assert self.written[rank, HOST, slot] == spill.keys[i], "the source of a spill has changed"
-            self.written[rank, DISK, target] = None if i in bad else tag
+            content = spill.keys[i] if spill.source == HOST else tag
+            assert self.written[rank, spill.source, slot] == content, "the source of a spill has changed"
+            if i not in bad or spill.target != TOY:  # a keyed store keeps what it had
+                self.written[rank, spill.target, at(spill.target, target, tag)] = None if i in bad else tag
         if spill.waiting:
             return
         del self.spills[plan]
         self.over.append(MoveResult(plan))
         for i, (key, slot, target) in enumerate(zip(spill.keys, spill.slots, spill.targets, strict=True)):
-            if i not in spill.bad and self.found[HOST].get(key) == slot:
-                self.publish(DISK, [key], [target])
+            if i not in spill.bad and self.found[spill.source].get(key) == slot:
+                self.publish(spill.target, [key], [target])
 
     def publish(self, tier, keys, slots):
         self.found[tier].update(zip(keys, slots, strict=True))
         self.failed[tier].difference_update(keys)
+        if tier == TOY:
+            self.absent.difference_update(keys)
 
     def spoil_stores(self):
         for store in self.stores.values():
@@ -247,7 +316,9 @@ class LeaderMachine(RuleBasedStateMachine):
     def assert_good(self, rank, load):
         for i, ((tier, slot), key) in enumerate(zip(load.slots, load.keys, strict=True)):
             wanted = key if tier == HOST else load.tags[i]
-            assert self.written[rank, tier, slot] == wanted, "a rank was told to read what is not there"
+            assert self.written[rank, tier, at(tier, slot, wanted)] == wanted, (
+                "a rank is told to read what is not there"
+            )
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -314,30 +385,41 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @rule()
     def spill(self):
-        waiting = list(self.edge._waiting)
-        pending = sum(len(spill.slots) for spill in self.spills.values())
-        free, used = self.manager.catalogs[DISK].free, self.in_use(DISK)
-        most = self.edge._max_pending
-        plan = next(iter(self.leader.plan_moves()), None)
-        assert pending + (len(plan.slots) if plan else 0) <= most
-        if plan is None:
-            return
-        assert not self.lost
-        assert not self.suspended
-        here, there = self.found[HOST], {**self.found[DISK], **self.writing(DISK)}
-        fresh = [key for key in waiting[: most - pending] if key in here and key not in there]
-        keys = fresh[: len(plan.slots)]
-        assert plan.slots == [here[key] for key in keys]
-        assert plan.tags == [key + self.seal for key in keys]
-        self.adopt_evictions(DISK, free, len(keys))
-        assert not set(plan.targets) & (used | set(self.found[DISK].values()))
-        self.spills[plan.id] = Spill(keys, plan.slots, plan.targets, plan.tags, set(self.ranks))
-        for rank in self.ranks:
-            for slot, target, key in zip(plan.slots, plan.targets, keys, strict=True):
-                assert self.written[rank, HOST, slot] == key
-                self.written[rank, DISK, target] = None
+        catalogs = self.manager.catalogs
+        waiting = {edge.target: list(edge._waiting) for edge in self.edges}
+        free, used = ({tier: of(tier) for tier in catalogs} for of in (lambda tier: catalogs[tier].free, self.in_use))
+        plans = {plan.target: plan for plan in self.leader.plan_moves()}
+        for edge in self.edges:
+            plan, target, source = plans.get(edge.target), edge.target, edge.source
+            pending = sum(len(spill.slots) for spill in self.spills.values() if spill.target == target)
+            most = edge._max_pending
+            assert pending + (len(plan.slots) if plan else 0) <= most
+            if plan is None:
+                continue
+            assert not self.lost
+            assert not self.suspended & {source, target}
+            here, there = self.found[source], {**self.found[target], **self.writing(target)}
+            fresh = [key for key in waiting[target][: most - pending] if key in here and key not in there]
+            keys = fresh[: len(plan.slots)]
+            assert plan.source == source
+            assert plan.slots == [here[key] for key in keys]
+            assert plan.tags == [key + self.generation for key in keys]
+            self.adopt_evictions(target, free[target], len(keys))
+            assert not set(plan.targets) & (used[target] | set(self.found[target].values()))
+            self.spills[plan.id] = Spill(plan, keys, set(self.ranks))
+            assert len(plan.via) == (0 if source == HOST else len(keys))
+            for rank in self.ranks:
+                for slot in plan.via:
+                    self.written[rank, HOST, slot] = None
+                for slot, place, key, tag in zip(plan.slots, plan.targets, keys, plan.tags, strict=True):
+                    assert self.written[rank, source, slot] == (key if source == HOST else tag)
+                    if target != TOY:
+                        self.written[rank, target, place] = None
+        lent = [slot for plan in plans.values() for slot in plan.via]
+        self.adopt_evictions(HOST, free[HOST], len(lent))
+        assert not set(lent) & (used[HOST] | set(self.found[HOST].values()))
 
-    @precondition(lambda self: not self.lost and not self.suspended)
+    @precondition(lambda self: DISK in self.far and not self.lost and DISK not in self.suspended)
     @rule(prompt=prompts, at=places)
     def disk_fills(self, prompt, at):
         """Up to three blocks of a prompt come to the slower tier by themselves, as after a restart."""
@@ -353,19 +435,56 @@ class LeaderMachine(RuleBasedStateMachine):
         self.publish(DISK, keys, slots)
         for rank in self.ranks:
             for slot, key in zip(slots, keys, strict=True):
-                self.written[rank, DISK, slot] = key + self.seal
+                self.written[rank, DISK, slot] = key + self.generation
+
+    @precondition(lambda self: TOY in self.far)
+    @rule(prompt=prompts, at=places)
+    def another_engine_writes(self, prompt, at):
+        for key in PROMPTS[prompt][at : at + 3]:
+            for rank in self.ranks:
+                self.written[rank, TOY, key] = key
+
+    @precondition(lambda self: self.server.questions)
+    @rule(which=some)
+    def the_server_answers(self, which):
+        """Some of the questions, in its own order."""
+        pool = self.manager.catalogs[TOY]
+        first = which % len(self.server.questions)
+        asked, self.server.questions = self.server.questions[first:], self.server.questions[:first]
+        present = []
+        for key in asked:
+            there = all(self.written.get((rank, TOY, key)) == key for rank in self.ranks)
+            self.server.answers.put((key, there))
+            known = key in self.found[TOY] or key in self.writing(TOY) or key in self.absent
+            if self.may_ask and not known:
+                (present.append if there else self.absent.add)(key)
+        self.asked.difference_update(asked)
+        free, room = pool.free, pool.available
+        pool.expect(())
+        self.adopt_evictions(TOY, free, len(present[:room]))
+        self.publish(TOY, present[:room], [pool._published[key] for key in present[:room]])
 
     def lookup(self, which, wait_for_writers=True):
         """A match, what it must hold and where: where there is something to find, if there is anything at all."""
         starts = [(prompt, at) for prompt in PROMPTS for at in range(6)]
-        hits = [(prompt, at) for prompt, at in starts if self.expected_match(prompt[at : at + 1])] or starts
+        hits = [(prompt, at) for prompt, at in starts if self.expected_match(prompt[at : at + 1])[0]] or starts
         prompt, at = hits[which % len(hits)]
+        slots, pending, asks = self.expected_match(prompt[at:], wait_for_writers)
         match = self.manager.lookup(prompt, at, wait_for_writers=wait_for_writers)
-        slots = self.expected_match(prompt[at:], wait_for_writers)
+        self.asked |= asks
         end = at + len(slots)
         assert [(run.tier, slot) for run in match.runs for slot in run.slots] == slots
-        assert match.pending == any(key in self.writing(tier) for key in prompt[end : end + 1] for tier in (HOST, DISK))
+        assert match.pending == pending
         return match, prompt[at:end], slots
+
+    @precondition(lambda self: TOY in self.far)
+    @rule(prompt=prompts, wait_for_writers=st.booleans())
+    def ask(self, prompt, wait_for_writers):
+        """A request looks for a prompt of which nothing needs to be known yet."""
+        slots, pending, asks = self.expected_match(PROMPTS[prompt], wait_for_writers)
+        match = self.manager.lookup(PROMPTS[prompt], wait_for_writers=wait_for_writers)
+        self.asked |= asks
+        assert (match.blocks, match.pending) == (len(slots), pending)
 
     @rule(which=st.integers(0, 17), base=some, in_step=st.booleans(), wait_for_writers=st.booleans())
     def onboard(self, which, base, in_step, wait_for_writers):
@@ -406,7 +525,7 @@ class LeaderMachine(RuleBasedStateMachine):
                 assert not copy.via
                 assert not copy.tags
                 continue
-            assert copy.tags == [keys[i] + self.seal for i in positions]
+            assert copy.tags == [keys[i] + self.generation for i in positions]
             load.tags.update(zip(positions, copy.tags, strict=True))
             taken += copy.via
             if copy.via and pool._writing.get(keys[positions[0]]) == copy.via[0]:
@@ -446,11 +565,12 @@ class LeaderMachine(RuleBasedStateMachine):
         """``fails``: "", "bad", "missed" or "late"."""
         if plan in self.loads:
             load = self.loads[plan]
-            from_disk = [i for i, (tier, _) in enumerate(load.slots) if tier == DISK]
-            if fails in ("missed", "late") and from_disk:
-                missed = from_disk[position % len(from_disk) :]
+            staged = [i for i, (tier, _) in enumerate(load.slots) if tier != HOST]
+            if fails in ("missed", "late") and staged:
+                missed = staged[position % len(staged) :]
                 late = fails == "late" and (load.via or load.lent)
-                return LoadResult(plan, missed=missed, late=[DISK] if late else [])
+                tiers = sorted({load.slots[i][0] for i in missed})
+                return LoadResult(plan, missed=missed, late=tiers if late else [])
             return LoadResult(plan, [position % len(load.keys)] if fails and load.keys else [])
         if plan in self.spills:
             return MoveResult(plan, [position % len(self.spills[plan].keys)] if fails else [])
@@ -528,9 +648,10 @@ class LeaderMachine(RuleBasedStateMachine):
         self.spoil_stores()
         for load in self.all_loads:
             load.keep = False
-        self.found = {HOST: {}, DISK: {}}
-        assert self.manager.generation not in (b"", self.seal)
-        self.seal = self.manager.generation
+        self.found = {tier: {} for tier in self.found}
+        self.asked.clear()
+        assert self.manager.generation not in (b"", self.generation)
+        self.generation = self.manager.generation
         self.was_reset = True
 
     @rule(which=st.integers(0, 99))
@@ -546,7 +667,7 @@ class LeaderMachine(RuleBasedStateMachine):
                 if rank in load.waiting:
                     self.end_load(rank, plan, LoadResult(plan, list(range(len(load.keys)))))
             for load in self.all_loads:
-                load.late.discard(rank)
+                load.late.pop(rank, None)
                 load.keep = False
             for plan, load in list(self.late.items()):
                 if not load.late:
@@ -558,7 +679,8 @@ class LeaderMachine(RuleBasedStateMachine):
             for plan, spill in list(self.spills.items()):
                 if rank in spill.waiting:
                     self.end_spill(rank, plan, range(len(spill.keys)))
-            self.found = {HOST: {}, DISK: {}}
+            self.found = {tier: {} for tier in self.found}
+            self.asked.clear()
 
     # -- what always holds --------------------------------------------------------------------------------------------
 
@@ -569,14 +691,15 @@ class LeaderMachine(RuleBasedStateMachine):
             assert not self.failed[tier] & pool._published.keys()
             assert len(set(pool._published.values())) == len(pool._published)
             for key, slot in self.found[tier].items():
+                tag = key if tier == HOST else key + self.generation
                 for rank in self.ranks:
-                    assert self.written[rank, tier, slot] == (key if tier == HOST else key + self.seal)
+                    assert self.written[rank, tier, at(tier, slot, tag)] == tag
 
     @invariant()
     def the_next_engine_would_find_what_this_one_finds(self):
         if self.was_reset:
             assert not self.index.rows
-        elif not self.lost:
+        elif not self.lost and DISK in self.far:
             assert self.index.rows == self.found[DISK]
 
     @invariant()
@@ -596,9 +719,9 @@ class LeaderMachine(RuleBasedStateMachine):
     def the_leader_knows_what_is_under_way(self):
         assert self.leader.stores_under_way == bool(self.stores)
         assert self.manager.busy == bool(self.stores or self.all_loads or self.spills)
-        assert self.leader.busy == (self.manager.busy or bool(self.edge._waiting))
+        assert self.leader.busy == (self.manager.busy or any(edge._waiting for edge in self.edges))
         assert self.leader.fences(range(ENGINE_BLOCKS)) == self.fences(range(ENGINE_BLOCKS))
-        assert self.manager.suspended == ({DISK} if self.suspended else set())
+        assert self.manager.suspended == self.suspended
 
     def teardown(self):
         """When every rank has answered, nothing is pinned, half written or remembered."""
@@ -613,17 +736,59 @@ class LeaderMachine(RuleBasedStateMachine):
         assert not self.leader._tainted
         assert not self.leader._reading
         assert not self.leader._late
-        assert self.leader._pending_blocks == self.edge.pending_blocks == 0
+        assert self.leader._pending_blocks == sum(edge.pending_blocks for edge in self.edges) == 0
         for pool in self.manager.catalogs.values():
             assert (pool.pinned, pool.writing, pool.lent) == (0, 0, 0)
             assert pool.free + pool.published == pool.available == pool.size
+
+
+def at(tier, slot, tag):
+    """Where the bytes of a block lie."""
+    return tag if tier == TOY else slot
+
+
+class KeyedMachine(LeaderMachine):
+    routes = ((HOST, TOY),)
+
+
+class ThreeTierMachine(LeaderMachine):
+    """Blocks go on from the second tier to the third, through slots of the first."""
+
+    routes = ((HOST, DISK), (DISK, TOY))
 
 
 def kind_of(result):
     return {LoadResult: "loads", StoreResult: "stores", MoveResult: "moves"}[type(result)]
 
 
-TestLeader = LeaderMachine.TestCase
-TestLeader.settings = settings(
-    max_examples=500, stateful_step_count=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def examples(count):
+    return settings(
+        max_examples=count, stateful_step_count=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+class TestLeader(LeaderMachine.TestCase):
+    settings = examples(100)
+
+
+@pytest.mark.long
+class TestLeaderAtLength(LeaderMachine.TestCase):
+    settings = examples(1000)
+
+
+class TestKeyed(KeyedMachine.TestCase):
+    settings = examples(50)
+
+
+class TestThreeTiers(ThreeTierMachine.TestCase):
+    settings = examples(50)
+
+
+@pytest.mark.long
+class TestKeyedAtLength(KeyedMachine.TestCase):
+    settings = examples(500)
+
+
+@pytest.mark.long
+class TestThreeTiersAtLength(ThreeTierMachine.TestCase):
+    settings = examples(500)

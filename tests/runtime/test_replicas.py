@@ -128,7 +128,7 @@ def test_with_a_disk_each_rank_stores_for_itself_and_says_so(ranks, tmp_path):
     disk = {"disk_cache_override_num_blocks": 40, "disk_cache_dir": str(tmp_path)}
     first, _ = ranks.all("start", settings={**SHARED, **disk})
     assert (first["shared_by"], first["mapped"]) == (1, [])
-    assert [line for line in first["said"] if "stores it for itself: that is how it must be with a disk" in line]
+    assert [line for line in first["said"] if "stores it for itself: a disk tier requires it" in line]
 
 
 def test_memory_that_cannot_be_had_is_refused_on_every_rank(party):
@@ -184,7 +184,7 @@ def test_a_load_that_fails_on_the_first_rank_fails_on_all_at_the_same_blocks(ran
     results = ranks.all("step", plan=load(2, list(range(12)), list(range(12, 24))))
     assert [result["loads"][2] for result in results] == [[4, 9], [4, 9]]
     assert results[0]["faults"] == ["load: injected load fault"]
-    assert results[1]["faults"] == ["load: lost on another rank"]
+    assert results[1]["faults"] == ["load: failed on another rank"]
     for after in ranks.all("blocks"):
         assert [after[12 + i] == before[i] for i in range(12)] == [i not in (4, 9) for i in range(12)]
 
@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_come_costs_hits_and_holds_nobody_up_twice(ranks):
     ranks.one(1, "step", plan=load(2, [0, 1], [2, 3]), skip_loads=True)
     first = ranks.hear(0)
     assert first["loads"] == {2: [0, 1]}
-    assert "no more broadcasts" in first["faults"][0]
+    assert "broadcasts are disabled" in first["faults"][0]
     assert first["seconds"] < 60
     again = ranks.one(0, "step", plan=load(3, [0, 1], [2, 3]))
     assert again["loads"] == {3: [0, 1]}

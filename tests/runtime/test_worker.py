@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan
+from kvbm.plans import Copy, LoadPlan, MovePlan, MoveResult, StepPlan, StorePlan
 from kvbm.runtime import loads
 from kvbm.runtime.worker import Worker
-from kvbm.tiers.base import Store
+from kvbm.tiers.base import Operation, Store
 from kvbm.tiers.staged_read import StagedStore
 from kvbm.transfer.base import Copier, Ticket, When
-from tiernames import DISK, HOST
+from tiernames import DISK, HOST, OBJECT
 
 
 class FakeTicket(Ticket):
@@ -366,8 +366,31 @@ class NoReads(Store):
         return True
 
 
+class OnlyReads(NoReads):
+    """A store whose reads end at once, and whose writes raise."""
+
+    def read(self, slots, addresses, tags):
+        operation = Operation("read", slots, addresses, tags, 64)
+        operation.parts_left = 1
+        operation.end_part([], "")
+        return operation
+
+
+def test_a_staged_move_that_cannot_be_written_costs_no_other_report(copier, clock):
+    stores = [StagedStore(DISK, OnlyReads(), 0, 64), StagedStore(OBJECT, NoReads(), 0, 64)]
+    worker = Worker(0, copier, HOST, 100, num_blocks=50, stores=stores)
+    plan = StepPlan([load()], [store()], moves=[MovePlan(3, DISK, OBJECT, [1, 2], [3, 4], [b"a", b"b"], via=[8, 9])])
+    worker.begin(plan)
+    worker.start_loads(plan)
+    worker.start_stores(plan)
+    report = worker.poll().report
+    assert report.moves == [MoveResult(3, [0, 1])]
+    assert [ended.id for ended in (*report.loads, *report.stores)] == [1, 9]
+    assert not worker.keeping
+
+
 def test_slots_of_the_disk_are_never_prefetched_as_host_slots(copier):
-    disk = StagedStore(DISK, NoReads(), 0, 64, stall_seconds=60.0)
+    disk = StagedStore(DISK, NoReads(), 0, 64)
     worker = Worker(0, copier, HOST, 100, num_blocks=50, stores=[disk])
     worker.begin(StepPlan([LoadPlan(1, "request-1", [Copy(DISK, [5, 6], [7, 8])], in_step=False)]))
     assert copier.calls == [("begin_step", [])]

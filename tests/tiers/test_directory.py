@@ -22,7 +22,7 @@ from kvbm import config as settings
 from kvbm.control.discovery import FileRegistry
 from kvbm.runtime.channel import ChannelError, local
 from kvbm.runtime.rank import Rank
-from kvbm.runtime.tiers import DiskTier
+from kvbm.runtime.tiers import open_manager
 from kvbm.tiers import directory
 from kvbm.tiers.directory import CacheRefused, open_trusted, private_directory
 from kvbm.tiers.disk.file import ALIGNMENT, DiskFile
@@ -296,7 +296,7 @@ def test_the_disk_tier_alone_is_lost(tmp_path, caplog):
     shared = folder(tmp_path / "shared", 0o777)
     with refused_rank(caplog, disk_cache_override_num_blocks=4, disk_cache_dir=str(shared)) as (config, hello):
         assert list(hello.slots) == [HOST]
-        assert DiskTier.open(config, [hello], WHAT) is None
+        assert list(open_manager(config, [hello], WHAT).catalogs) == [HOST]
     assert f"goes on without a disk tier: {shared} belongs to" in caplog.text
     assert list(shared.iterdir()) == []
 

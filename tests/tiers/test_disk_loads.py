@@ -17,7 +17,7 @@ from kvbm import config as settings
 from kvbm.plans import Copy, LoadPlan, MovePlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
 from kvbm.tiers.disk.file import DiskFile, FileIO
-from kvbm.tiers.disk.open import measure
+from kvbm.tiers.disk.measure import measure
 from kvbm.tiers.staged_read import StagedRead, StagedStore, Stretch, expected_if_late, merge_copies
 from kvbm.transfer.base import Ticket
 from tiernames import DISK, HOST, OBJECT
@@ -116,17 +116,17 @@ def test_a_rank_says_how_much_disk_it_has(make):
 
 
 @pytest.mark.parametrize("host", [SLOTS, 0], ids=["host and disk", "disk"])
-@pytest.mark.parametrize("call", ["_fallocate", "_refuse_without_room", "open_sums"])
+@pytest.mark.parametrize("call", ["prealloc.fallocate", "prealloc._refuse_without_room", "file.open_sums"])
 def test_a_filesystem_that_is_full_at_start_costs_the_disk_and_nothing_later(make, monkeypatch, caplog, call, host):
     make(cpu_cache_override_num_blocks=host).rank.close()
 
     def full(*arguments):
-        if call == "_fallocate":
+        if call == "prealloc.fallocate":
             return errno.ENOSPC
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(f"kvbm.tiers.disk.file.{call}", full)
+        broken.setattr(f"kvbm.tiers.disk.{call}", full)
         # Larger than before, so that it needs room.
         engine = make(cpu_cache_override_num_blocks=host, disk_cache_override_num_blocks=96)
     assert DISK not in engine.rank.hello().slots
@@ -353,7 +353,7 @@ def test_blocks_from_disk_cannot_be_had_in_the_step(make):
 
 
 def test_a_cache_that_another_engine_uses_is_left_to_it(make, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("kvbm.runtime.rank.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("kvbm.tiers.disk.open.PATIENCE_SECONDS", 0.1)
     make()
     second = make()
     assert second.hello.slots == {HOST: SLOTS}
@@ -410,14 +410,14 @@ class FakeTicket(Ticket):
 @pytest.fixture
 def disk():
     made = []
-    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, close=lambda: True)
+    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, stall_seconds=1.0, close=lambda: True)
 
     def read(slots, addresses, tags):
         made.append(FakeOperation(slots, [address // file.slot_bytes for address in addresses]))
         return made[-1]
 
     file.read = read
-    disk = StagedStore(DISK, file, 0, file.slot_bytes, stall_seconds=1.0, clock=lambda: 0.0)
+    disk = StagedStore(DISK, file, 0, file.slot_bytes, clock=lambda: 0.0)
     disk.made = made
     return disk
 
@@ -596,7 +596,7 @@ class _Stuck(FileIO):
 
 def test_what_was_to_be_tried_on_a_disk_that_hangs_is_not_written_later(tmp_path, monkeypatch):
     """It would come on top of the blocks that lie there by then."""
-    monkeypatch.setattr("kvbm.tiers.disk.open._MEASURE_SECONDS", 0.05)
+    monkeypatch.setattr("kvbm.tiers.disk.measure._MEASURE_SECONDS", 0.05)
     size, io = 256 << 10, _Stuck()
     file = DiskFile(tmp_path / "rank-0.slab", 128, size, threads=1, io=io)
     assert measure(file) is None

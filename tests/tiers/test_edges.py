@@ -8,7 +8,7 @@ from kvbm.core.policy.admission import FrequencyFilter
 from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
-from tiernames import DISK, HOST, PRIORS
+from tiernames import DISK, HOST, OBJECT, PRIORS
 
 
 def keys(text):
@@ -291,3 +291,85 @@ def test_what_the_filter_holds_back_is_counted():
     without = make()
     store(without, "abcd")
     assert sum(without.counts.filtered_move_blocks.values()) == 0
+
+
+# -- several edges ----------------------------------------------------------------------------------------------------
+
+
+def three_tiers(routes, near=16):
+    manager = BlockManager({HOST: Pool(near), DISK: Pool(32), OBJECT: Pool(32)}, staging_slots=3)
+    leader = Leader(manager, 2)
+    for source, target in routes:
+        leader.add_edge(target, None, 100, source=source)
+    return leader
+
+
+def test_all_edges_together_hold_half_of_the_near_tier():
+    leader = three_tiers([(HOST, DISK), (HOST, OBJECT)])
+    store(leader, "abcdefghijkl")
+    plans = leader.plan_moves()
+    assert [(plan.target, len(plan.slots)) for plan in plans] == [(DISK, 4), (OBJECT, 4)]
+    assert leader.manager.near.pinned <= 8
+    assert leader.plan_moves() == []
+
+
+def test_blocks_go_on_from_a_staged_tier_when_every_rank_has_written_them_there():
+    leader = three_tiers([(HOST, DISK), (DISK, OBJECT)])
+    store(leader, "abcd")
+    (first,) = leader.plan_moves()
+    leader.apply(spilled(first, 0, bad=[1]))
+    assert leader.plan_moves() == []
+    leader.apply(spilled(first, 1))
+    (second,) = leader.plan_moves()
+    assert (second.source, second.target) == (DISK, OBJECT)
+    assert second.tags == keys("acd")
+    assert len(set(second.via)) == 3
+    near, disk = leader.manager.near, leader.manager.catalogs[DISK]
+    assert (near.lent, disk.pinned) == (3, 3)
+    leader.apply(spilled(second, 0, 1, bad=[2]))
+    assert (near.lent, disk.pinned, near.pinned) == (0, 0, 0)
+    assert set(leader.manager.catalogs[OBJECT].findable) == set(keys("ac"))
+
+
+def test_a_staged_move_takes_no_more_blocks_than_there_are_staging_slots():
+    leader = three_tiers([(DISK, OBJECT)], near=4)
+    disk = leader.manager.catalogs[DISK]
+    disk.commit(disk.reserve(keys("abcdef")))
+    leader.used(keys("abcdef"))
+    (plan,) = leader.plan_moves()
+    assert (len(plan.slots), len(plan.via)) == (2, 2)  # half of the near tier
+    leader.apply(spilled(plan, 0, 1))
+    leader.reset()
+    assert leader.plan_moves() == []
+    assert not leader.busy
+
+
+def test_blocks_of_a_staged_tier_wait_for_staging_slots():
+    leader = three_tiers([(DISK, OBJECT)])
+    disk = leader.manager.catalogs[DISK]
+    disk.commit(disk.reserve(keys("abcdef")))
+    leader.used(keys("abcdef"))
+    moved = []
+    for _ in range(2):
+        (plan,) = leader.plan_moves()
+        moved += plan.tags
+        leader.apply(spilled(plan, 0, 1))
+    assert moved == keys("abcdef")
+    leader.used(keys("abcdef"))
+    held = leader.manager.near.lend(16)
+    disk.commit(disk.reserve(keys("g")))
+    leader.used(keys("g"))
+    assert leader.plan_moves() == []
+    leader.manager.near.take_back(held)
+    assert [plan.tags for plan in leader.plan_moves()] == [keys("g")]
+
+
+def test_a_suspended_source_is_not_read_for_a_move():
+    leader = three_tiers([(DISK, OBJECT)])
+    disk = leader.manager.catalogs[DISK]
+    disk.commit(disk.reserve(keys("ab")))
+    leader.used(keys("ab"))
+    leader.manager.suspended.add(DISK)
+    assert leader.edges[0].plan() is None
+    leader.manager.suspended.clear()
+    assert leader.edges[0].plan() is not None

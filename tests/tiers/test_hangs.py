@@ -19,7 +19,7 @@ from kvbm import config as settings
 from kvbm.runtime.rank import Rank
 from kvbm.tiers import bounded
 from kvbm.tiers.bounded import Call, DaemonThreads, DiskHangs, report_progress
-from kvbm.tiers.disk import file as disk_module
+from kvbm.tiers.disk import prealloc
 from kvbm.tiers.lock import is_locked
 
 # A rank with a few blocks, its leader's tier, and an SGLang store, over one directory.
@@ -30,10 +30,10 @@ import torch
 from kvbm import config as settings
 from kvbm.plans import Copy, Hello, MovePlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
-from kvbm.runtime.tiers import DiskTier, make_manager
-from kvbm.tiers.host.persistent_host import PersistentHost
+from kvbm.runtime.tiers import open_manager
 from kvbm.tiers import bounded
-from kvbm.tiers.disk.index import Index, cache_directory, fingerprint, slab_path
+from kvbm.tiers.base import fingerprint
+from kvbm.tiers.disk.index import Index, cache_directory, slab_path
 from kvbm.tiers.registry import TIERS
 HOST, DISK, *_ = TIERS
 CACHE = {"model": "some-model", "block_size": 16}
@@ -82,16 +82,16 @@ def disk(tmp_path):
 
 FILL = """
 rank, made, hello = start()
-disk = DiskTier.open(made, [hello], CACHE)
-disk.index.put([(key(i), i) for i in range(10)])
-disk.index.close()
+disk = open_manager(made, [hello], CACHE).catalogs[DISK]
+disk.journal.put([(key(i), i) for i in range(10)])
+disk.close()
 rank.close()
 """
 FOUND = """
 rank, made, hello = start()
-disk = DiskTier.open(made, [hello], CACHE)
-say(disk.pool.published)
-disk.index.close()
+disk = open_manager(made, [hello], CACHE).catalogs[DISK]
+say(disk.published)
+disk.close()
 rank.close()
 """
 
@@ -143,7 +143,7 @@ def test_a_leader_starts_while_its_index_hangs(disk):
     code = """
     rank, made, hello = start()
     FLAG.touch()
-    say(DiskTier.open(made, [hello], CACHE))
+    say(open_manager(made, [hello], CACHE).catalogs.get(DISK))
     rank.close()
     say("end")
     """
@@ -158,22 +158,22 @@ def test_an_engine_ends_while_reads_and_writes_and_its_index_hang(disk, end):
     disk.here(FILL)
     code = """
 rank, made, hello = start()
-disk = DiskTier.open(made, [hello], CACHE)
+disk = open_manager(made, [hello], CACHE).catalogs[DISK]
 FLAG.touch()
-disk.index.put([(key(20), 20)])
+disk.journal.put([(key(20), 20)])
 operations = rank.worker._tiers[DISK].write([20], [3], [key(20)]), rank.worker._tiers[DISK].read([1], [4], [key(1)])
 while not all(each.began for each in operations):
     time.sleep(0.01)
 """
-    code += "rank.close()\ndisk.index.close()\n" if end == "close" else ""
+    code += "rank.close()\ndisk.close()\n" if end == "close" else ""
     assert disk(code + "say(any(each.done() for each in operations))") == ["False"]
     assert disk.here(FOUND)[0] in ("10", "11")
 
 
 KEPT = """
 rank, made, hello = start(host_persist=True, disk_cache_override_num_blocks=0)
-manager = make_manager([hello], None)
-kept = PersistentHost.open(made, [hello], CACHE, manager)
+manager = open_manager(made, [hello], CACHE)
+kept = manager.near.journal
 """
 
 
@@ -185,31 +185,30 @@ worker = rank.worker
 worker.begin(StepPlan()); worker.start_stores(StepPlan(stores=[StorePlan(1, copy)]))
 while not worker.poll().report.stores: time.sleep(0.01)
 worker.begin(StepPlan(verdicts={1: True}))
-kept._index.put([(key(0), 1), (key(1), 2)])
-kept._index.flush()
+kept.put([(key(0), 1), (key(1), 2)])
+kept.flush()
 """
-    end = "\nkept.close()\nrank.close()\n"
+    end = "\nmanager.close()\nrank.close()\n"
     disk.here(KEPT + store + end)
     hangs = {
         "rank": f"FLAG.touch()\n{KEPT}\nsay(kept)\nrank.close()",
         "leader": KEPT.replace("manager =", "FLAG.touch()\nmanager =") + "\nsay(kept)\nrank.close()",
-        "end": KEPT + "\nsay(None)\nFLAG.touch()\nkept._index.put([(key(9), 9)])\n" + end,
+        "end": KEPT + "\nsay(None)\nFLAG.touch()\nkept.put([(key(9), 9)])\n" + end,
     }
     assert disk(hangs[when]) == ["None"]
     assert disk.here(KEPT + "say(manager.catalogs[HOST].published)" + end)[0] in ("2", "3")
 
 
 SGLANG = """
-from kvbm.engines.sglang.shared import KeyMap, Reader
-from kvbm.engines.sglang.store import Sizes, Store
-from kvbm.tiers.disk.index import KEY_MAP
+from kvbm.engines.sglang.store import PageStore
+from kvbm.tiers.base import RankContext
 import ctypes
 page = ctypes.create_string_buffer(8192)
 pages = [[(ctypes.addressof(page), 8192)]] * 4
 keys = [key(i) for i in range(4)]
-def store(host=0):
-    shown = lambda directory, slots: KeyMap(directory / KEY_MAP, slots)
-    return Store(config(), CACHE, 8192, Sizes(host, 64), shown=shown)
+def store(host=0, access="writer"):
+    made = config(cpu_cache_override_num_blocks=host)
+    return PageStore(RankContext(made, 0, 1, 8192, 8192, {**CACHE, "layout": "x"}, access=access))
 """
 
 
@@ -220,6 +219,7 @@ def test_a_store_of_sglang_starts_and_ends_while_its_disk_hangs(disk):
     code = "made = store(8)\nsay(made.has(keys), made.put(keys, pages, time.monotonic() + 5))\nmade.close()\nsay('end')"
     assert disk(SGLANG + code) == [f"{[False] * 4} {[True] * 4}", "end"]
     assert "there is no disk tier" in disk.text
+    assert "kept for the next start" in disk.text
     disk.flag.unlink()
     code = """
 made = store()
@@ -235,8 +235,8 @@ say("end")
 def test_a_reader_of_sglang_neither_waits_nor_stays_while_the_disk_hangs(disk):
     disk.here(SGLANG + "made = store()\nassert all(made.put(keys, pages, time.monotonic() + 20))\nmade.close()")
     code = """
-reader = Reader(config(), CACHE, 8192)
 FLAG.touch()
+reader = store(access="reader")
 say(reader.has(keys))
 FLAG.unlink()
 deadline = time.monotonic() + 30
@@ -299,15 +299,15 @@ def test_a_call_that_was_given_up_stops_when_it_next_reports_progress(given_up):
 
 def test_a_slab_that_is_given_up_is_not_allocated_to_its_end(tmp_path, monkeypatch, caplog):
     """The preallocation runs beside the engine by then, and the slab may be as large as the disk."""
-    allocate, called, gate = disk_module._fallocate, [], threading.Event()
+    allocate, called, gate = prealloc.fallocate, [], threading.Event()
 
     def slow(fd, at, length):
         called.append(at)
         gate.wait(60)
         return allocate(fd, at, length)
 
-    monkeypatch.setattr(disk_module, "_fallocate", slow)
-    monkeypatch.setattr(disk_module, "_PIECE", 1 << 20)
+    monkeypatch.setattr(prealloc, "fallocate", slow)
+    monkeypatch.setattr(prealloc, "_PIECE", 1 << 20)
     monkeypatch.setattr(bounded, "DISK_START_SECONDS", 0.2)
     config = settings.load(
         extra={

@@ -21,9 +21,9 @@ from kvbm.core.pool import Pool
 from kvbm.plans import Copy, Hello, Report, StepPlan, StorePlan, StoreResult, TierHello
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
-from kvbm.runtime.tiers import make_manager
-from kvbm.tiers.disk.index import LOCK, Index, cache_directory, fingerprint
-from kvbm.tiers.host.persistent_host import PersistentHost
+from kvbm.runtime.tiers import open_manager
+from kvbm.tiers.base import fingerprint
+from kvbm.tiers.disk.index import LOCK, Index, cache_directory
 from kvbm.tiers.host.persistent_slab import digest, rows_of
 from kvbm.tiers.lock import CacheInUse, FileLock
 from kvbm.transfer import open_copier
@@ -195,7 +195,7 @@ def fail(*_, **__):
 @pytest.mark.parametrize("where", ["private_directory", "PersistentSlab.__init__", "rows_of"])
 def test_a_rank_starts_whatever_goes_wrong_with_memory_from_before(where, make, place, monkeypatch, caplog):
     with monkeypatch.context() as broken:
-        broken.setattr(f"kvbm.runtime.rank.{where}", fail)
+        broken.setattr(f"kvbm.tiers.host.open.{where}", fail)
         engine = make()
     assert (engine.hello.tiers[0].intact, engine.hello.slots[HOST]) == (b"", SLOTS)
     assert "RuntimeError: of a kind that no caller expects" in caplog.text
@@ -203,7 +203,7 @@ def test_a_rank_starts_whatever_goes_wrong_with_memory_from_before(where, make, 
 
 
 def test_a_rank_starts_whatever_goes_wrong_with_its_disk(make, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("kvbm.runtime.rank.open_file", fail)
+    monkeypatch.setattr("kvbm.tiers.disk.open.open_file", fail)
     engine = make(host_persist=False, disk_cache_override_num_blocks=8, disk_cache_dir=str(tmp_path))
     assert engine.hello.slots == {HOST: SLOTS}
     assert "goes on without a disk tier: RuntimeError" in caplog.text
@@ -212,9 +212,8 @@ def test_a_rank_starts_whatever_goes_wrong_with_its_disk(make, tmp_path, monkeyp
 @pytest.mark.parametrize("where", ["rows_of", "Index.open"])
 def test_a_leader_starts_whatever_goes_wrong_with_memory_from_before(where, make, monkeypatch, caplog):
     engine = make()
-    manager = BlockManager({HOST: Pool(SLOTS)})
     monkeypatch.setattr(f"kvbm.tiers.host.persistent_host.{where}", fail)
-    assert PersistentHost.open(engine.config, [engine.hello], CACHE, manager) is None
+    assert not open_manager(engine.config, [engine.hello], CACHE).outlives_engine
     assert "RuntimeError: of a kind that no caller expects" in caplog.text
 
 
@@ -293,7 +292,7 @@ def test_an_index_that_is_locked_costs_the_next_engine_nothing(make, place, lock
 
 def test_without_memory_for_a_second_host_tier_the_engine_starts_all_the_same(make, place, locked, monkeypatch, caplog):
     kept_block(make, place)
-    monkeypatch.setattr("kvbm.runtime.rank.available_memory", lambda: 0)
+    monkeypatch.setattr("kvbm.tiers.host.open.available_memory", lambda: 0)
     with locked():
         engine = make()
         assert engine.good == []
@@ -310,11 +309,10 @@ def test_a_flipped_bit_in_the_index_costs_blocks_and_no_start(make, place, seed)
     path.write_bytes(raw)
     engine = make()
     assert engine.good in ([], [3])
-    manager = BlockManager({HOST: Pool(SLOTS)})
-    books = PersistentHost.open(engine.config, [engine.hello], CACHE, manager)
-    assert books is not None
+    manager = open_manager(engine.config, [engine.hello], CACHE)
+    assert manager.outlives_engine
     assert set(manager.catalogs[HOST].findable) <= {key_of(1)}
-    books.close()
+    manager.close()
 
 
 # -- the leader's books -----------------------------------------------------------------------------------------------
@@ -337,16 +335,14 @@ def books(tmp_path):
         return Hello(rank, 100, layout, [TierHello(HOST, slots, intact=kept, index=compared)])
 
     def make(*kept, layouts="LL", slots=(SLOTS, SLOTS)):
-        manager = BlockManager({HOST: Pool(SLOTS)})
         hellos = [hello(rank, each, layouts[rank], slots[rank]) for rank, each in enumerate(kept)]
-        found = PersistentHost.open(config, hellos, CACHE, manager)
-        opened.append(found)
-        return manager, found
+        manager = open_manager(config, hellos, CACHE)
+        opened.append(manager)
+        return manager, manager if manager.outlives_engine else None
 
     yield make
     for each in opened:
-        if each is not None:
-            each.close()  # for some the second time
+        each.close()  # for some the second time
 
 
 def publish(manager, *numbers):
@@ -457,10 +453,9 @@ def two_caches(make, tmp_path):
 
 
 def take_over(engine, cache):
-    manager = make_manager([engine.hello], None)
-    kept = PersistentHost.open(engine.config, [engine.hello], cache, manager)
-    if kept is not None:
-        kept.close()
+    manager = open_manager(engine.config, [engine.hello], cache)
+    kept = manager.near.journal
+    manager.close()
     return kept, set(manager.catalogs[HOST].findable)
 
 

@@ -1,6 +1,8 @@
 """The leader's start: which disk all ranks can use together, and what it holds from the engine before."""
 
 import contextlib
+import ctypes
+import mmap
 import sqlite3
 from pathlib import Path
 
@@ -10,8 +12,10 @@ from kvbm import config as settings
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello
 from kvbm.runtime.leader import Leader
-from kvbm.runtime.tiers import DiskTier, agreed_weights, make_manager, measured
-from kvbm.tiers.disk.index import cache_directory, fingerprint
+from kvbm.runtime.tiers import agreed_weights, connect, measured, open_manager
+from kvbm.tiers import disk
+from kvbm.tiers.base import RankContext, fingerprint
+from kvbm.tiers.disk.index import cache_directory
 from tiernames import DISK, HOST
 
 CACHE = {"model": "m", "pipeline_parallel": 1}
@@ -30,73 +34,78 @@ def hello(rank=0, disk=20, layout="2*x", rate=None, cache=CACHE):
     return Hello(rank, 100, layout, tiers)
 
 
+def open_disk(config, hellos, cache):
+    """The disk's catalog, or None where the engine has to do without."""
+    return open_manager(config, hellos, cache).catalogs.get(DISK)
+
+
 def test_the_disk_is_as_large_as_that_of_the_poorest_rank(tmp_path):
-    disk = DiskTier.open(config(tmp_path), [hello(0, 20), hello(1, 15)], CACHE)
-    manager = make_manager([hello(0, 20), hello(1, 15)], disk)
+    manager = open_manager(config(tmp_path), [hello(0, 20), hello(1, 15)], CACHE)
     assert {tier: pool.size for tier, pool in manager.catalogs.items()} == {HOST: 10, DISK: 15}
-    disk.index.close()
+    manager.close()
 
 
 def test_a_rank_without_a_disk_is_an_engine_without_one(tmp_path):
-    assert DiskTier.open(config(tmp_path), [hello(0, 20), hello(1, 0)], CACHE) is None
-    assert list(make_manager([hello()], None).catalogs) == [HOST]
+    assert open_disk(config(tmp_path), [hello(0, 20), hello(1, 0)], CACHE) is None
+    assert list(open_manager(config(tmp_path), [hello()], None).catalogs) == [HOST]
 
 
 def test_what_the_engine_before_has_written_is_found(tmp_path):
-    first = DiskTier.open(config(tmp_path), [hello()], CACHE)
-    first.index.put([(b"a", 3), (b"b", 7)])
-    first.index.close()
-    second = DiskTier.open(config(tmp_path), [hello()], CACHE)
-    assert [second.pool.find(key) for key in (b"a", b"b")] == [3, 7]
-    second.index.close()
+    first = open_disk(config(tmp_path), [hello()], CACHE)
+    first.journal.put([(b"a", 3), (b"b", 7)])
+    first.close()
+    second = open_disk(config(tmp_path), [hello()], CACHE)
+    assert [second.find(key) for key in (b"a", b"b")] == [3, 7]
+    second.close()
     other = {**CACHE, "model": "other"}
-    assert DiskTier.open(config(tmp_path), [hello(cache=other)], other).pool.published == 0
+    assert open_disk(config(tmp_path), [hello(cache=other)], other).published == 0
 
 
 def test_the_leader_reads_no_index_but_that_of_the_ranks(tmp_path, caplog):
     """Should they ever work out different names for their cache."""
     moved = {**CACHE, "weights": "moved"}
-    assert DiskTier.open(config(tmp_path), [hello(0), hello(1, cache=moved)], CACHE) is None
+    assert open_disk(config(tmp_path), [hello(0), hello(1, cache=moved)], CACHE) is None
     assert "the ranks compute different cache directories" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_in_use_is_left_alone_with_a_sentence(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("kvbm.runtime.tiers.PATIENCE_SECONDS", 0.1)
-    first = DiskTier.open(config(tmp_path), [hello()], CACHE)
-    assert DiskTier.open(config(tmp_path), [hello()], CACHE) is None
+    monkeypatch.setattr("kvbm.tiers.disk.open.PATIENCE_SECONDS", 0.1)
+    first = open_disk(config(tmp_path), [hello()], CACHE)
+    assert open_disk(config(tmp_path), [hello()], CACHE) is None
     assert "there is no disk tier" in caplog.text
     assert "in use by another engine" in caplog.text
-    first.index.close()
+    first.close()
 
 
 def test_a_locked_index_costs_this_engine_its_disk_and_the_next_one_nothing(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("kvbm.tiers.disk.database._LOCK_SECONDS", 0.3)
-    first = DiskTier.open(config(tmp_path), [hello()], CACHE)
-    first.index.put([(b"a", 3)])
-    first.index.close()
-    with contextlib.closing(sqlite3.connect(first.index.directory / "index.sqlite")) as backup:
+    first = open_disk(config(tmp_path), [hello()], CACHE)
+    first.journal.put([(b"a", 3)])
+    directory = first.journal.directory
+    first.close()
+    with contextlib.closing(sqlite3.connect(directory / "index.sqlite")) as backup:
         backup.execute("PRAGMA locking_mode = EXCLUSIVE")
         backup.execute("BEGIN EXCLUSIVE")
-        assert DiskTier.open(config(tmp_path), [hello()], CACHE) is None
+        assert open_disk(config(tmp_path), [hello()], CACHE) is None
     assert "there is no disk tier: another process has locked" in caplog.text
     assert "waited 0." in caplog.text
     assert "This engine runs without it; blocks on disk are kept for the next start" in caplog.text
-    again = DiskTier.open(config(tmp_path), [hello()], CACHE)
-    assert again.pool.find(b"a") == 3
-    again.index.close()
+    again = open_disk(config(tmp_path), [hello()], CACHE)
+    assert again.find(b"a") == 3
+    again.close()
 
 
 def test_ranks_of_different_layouts_share_a_cache_only_as_stages_of_a_pipeline(tmp_path, caplog):
     stages = {**CACHE, "pipeline_parallel": 2}
     hellos = [hello(0, layout="3*x"), hello(1, layout="2*x")]
-    assert DiskTier.open(config(tmp_path), hellos, CACHE) is None
+    assert open_disk(config(tmp_path), hellos, CACHE) is None
     assert "different kinds" in caplog.text
-    disk = DiskTier.open(config(tmp_path), [hello(i, layout=f"{3 - i}*x", cache=stages) for i in range(2)], stages)
-    assert disk is not None
-    disk.index.close()
+    shared = open_disk(config(tmp_path), [hello(i, layout=f"{3 - i}*x", cache=stages) for i in range(2)], stages)
+    assert shared is not None
+    shared.close()
     hellos = [hello(0, layout="3*x", cache=stages), hello(1, layout="2*y", cache=stages)]
-    assert DiskTier.open(config(tmp_path), hellos, stages) is None
+    assert open_disk(config(tmp_path), hellos, stages) is None
 
 
 @pytest.mark.parametrize(
@@ -106,15 +115,36 @@ def test_ranks_of_different_layouts_share_a_cache_only_as_stages_of_a_pipeline(t
 )
 def test_the_filter_is_between_host_memory_and_disk_and_nowhere_else(values, filtered, tmp_path):
     settings = config(tmp_path, **values)
-    disk = DiskTier.open(settings, [hello()], CACHE)
-    leader = Leader(make_manager([hello()], disk), 1)
-    disk.serve(settings, leader)
+    leader = Leader(open_manager(settings, [hello()], CACHE), 1)
+    connect(settings, [hello()], leader)
     (edge,) = leader.edges
     assert (edge.source, edge.target) == (HOST, DISK)
     edge.stored([b"a"])
     assert leader.counts.filtered_move_blocks == {DISK: int(filtered)}
     assert edge.bypass is (not settings.has_host_tier)
-    disk.index.close()
+    leader.manager.close()
+
+
+def test_a_store_is_opened_without_an_engine_s_tensors(tmp_path):
+    """As a process does that has pages and no KV cache of its own."""
+    made = config(tmp_path, disk_cache_override_num_blocks=4)
+    cache = {"model": "pages"}
+    store = disk.TIER.open_store(RankContext(made, 0, 1, 5000, 8192, cache)).result()
+    assert (store.slots, store.identity) == (4, cache_directory(tmp_path, cache).name)
+    memory = mmap.mmap(-1, 8192)
+    memory[:6] = b"a page"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert store.write([2], [address], [b"key"]).wait(60)
+    memory[:6] = b"other "
+    assert store.read([2], [address], [b"key"]).wait(60)
+    assert memory[:6] == b"a page"
+    assert store.close()
+
+
+def test_a_setting_that_holds_no_block_is_refused_by_the_tier(tmp_path):
+    made = config(tmp_path, disk_cache_gb=1e-6)
+    with pytest.raises(ValueError, match=r"DYN_KVBM_DISK_CACHE_GB=1e-06 holds no block: one block takes 0\.010000 GB"):
+        disk.TIER.open_store(RankContext(made, 0, 2, 5_000_000, 5_001_216, {"model": "m"}))
 
 
 def test_the_slowest_rank_says_how_fast_a_tier_is():

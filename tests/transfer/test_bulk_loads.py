@@ -265,7 +265,7 @@ def test_neighbours_are_one_copy_once_nobody_needs_a_turn(bench, monkeypatch):
 def test_slots_in_many_runs_make_no_more_turns(bench, gently, monkeypatch):
     """A turn costs next to nothing, but not after every few kilobytes."""
     bench = bench(rows=100)
-    monkeypatch.setattr(bulk_loads, "_LONG_RUN", 1)
+    monkeypatch.setattr(bulk_loads, "_MIN_RUN", 1)
     monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
     monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", 100 * bench.layout.block_bytes)
     monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
@@ -282,7 +282,7 @@ def test_slots_in_many_runs_come_in_fewer_groups(bench, monkeypatch):
     bench = bench(rows=100)
     groups = []
     for copies in (1000, 2 * len(bench.layout.layers), 4, 0):
-        monkeypatch.setattr(bulk_loads, "_COPIES", copies)
+        monkeypatch.setattr(bulk_loads, "_MAX_COPIES", copies)
         fetch = bench.loads.begin(RUN)
         groups.append(len({portion.first for portion in fetch.portions}))
         bench.loads.place(fetch, list(range(len(RUN))), signal=False)
@@ -293,8 +293,8 @@ def test_slots_in_many_runs_come_in_fewer_groups(bench, monkeypatch):
 
 
 def test_twice_as_many_runs_come_in_half_as_many_groups(bench, monkeypatch):
-    monkeypatch.setattr(bulk_loads, "_LONG_RUN", 1)
-    monkeypatch.setattr(bulk_loads, "_COPIES", 4)
+    monkeypatch.setattr(bulk_loads, "_MIN_RUN", 1)
+    monkeypatch.setattr(bulk_loads, "_MAX_COPIES", 4)
     bench = bench(rows=100)
     two, four = [0, 1, 3, 4], [0, 2, 4, 6]
     for slots, groups in ((two, 2), (four, 1)):

@@ -241,13 +241,13 @@ class History:
         patch.setattr(bulk_loads, "_BUFFER_BYTES", size)
         patch.setattr(bulk_loads, "_GENTLE_BYTES", source.choice((1, 2, 5)) * row)
         patch.setattr(bulk_loads, "_STEP_TURNS", source.choice((1, 3, 12)))
-        patch.setattr(bulk_loads, "_COPIES", source.choice((0, 4, 8, 512)))
-        patch.setattr(bulk_loads, "_LONG_RUN", source.choice((1, 2, 4)))
+        patch.setattr(bulk_loads, "_MAX_COPIES", source.choice((0, 4, 8, 512)))
+        patch.setattr(bulk_loads, "_MIN_RUN", source.choice((1, 2, 4)))
         patch.setattr(bulk_loads, "copy_rows", self.copy_rows)
         patch.setattr(cuda, "wait_until", self.wait_until)
         patch.setattr(engine_copies, "threading", SimpleNamespace(
             Event=Issued, Thread=lambda target, **_: SimpleNamespace(start=lambda: None, join=target)))  # fmt: skip
-        patch.setattr(engine_copies, "_PIECES_A_CALL", source.choice((1, 3, 100)))
+        patch.setattr(engine_copies, "_MAX_CALL_PIECES", source.choice((1, 3, 100)))
         self.copier = copier = object.__new__(cuda.CudaCopier)
         copier._layout, copier._slab, copier._device = self.layout, slab, None
         copier._layer_index = {name: i for i, name in enumerate(self.layout.layers)}
@@ -570,7 +570,7 @@ def test_stores_change_streams_after_every_call(monkeypatch):
     copies = engine_copies.EngineCopies(
         history.layout, history.copier._slab, None, 0, lambda *pieces: streams.append(pieces[-1])
     )
-    monkeypatch.setattr(engine_copies, "_PIECES_A_CALL", 3)
+    monkeypatch.setattr(engine_copies, "_MAX_CALL_PIECES", 3)
     copies.store([1, 2], [3, 4], history.engine)
     copies.close()
     assert len(streams) > 3

@@ -115,5 +115,5 @@ def test_layers_in_the_same_memory_are_copied_once():
 
 
 def test_layers_that_share_memory_in_different_ways_are_refused():
-    with pytest.raises(LayoutError, match="layers a and b lie in the same memory, each in its own way"):
+    with pytest.raises(LayoutError, match="layers a and b share memory but place their blocks differently"):
         describe([tensor("a"), tensor("b", shape=(BLOCKS, 2, 16, 32))], BLOCKS)

@@ -1,7 +1,7 @@
 """A circuit breaker: a tier that is late or keeps failing gets no work until it has answered again.
 
 Two things open it. *Late*: the tier owes a read that the worker has given up; the breaker stays open until that read
-has ended. *Failing*: ``MAX_FAILURES`` operations in a row of which nothing arrived; the breaker stays open for
+has ended. *Failing*: ``MAX_FAILURES`` operations in a row that delivered nothing; the breaker stays open for
 ``FIRST_PAUSE_SECONDS``, then lets work through again as a probe, and doubles the pause each time the probe fails too.
 """
 

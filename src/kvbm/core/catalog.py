@@ -1,4 +1,4 @@
-"""The leader's half of a tier: which blocks the tier holds, and where."""
+"""The leader's part of a tier: which blocks the tier holds, and where."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PENDING = -1
 
 
 class Journal(Protocol):
-    """What a catalog holds, written down for the next engine. Every call returns at once."""
+    """A persistent record of the blocks in a catalog, for the next engine. Every call returns at once."""
 
     def put(self, pairs: Sequence[tuple[Key, int]]) -> None:
         """These blocks lie in these places now, on every rank."""
@@ -27,13 +27,16 @@ class Journal(Protocol):
     def clear(self) -> None:
         """Every block is gone."""
 
+    def close(self, timeout: float | None = None) -> None:
+        """Write what is left within ``timeout`` seconds, or a bound of the journal's own. Waits."""
+
 
 class Catalog(ABC):
     """Finds, reserves, commits, pins and drops blocks of one tier.
 
     The leader's thread calls every method. None of them blocks, or raises because a tier is full, slow or gone. A
     *place* is an integer: the number of a slot, or a handle of the catalog's own where the tier is addressed by key.
-    The worker's half gets both the places and the keys (tags) of a plan.
+    The worker's store gets both the places and the keys (tags) of a plan.
     """
 
     # Told of every change, in order: of blocks that have become findable (True), that no longer are (False), and that
@@ -41,6 +44,7 @@ class Catalog(ABC):
     on_change: Callable[[Sequence[Key], bool | None], None] | None = None
     # Kept up to date while it is set; None for a tier that ends with the engine.
     journal: Journal | None = None
+    _discarded: Journal | None = None  # written to no more, and still to be closed
     # Goes up with every change of what can be found.
     changes: int = 0
     size: int = 0  # places; 0: no limit
@@ -48,13 +52,15 @@ class Catalog(ABC):
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def expect(self, keys: Sequence[Key]) -> None:
-        """A request is about to look for these blocks. A tier with slow lookups starts them here."""
+    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+        """A request with the prefix ``keys`` is about to look for ``keys[start:]``. A tier with slow lookups starts
+        them here."""
         return
 
     @abstractmethod
     def find(self, key: Key) -> int | None:
-        """The place of a block; None when the tier does not have it, ``PENDING`` while it does not know yet."""
+        """The place of a block; None when the tier does not have it, ``PENDING`` while it does not know yet. The tier
+        bounds how long it says so: a lookup that is not answered in time finds nothing."""
 
     @abstractmethod
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
@@ -122,13 +128,28 @@ class Catalog(ABC):
     @abstractmethod
     def clear(self) -> int:
         """Drop every block that can be found; returns how many there were. The journal keeps them: the leader decides
-        whether the next engine may have them (:meth:`discard`)."""
+        whether the next engine may have them (:meth:`discard`). The weights have changed, or a rank is gone: a tier
+        that other engines write to looks for their blocks no more, and finds only what this engine writes from now
+        on."""
 
     def discard(self) -> None:
         """The blocks of this engine are for no other: empty the journal and write no more to it."""
         journal, self.journal = self.journal, None
         if journal is not None:
             journal.clear()
+            self._discarded = journal
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether the next engine finds the blocks that are committed from now on."""
+        return self.journal is not None
+
+    def close(self, timeout: float | None = None) -> None:
+        """The engine ends. The only method that may wait: for the journal, within ``timeout`` seconds."""
+        open_journals = [journal for journal in (self.journal, self._discarded) if journal is not None]
+        self.journal = self._discarded = None
+        for journal in open_journals:
+            journal.close(timeout)
 
     # -- counting -----------------------------------------------------------------------------------------------------
 

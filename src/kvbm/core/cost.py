@@ -8,7 +8,7 @@ The leader's thread owns a :class:`CostModel` and tells it how long things took;
     observe_step     after a step that only decoded
     decide           when a request's match is known, before its blocks are allocated; changes nothing, so it may be
                      asked again
-    observe_refusal  once for each request of which a match was refused
+    observe_refusal  once for each request whose match was refused
 
 The model expects, in seconds:
 
@@ -29,7 +29,7 @@ A load goes into the step when no other request is running or when the load is s
 it stays outside, unless waiting there would cost more than recomputing: then the step is the better place for all
 requests, because recomputing would make it longer still. Staged tiers always stay outside: a slow tier may cost a hit,
 not a step. ``sync`` and ``async`` force the place of near blocks, never the load; ``always`` and ``never`` force the
-load, whatever it costs, and leave its place to the model.
+load at any cost, and leave its place to the model.
 
 Consecutive blocks in one tier are taken together or not at all, up to the end of such a run that is best for the
 request.
@@ -100,7 +100,8 @@ class CostModel:
     request must have left to compute for its load to come layer by layer; infinite where layers cannot wait.
     ``attention_span``: the position at which a token costs twice what the first one does, about four times the model's
     hidden size; infinite takes all for equal. ``priors``: the rate of each tier until it is measured, the near tier
-    first. Rather too fast than too slow: a tier that is never tried is never measured.
+    first. Rather too fast than too slow: a tier that is never tried is never measured. ``tokens_per_second``: the speed
+    of prefill until it is measured.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class CostModel:
         attention_span: float = inf,
         mode: Mode = "auto",
         load: Load = "auto",
+        tokens_per_second: float = PRIOR_TOKENS_PER_SECOND,
     ) -> None:
         if step_tokens < 1 or not attention_span > 0:
             raise ValueError(f"step_tokens={step_tokens} and attention_span={attention_span} must both be positive")
@@ -121,7 +123,7 @@ class CostModel:
         self._load: Load = load
         self._tiers = {tier: _TierRate(rate) for tier, rate in priors.items()}
         self._near = next(iter(priors))
-        self._token = _Average(1 / PRIOR_TOKENS_PER_SECOND)  # seconds of a token at position 0
+        self._token = _Average(1 / tokens_per_second)  # seconds of a token at position 0
         self._step = _Average(PRIOR_STEP_SECONDS)
 
     # -- measurements -------------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class CostModel:
         """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others.
 
         With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
-        took longer than one which only decodes does not say what its tokens cost, only what they cost at most.
+        took longer than one which only decodes bounds the price of its tokens from above, and does not give it.
         """
         step = self._step.value
         if not tokens > 0 or not 0 < seconds < inf:
@@ -208,8 +210,8 @@ class CostModel:
         """How much of a match to load, and where.
 
         ``block_bytes`` and ``block_size`` are bytes (on one rank) and tokens of a block. ``computed_tokens`` are on the
-        device already: those before the match. ``remaining_tokens`` are all after them, the match included: what the
-        engine would compute were there no match. ``whole``: all of it or nothing.
+        device already: those before the match. ``remaining_tokens`` are all after them, the match included: the engine
+        computes them if nothing is loaded. ``whole``: load the whole match or nothing.
         """
         recompute = self.compute_seconds(computed_tokens, remaining_tokens)
         best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute)

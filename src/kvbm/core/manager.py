@@ -1,4 +1,4 @@
-"""The tiers in order: what can be brought back, what should be kept, and what has become of both.
+"""The tiers in order: finds blocks to load, reserves slots to store to, and ends both when the ranks have reported.
 
 The leader asks the manager where a prefix is (:meth:`lookup`) and gets plans for the workers: bring it back
 (:meth:`load`), keep these blocks (:meth:`store`), copy them to another tier (:meth:`move`). When all ranks have
@@ -6,8 +6,8 @@ answered, the leader ends each plan with :meth:`finish_load`, :meth:`finish_stor
 its slots until then, and only until then.
 
 Only the first tier, the *near* one, is next to the engine: the copier reaches its slots. Blocks of every other tier are
-staged through near slots and stay there, so that the next request finds them nearer. Where that many slots cannot be
-had, they pass through a few and leave nothing behind.
+staged through near slots and stay there, so that the next request finds them nearer. If the near tier cannot give that
+many slots, the load reuses a few in turn, and its blocks do not stay.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ class BlockManager:
         # Follows every key in the tags of persistent tiers. Changes when earlier blocks must not be found under the
         # same keys again, not even by the next engine.
         self.generation = b""
-        # Whether stores carry tags as well, because the near tier outlives the engine.
-        self.tags_stores = False
+        # Whether stores carry tags as well: the workers of a near tier that outlives the engine hash its blocks. Not
+        # even a reset changes it, because workers still wait for verdicts.
+        self.tags_stores = near.outlives_engine
         self._staging_slots = staging_slots
         self._loads: dict[int, list[_Held]] = {}
         self._stores: dict[int, _Store] = {}
@@ -140,7 +141,7 @@ class BlockManager:
             if not expected:
                 expected = True
                 for _, catalog in slower:
-                    catalog.expect(wanted[at:])
+                    catalog.expect(wanted, at)
             # A hole in the near tier is filled block by block, and no further than it reaches: a slower tier often
             # holds the rest of the prefix as well.
             place = None
@@ -316,38 +317,51 @@ class BlockManager:
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    def move(self, keys: Iterable[Key], target: TierName) -> MovePlan | None:
-        """Plan to copy blocks of the near tier to another one, except those that are there already, or gone.
+    def move(self, keys: Iterable[Key], target: TierName, source: TierName | None = None) -> MovePlan | None:
+        """Plan to copy blocks from one tier, the near one by default, to another, except those that are there already,
+        or gone.
 
-        Takes as many as there is room for, first blocks first; None when nothing is left to do.
+        Takes as many as there is room for, first blocks first; None when nothing is left to do. Blocks of a staged
+        tier need a near slot each.
         """
-        near, far = self.near, self.catalogs[target]
-        wanted = [key for key in dict.fromkeys(keys) if key in near and not far.holds(key)][: far.available]
-        targets = far.reserve(wanted) if wanted and target not in self.suspended else None
+        source = source or self.near_tier
+        here, far = self.catalogs[source], self.catalogs[target]
+        room = far.available
+        if source != self.near_tier:
+            room = min(room, self.staging_room)
+        wanted = [key for key in dict.fromkeys(keys) if key in here and not far.holds(key)][:room]
+        targets = far.reserve(wanted) if wanted and self.suspended.isdisjoint((source, target)) else None
         if targets is None:
             return None
-        slots = near.match(wanted)  # all of them are there
-        near.pin(slots)
-        plan = MovePlan(self._new_id(), self.near_tier, target, slots, targets, self._tags(wanted))
+        slots = here.match(wanted)  # all of them are there
+        here.pin(slots)
+        via = [] if source == self.near_tier else self.near.lend(len(slots))
+        plan = MovePlan(self._new_id(), source, target, slots, targets, self._tags(wanted), via)
         self._moves[plan.id] = plan, wanted
         return plan
+
+    @property
+    def staging_room(self) -> int:
+        """Blocks of a staged tier that one move can take at present."""
+        return min(self._staging_slots, self.near.available)
 
     def finish_move(self, plan_id: int, bad: Iterable[int] = ()) -> list[Key]:
         """Commit the blocks that every rank has written, forget the others. Returns those that became findable."""
         plan, keys = self._moves.pop(plan_id)
-        near, far = self.near, self.catalogs[plan.target]
+        here, far = self.catalogs[plan.source], self.catalogs[plan.target]
         spoiled = set(bad)
         written: dict[Key, int] = {}
         lost: list[int] = []
         for i, (key, slot, target) in enumerate(zip(keys, plan.slots, plan.targets, strict=True)):
             # A block that was dropped meanwhile has turned out bad, or the leader has reset the cache.
-            if i not in spoiled and near.find(key) == slot:
+            if i not in spoiled and here.find(key) == slot:
                 written[key] = target
             else:
                 lost.append(target)
         far.commit(list(written.values()))
         far.abandon(lost)
-        near.unpin(plan.slots, used=False)
+        here.unpin(plan.slots, used=False)
+        self.near.take_back(plan.via)
         return list(written)
 
     # -- housekeeping -------------------------------------------------------------------------------------------------
@@ -362,6 +376,16 @@ class BlockManager:
     def clear(self) -> int:
         """Forget every block of every tier; returns how many there were. Plans under way end as usual."""
         return sum(catalog.clear() for catalog in self.catalogs.values())
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether the next engine finds blocks of this one in any tier."""
+        return any(catalog.outlives_engine for catalog in self.catalogs.values())
+
+    def close(self, timeout: float | None = None) -> None:
+        """The engine ends: let every tier go. Waits, for ``timeout`` seconds a tier or a bound of its own."""
+        for catalog in self.catalogs.values():
+            catalog.close(timeout)
 
     @property
     def busy(self) -> bool:

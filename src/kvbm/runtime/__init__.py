@@ -1,1 +1,1 @@
-"""Leader and worker: the halves that meet over plans and reports."""
+"""Leader and workers: the leader sends plans, the workers answer with reports."""

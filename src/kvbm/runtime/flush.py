@@ -39,7 +39,7 @@ def flush(
     apply: Callable[[Sequence[Report]], None],
     deadline: float,
 ) -> bool:
-    """Step ``workers``, which are all ranks, until what the leader keeps is confirmed. False at the ``deadline``.
+    """Step ``workers``, which are all ranks, until all stores and moves are confirmed. False at the ``deadline``.
 
     ``leader`` is asked again after every step: it is gone when a report could not be taken in.
     """

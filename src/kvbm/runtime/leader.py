@@ -1,4 +1,4 @@
-"""The leader: decides for all ranks, and believes only what all ranks have confirmed.
+"""The leader: decides for all ranks, and publishes only blocks that all ranks have confirmed.
 
 The leader lives in the engine's scheduler process, and one thread calls it. It owns the block manager, hands out plans
 and collects reports; it never touches a byte and never waits. Three rules keep wrong KV out:
@@ -132,7 +132,7 @@ class Leader:
         tokens: int = 0,
         deadline_seconds: float = 0.0,
     ) -> LoadPlan:
-        """Plan a load. The caller must deliver the plan to every rank, whatever happens to the request."""
+        """Plan a load. The caller must deliver the plan to every rank, even if the request ends."""
         fences = self.fences(blocks)
         plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds)
         self._loads[plan.id] = _Load(plan, self.ranks)
@@ -159,15 +159,22 @@ class Leader:
         return plan
 
     def add_edge(
-        self, target: TierName, admission: AdmissionRule | None, max_pending_blocks: int, bypass: bool = False
+        self,
+        target: TierName,
+        admission: AdmissionRule | None,
+        max_pending_blocks: int,
+        bypass: bool = False,
+        source: TierName | None = None,
     ) -> None:
-        """Let blocks move on from the near tier to this one; see :class:`~kvbm.tiers.edges.Edge`."""
+        """Let blocks move on to this tier, from the near one by default; see :class:`~kvbm.tiers.edges.Edge`."""
         self.edges.append(
             Edge(
-                target, self.manager, self.ranks, self.counts, admission=admission,
+                target, self.manager, self.ranks, self.counts, admission=admission, source=source,
                 max_pending_blocks=max_pending_blocks, block_bytes=self._kept_bytes, bypass=bypass,
             )
         )  # fmt: skip
+        for edge in self.edges:
+            edge.share_near_tier(len(self.edges))
 
     def plan_moves(self) -> list[MovePlan]:
         """Plan to write blocks on to other tiers, as far as those keep up."""
@@ -206,7 +213,8 @@ class Leader:
                 self._end_store(report.rank, store.id, store.ok, store.seconds)
             for move in report.moves:
                 for edge in self.edges:
-                    edge.end(report.rank, move)
+                    if written := edge.end(report.rank, move):
+                        self._arrived(edge.target, written)
 
     def _end_load(self, rank: int, result: LoadResult) -> None:
         if (late := self._late.get(result.id)) is not None:
@@ -303,7 +311,7 @@ class Leader:
         flight.ranks.remove(rank)
         if flight.ranks:
             return
-        # Every rank has read its source: the engine's blocks need no fence any more, whatever becomes of the copy.
+        # Every rank has read its source: the engine's blocks need no fence any more, even if the copy fails.
         blocks = flight.plan.copy.blocks
         self._pending_blocks -= len(blocks)
         for block in blocks:
@@ -331,17 +339,22 @@ class Leader:
         if self.manager.tags_stores:
             self._verdicts[plan_id] = bool(keys)
         if keys:
-            for edge in self.edges:
-                edge.stored(keys)
+            self._arrived(self.manager.near_tier, keys)
         if self._watcher is not None:
             self._watcher.stored(flight.plan, flight.seconds, ok)
+
+    def _arrived(self, tier: TierName, keys: Sequence[Key]) -> None:
+        """These blocks can be found in this tier from now on, and may move on from there."""
+        for edge in self.edges:
+            if edge.source == tier:
+                edge.stored(keys)
 
     def fail_rank(self, rank: int) -> None:
         """A rank is gone for good: its plans under way have failed, and the cache is off from here on.
 
-        The other ranks finish what they have begun. Nothing is found and nothing is kept any more: a rank out of reach
-        can neither load nor store its share, and should it be alive after all, no slot that it may still be writing is
-        given to another block. May be called again for the same rank.
+        The other ranks finish what they have begun. No lookup finds a block, and no block is stored any more: a lost
+        rank can neither load nor store its share. It may still be running, so its slots are not given to other
+        blocks. May be called again for the same rank.
         """
         if rank in self._lost:
             return
@@ -367,10 +380,10 @@ class Leader:
         """Forget every block, because the weights may have changed. Plans under way end unpublished.
 
         The next engine starts from the weights on disk, and blocks written from now on may be the KV of others. So the
-        journals of persistent tiers are emptied and closed, and a new generation goes into every tag: should this
-        process die before a journal is empty, no entry of it fits a block from after the reset.
+        journals of persistent tiers are emptied and closed, and a new generation goes into every tag: if this
+        process dies before a journal is empty, no entry of it matches a block from after the reset.
         """
-        self.manager.clear()  # first: no block is found, whatever fails after it
+        self.manager.clear()  # first: no block is found even if a later call fails
         self._tainted.update(self._stores)
         for load in (*self._loads.values(), *self._late.values()):
             load.keep = False
@@ -389,7 +402,7 @@ class Leader:
         return catalog.drop(list(catalog.findable) if keys is None else keys)
 
     def used(self, keys: Sequence[Key]) -> None:
-        """A request has found these blocks, on whatever tier or on the device, and did not have to compute them."""
+        """A request has found these blocks, on any tier or on the device, and did not compute them."""
         for edge in self.edges:
             edge.used(keys)
 

@@ -1,8 +1,8 @@
 """Loads under way, and how a long load that no step waits for is submitted: part by part.
 
 Submitting a long load takes the engine's thread milliseconds. A step that waits for it has nothing else to do. Beside
-requests that decode the worker submits it in parts, with every step enough to keep the bus busy until the next, and the
-first part not in the step in which the engine has made room for thousands of blocks.
+decoding requests the worker submits it in parts, and each step enough of them to keep the bus busy until the next. The
+first part does not go into the step in which the engine allocates thousands of blocks: that step is long already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbm.tiers.staged_read import Send, StagedRead
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket, When
 
-_LEAD = 2  # parts of long loads that are under way at a time: one arrives, and the next is there when it has
+_LEAD = 2  # parts of long loads that are under way at a time: the second begins when the first has arrived
 _LONG_STEP = 0.02  # seconds that a step takes, from which on some of it may go into submitting more of them
 _LONG_STEP_SHARE = 0.1  # of it
 
@@ -57,7 +57,7 @@ class Load:
         self.lead = 0  # parts that may be under way at a time, where it comes in parts
         self.staged: list[StagedRead] = []
         self.send: Send | None = None  # how staged blocks go on to the engine
-        self.bad: set[int] = set()  # positions known to be lost whatever the transfers say
+        self.bad: set[int] = set()  # positions that are lost even if their transfers succeed
         self.missed: set[int] = set()
         self.began = 0.0
         self.waited = 0.0  # seconds until its staged reads were given up
@@ -161,22 +161,22 @@ class Submission:
         return list(pairwise([0, near, *ends] if near else [0, *ends]))
 
     def step_ended(self) -> None:
-        """Beside steps that take long a load is nothing, and in parts it would take several of them."""
+        """Measure the step. A long one leaves time to submit more parts: one for each step would take too long."""
         now = time.monotonic()
         step, self._polled = now - self._polled, now
         self.steps_are_long = step >= _LONG_STEP
         self._submits_until = now + _LONG_STEP_SHARE * step if self.steps_are_long else now
 
     def take_in(self, load: Load, rest: Iterable[Rest], failed: Callable[[Load, Exception], None]) -> None:
-        """A load that comes in these parts. Beside short steps the first of them waits for the next step: in this one
-        the engine has made room for the blocks, which took long enough. Unless it is near by now."""
+        """A load that comes in these parts. Beside short steps the first part waits for the next step, because the
+        engine has spent this one on allocating the blocks. A prefetched part does not wait."""
         load.divide(rest)
         if self.steps_are_long or self._prefetched:
             self.go_on(failed)
 
     def go_on(self, failed: Callable[[Load, Exception], None]) -> None:
         """Submit as many parts as keep the bus busy until the next step. One load after the other: the first to arrive
-        is answered while the second is on its way. ``failed``: is told of a load of which a part could not be."""
+        is answered while the second is on its way. ``failed``: is called with a load that has a failed part."""
         for load in [load for load in self._loads if load.rest]:
             try:
                 self._submit_parts(load)

@@ -6,8 +6,8 @@ wastes all but one. The ranks agree at start, over a group of the engine's own, 
 - they share one slab (:mod:`kvbm.tiers.host.shared`): each block is written by one of them and read by all;
 - the first alone has a host tier and broadcasts what it loads (:mod:`kvbm.transfer.broadcast`).
 
-Every method that takes all ranks is called by all of them, in the same order, and none leaves before it has told the
-others of a failure of its own: a rank that goes without a word would leave the rest waiting.
+All ranks call the collective methods in the same order. A rank that fails reports its failure to the others before it
+returns: otherwise the others would wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from kvbm.tiers.host.shared import Place, SharedMemory, SharingError
+from kvbm.tiers.host.shared import Place, SharedMemory
+from kvbm.tiers.host.shared import SharingError as SharingError
 from kvbm.tiers.host.slab import HostMemoryError, HostSlab, Shared, mapped_bytes, refuse_if_too_large
 from kvbm.transfer.wire import Wire
 
@@ -28,12 +29,12 @@ T = TypeVar("T")
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank brings to the meeting."""
+    """A rank's message in the agreement about shared KV."""
 
     layout: str
     block_bytes: int
     num_blocks: int
-    broadcast: bool  # what the user wishes
+    broadcast: bool  # the setting
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +81,7 @@ class Replicas:
             slab = HostSlab(size, node=node, shared=Shared(memory.file, self.place, self.size))
         except Exception as error:
             problem = _shorten(error)
-        problem = self.agree(problem)  # nobody closes the file before all have opened it
+        problem = self.agree(problem)  # the file stays open until all ranks have opened it
         if memory is not None:
             memory.close()
         if slab is None or problem:
@@ -90,7 +91,7 @@ class Replicas:
         return slab
 
     def open_wire(self, device: str, max_ctas: int) -> Wire:
-        """Groups of our own for broadcasts, proven by one. Raises RuntimeError on every rank when that fails on any."""
+        """Process groups for broadcasts, after a test broadcast. Raises RuntimeError on all ranks if one fails."""
         wire: Wire | None = None
         problem = ""
         try:
@@ -110,7 +111,7 @@ class Replicas:
         return wire
 
     def _exchange(self, message: Offer | _Said, kind: type[T]) -> list[T]:
-        """What every rank says, in the order of their places. Not pickled: it may come from another machine."""
+        """The messages of all ranks, in the order of their places. Not pickled: it may come from another machine."""
         data = msgspec.msgpack.encode(message)
         if len(data) > _MESSAGE_BYTES - 4:
             raise ValueError(f"a message of {len(data)} bytes between ranks: at most {_MESSAGE_BYTES - 4} fit")

@@ -4,8 +4,8 @@ A step begins when it has been scheduled, or when the one before it ended if tha
 while the one before still runs. It ends when the scheduler is told of its results. Steps end in the order in which they
 were scheduled, every one of them, also those in which nothing was computed.
 
-What such a time means is known only where the step did one thing. A step that waited for blocks to be loaded is left
-out; one with prompts in it teaches the price of a token; one without, the price of a step.
+Each step teaches the cost model one price. A step with prompts teaches the price of a token, a step that only decodes
+the price of a step. A step that waited for a load teaches nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from kvbm.core.cost import CostModel
 
-# Engines have two steps under way, or one for each stage of a pipeline. Beyond this, nobody tells us when they end.
+# Engines have two steps under way, or one for each stage of a pipeline. With this many, the engine does not report the
+# ends of its steps.
 _MAX_UNDER_WAY = 64
 
 
 class Work(NamedTuple):
-    """What a step computes."""
+    """The work of a step."""
 
     prompt_tokens: int
     before: int  # tokens that come before those, on average

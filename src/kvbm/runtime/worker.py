@@ -1,11 +1,11 @@
-"""The worker: moves bytes on one rank and reports what became of them. No policy.
+"""The worker: moves bytes on one rank and reports the results. No policy.
 
 The engine's worker thread calls it, in the order that :mod:`kvbm.transfer.base` describes. Nothing raises into the
-engine: a load that cannot even be started is a load that failed, and is reported like any other. The engine hears of an
-in-step load that failed in that very step, before it believes what it has computed.
+engine: a load that cannot be started is reported as failed. A failed in-step load is reported in the same step, before
+the engine uses the step's results.
 
 Blocks of staged tiers come through near slots (:mod:`kvbm.tiers.staged_read`), always outside of the step, and go there
-from near slots when the leader says so. Whatever a store does, no step waits for it.
+from near slots when the leader sends a move. No step waits for a store.
 """
 
 from __future__ import annotations
@@ -19,46 +19,27 @@ from kvbm.plans import (
     Copy,
     LoadPlan,
     LoadResult,
-    MovePlan,
-    MoveResult,
     Report,
     StepPlan,
-    StorePlan,
-    StoreResult,
     TierName,
 )
 from kvbm.runtime.loads import Load, Part, Rest, Submission
-from kvbm.tiers.base import Operation
+from kvbm.runtime.moves import Moves
+from kvbm.runtime.stores import Share, Stores
+from kvbm.tiers.base import PersistentMemory
 from kvbm.tiers.bounded import keep_until_exit
-from kvbm.tiers.host.persistent_slab import Hashes, PersistentSlab
 from kvbm.tiers.staged_read import StagedRead, StagedStore, expected_if_late, merge_copies
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket, When
 
 
 class Outcome(NamedTuple):
-    """What has ended since the last poll, as the leader and as the engine need to hear it."""
+    """Transfers that have ended since the last poll: the report for the leader, and the sets that the engine needs."""
 
     report: Report
     arrived: set[str]  # requests whose asynchronous loads are over, well or badly
-    failed: set[str]  # those of them of which something did not arrive
+    failed: set[str]  # those with at least one missing block
     bad_blocks: set[int]  # engine blocks that hold nothing usable
-
-
-class Share(NamedTuple):
-    """Which part of every store is this rank's to write, where several ranks keep one copy among them.
-
-    A stretch, so that neighbours stay together; and another one with every plan, so that short stores go round.
-    """
-
-    place: int = 0
-    writers: int = 1  # the first so many write; the others have nothing to do
-
-    def of(self, plan: StorePlan) -> slice:
-        if self.place >= self.writers:
-            return slice(0, 0)
-        turn, count = (self.place + plan.id) % self.writers, len(plan.copy.blocks)
-        return slice(count * turn // self.writers, count * (turn + 1) // self.writers)
 
 
 class Worker:
@@ -71,31 +52,21 @@ class Worker:
         num_blocks: int,
         share: Share | None = None,
         stores: Iterable[StagedStore] = (),
-        kept: PersistentSlab | None = None,
+        kept: PersistentMemory | None = None,
     ) -> None:
         """``kept``: the slab, where it outlives the engine."""
         self.rank = rank
-        self._share = share or Share()
         self._copier = copier
         self._near_tier = near_tier
         self._near_slots = near_slots
         self._num_blocks = num_blocks
         self._tiers = {store.tier: store for store in stores}
         self._late: dict[int, Load] = {}  # over for the engine, while a store still writes to their near slots
-        self._moves: dict[int, Operation] = {}
-        self._failed_moves: list[MovePlan] = []
-        self._due_moves: list[MovePlan] = []  # of the current step, not started yet
         self._loads: dict[int, Load] = {}
-        self._stores: dict[int, Ticket] = {}
-        self._kept = kept
-        self._to_hash: dict[int, Copy] = {}
-        self._hashing: dict[int, tuple[Hashes, float]] = {}  # and the seconds that the store took
-        self._hashed: dict[int, Hashes] = {}  # until the leader says whether they were good
-        self._failed_stores: list[int] = []
-        self._idle_stores: list[int] = []  # other ranks write them
         self._faults: Counter[str] = Counter()
+        self._stores = Stores(share or Share(), kept, self._check_copy, self._faults)
+        self._moves = Moves(near_tier, self._tiers, self._check_slots, self._faults)
         self._by_layer: dict[int, Load] = {}  # loads that attention waits for layer by layer
-        self._spoiled_stores: set[int] = set()  # the engine may have written over their source
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
         self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
@@ -130,22 +101,21 @@ class Worker:
         if plan.changes_heard[self.rank : self.rank + 1] == [self.weight_changes]:
             self._outdated = False
         self._plan = plan
-        self._due_moves = [*self._due_moves, *plan.moves]  # those of a step that was never ended are still due
-        self._record(plan.verdicts)
+        self._moves.add(plan.moves)
+        self._stores.record(plan.verdicts)
         if not plan:
             return
-        reading = {i: self._stores[i] for i in plan.fences if i in self._stores}
+        reading = self._stores.reading(plan.fences)
         try:
             with annotate("copier.begin_step"):
                 self._copier.begin_step(reading.values())
         except Exception as error:
-            # Nothing holds the engine back from what these still read, nor a load from what the engine still uses.
+            # Without the fences the engine could overwrite blocks that stores still read, and a load blocks in use.
             self._fault("fence", error)
-            self._spoiled_stores.update(reading)
+            self._stores.spoil(reading)
             self._step_begun = False
-        for store in plan.drain_stores:
-            if store in self._stores:
-                self._stores[store].wait()
+        for ticket in self._stores.reading(plan.drain_stores).values():
+            ticket.wait()
         self._fetch_ahead(plan)
 
     def prefetch(self, slots: list[int], tokens: int, whole: bool = False) -> bool:
@@ -170,7 +140,7 @@ class Worker:
         self._lost_blocks.update(blocks)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start the loads that a step waits for. Whatever cannot be started has failed, and will be reported so."""
+        """Start the loads that a step waits for. A load that cannot be started is reported as failed."""
         with self._spoiling(plan.loads):
             self._start_loads(plan)
 
@@ -184,7 +154,7 @@ class Worker:
                 self._refused.remove(load.id)
                 refused = self._loads[load.id] = Load(load, self._near_tier)
                 refused.missed.update(range(len(load.blocks)))
-                self.end_prefetch()  # it may have been for this load, and its slots may soon hold other blocks
+                self.end_prefetch()  # the prefetch may be of this load's slots, which may soon hold other blocks
             elif load.in_step:
                 groups.setdefault(self._when(load), []).append(load)
             else:
@@ -197,8 +167,8 @@ class Worker:
         return When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
 
     def _fetch_ahead(self, plan: StepPlan) -> None:
-        """Begin with the first load that will be put off: the bus need not wait for the end of a step that takes long.
-        In a short one those who decode would notice it more than the load. Not before loads that the step waits for."""
+        """Begin the first deferred load before the forward pass of a long step, so that the bus is not idle until its
+        end. In a short step this would delay decoding requests too much. Loads that the step waits for go first."""
         if not self._step_begun or not self._submission.steps_are_long:
             return
         waiting = [load for load in plan.loads if load.id not in self._early]
@@ -208,7 +178,7 @@ class Worker:
         if len(copies) != 1 or copies[0].tier != self._near_tier or self._submission.keeps_up:
             return
         try:
-            self._check(self._near_tier, copies[0].slots, copies[0].blocks)
+            self._check_copy(copies[0])
             _, end = self._submission.cuts(copies[0].slots)[0]
             self.prefetch(copies[0].slots[:end], 0, whole=True)
         except Exception as error:
@@ -223,7 +193,7 @@ class Worker:
         with self._spoiling(loads):
             for load in loads:
                 self._start([load], When.LATER)
-        # Should the load for which it was fetched not have come about, its slots may soon hold something else.
+        # If the load of the prefetched slots did not begin, the slots may soon hold other blocks.
         self.end_prefetch()
 
     @contextmanager
@@ -255,53 +225,20 @@ class Worker:
         for store in plan.stores:
             if store.id in self._refused:
                 self._refused.remove(store.id)
-                self._failed_stores.append(store.id)
-                continue
-            try:
-                self._check(store.copy.tier, store.copy.slots, store.copy.blocks)
-                mine = self._share.of(store)
-                if mine.start == mine.stop:
-                    self._idle_stores.append(store.id)
-                    continue
-                with annotate("copier.store"):
-                    self._stores[store.id] = self._copier.store(store.copy.blocks[mine], store.copy.slots[mine])
-                if self._kept is not None and store.copy.tags:
-                    self._to_hash[store.id] = store.copy
-            except Exception as error:
-                self._failed_stores.append(store.id)
-                self._fault("store", error)
+                self._stores.refuse(store)
+            else:
+                self._stores.start(store, self._copier)
         if plan is self._plan:
-            self._start_due_moves()
+            self._moves.start_due()
         else:
-            self._start_moves(plan.moves)
-
-    def _start_due_moves(self) -> None:
-        """Once a step: at its end or, where that comes later or not at all, with the next poll. vLLM polls before the
-        end where there is a draft model, and ends no step that has no forward pass."""
-        due, self._due_moves = self._due_moves, []
-        self._start_moves(due)
-
-    def _start_moves(self, moves: list[MovePlan]) -> None:
-        for move in moves:
-            try:
-                self._moves[move.id] = self._move(move)
-            except Exception as error:
-                self._failed_moves.append(move)
-                self._fault("spill", error)
-
-    def _move(self, move: MovePlan) -> Operation:
-        if move.source != self._near_tier or move.target not in self._tiers:
-            raise RuntimeError(f"this rank cannot move blocks from {move.source} to {move.target}")
-        self._check_slots(move.source, move.slots)
-        self._check_slots(move.target, move.targets)
-        return self._tiers[move.target].write(move.targets, move.slots, move.tags)
+            self._moves.start(plan.moves)
 
     def poll(self) -> Outcome:
         """Everything that has ended. Never waits, but for in-step loads that have failed. Ends a step."""
         self._submission.step_ended()
         self._submission.go_on(self._spoil)
         self._start_put_off()
-        self._start_due_moves()
+        self._moves.start_due()
         self._end_loads(self._plan)  # with a draft model vLLM asks before it has started this step's stores
         self._advance()
         loads = self._collect_late()
@@ -321,26 +258,7 @@ class Worker:
                 arrived.add(load.plan.request)
                 if result.bad or result.missed:
                     failed.add(load.plan.request)
-        stores = [StoreResult(i, ok=False) for i in self._failed_stores]
-        stores += [StoreResult(i) for i in self._idle_stores]
-        self._failed_stores.clear()
-        self._idle_stores.clear()
-        for i, ticket in list(self._stores.items()):
-            try:
-                if not ticket.done():
-                    continue
-                ok, reason, seconds = not ticket.bad, ticket.reason, ticket.seconds
-            except Exception as error:
-                ok, reason, seconds = False, f"{type(error).__name__}: {error}", 0.0
-            del self._stores[i]
-            ok = ok and i not in self._spoiled_stores
-            self._spoiled_stores.discard(i)
-            if not self._hash(i, ok, seconds):
-                stores.append(StoreResult(i, ok, seconds))
-            if reason:
-                self._faults[f"store: {reason}"] += 1
-        stores += self._ended_hashes()
-        moves = self._ended_moves()
+        stores, moves = self._stores.take_ended(), self._moves.take_ended()
         news = self.weight_changes if self._outdated else 0  # until the leader has heard of it: a report may get lost
         report = Report(self.rank, loads, stores, dict(self._faults), moves, weight_changes=news)
         self._faults.clear()
@@ -383,53 +301,10 @@ class Worker:
                 results.append(LoadResult(load.plan.id, sorted(bad), missed=sorted(missed)))
         return results
 
-    def _hash(self, store: int, ok: bool, seconds: float) -> bool:
-        """Begin to hash the blocks of a store, where the next engine shall find them. The store counts as confirmed
-        when that is over: nothing writes to its slots before."""
-        copy = self._to_hash.pop(store, None)
-        if copy is None or not ok or self._kept is None:
-            return False
-        try:
-            self._hashing[store] = self._kept.hash(copy.slots, copy.tags), seconds
-        except Exception as error:
-            self._fault("keep", error)
-            return False
-        return True
-
-    def _ended_hashes(self) -> list[StoreResult]:
-        results = []
-        for i, (hashes, seconds) in list(self._hashing.items()):
-            if hashes.done():
-                del self._hashing[i]
-                if not hashes.bad:
-                    self._hashed[i] = hashes
-                results.append(StoreResult(i, seconds=seconds))
-        return results
-
-    def _record(self, verdicts: Mapping[int, bool]) -> None:
-        for store, good in verdicts.items():
-            hashes = self._hashed.pop(store, None)
-            if good and hashes is not None and self._kept is not None:
-                try:
-                    self._kept.record(hashes)
-                except Exception as error:
-                    self._fault("keep", error)
-
-    def _ended_moves(self) -> list[MoveResult]:
-        results = [MoveResult(move.id, list(range(len(move.slots)))) for move in self._failed_moves]
-        self._failed_moves.clear()
-        for i, operation in list(self._moves.items()):
-            if operation.done():
-                del self._moves[i]
-                results.append(MoveResult(i, operation.bad, operation.seconds))
-                if operation.reason:
-                    self._faults[f"spill: {operation.reason}"] += 1
-        return results
-
     @property
     def keeping(self) -> bool:
         """Blocks are on their way to a tier, or a store still owes a read that was given up."""
-        return bool(self._stores or self._hashing or self._moves or self._due_moves or self._late)
+        return self._stores.under_way or self._moves.under_way or bool(self._late)
 
     def take_step(self, plan: StepPlan) -> Report:
         """A step without a forward pass, which the leader takes in place of an engine that ends."""
@@ -472,8 +347,7 @@ class Worker:
         return result
 
     def _outlast(self, load: Load) -> None:
-        """A copy that has failed, or of which nobody can say whether it is over, must not go on when others have its
-        blocks and slots."""
+        """Wait for every copy of a failed load: none may still write when other requests own its blocks and slots."""
         for part in load.parts:
             try:
                 part.ticket.wait()
@@ -481,7 +355,7 @@ class Worker:
                 self._fault("load", error)
 
     def _start(self, plans: list[LoadPlan], when: When) -> None:
-        """One transfer for all these plans. What cannot be started has failed."""
+        """One transfer for all these plans. A load that cannot be started has failed."""
         loads: list[Load] = []
         slots: list[int] = []
         blocks: list[int] = []
@@ -492,12 +366,12 @@ class Worker:
             loads.append(load)
             if when is When.BY_LAYER:
                 self._by_layer[plan.id] = load
-            after.update((i, self._stores[i]) for i in plan.after if i in self._stores)
+            after.update(self._stores.reading(plan.after))
             first = 0
             staged: dict[TierName, list[tuple[int, Copy]]] = {}
             for copy in plan.copies:
                 try:
-                    self._check(copy.tier, copy.slots, copy.blocks)
+                    self._check_copy(copy)
                     if copy.tier == self._near_tier:
                         places.append((load, first, len(copy.blocks), len(blocks)))
                         slots += copy.slots
@@ -544,7 +418,7 @@ class Worker:
 
     def _start_staged_reads(self, load: Load, copies: Mapping[TierName, list[tuple[int, Copy]]]) -> None:
         load.began = next(self._tiers[tier].clock() for tier in copies)
-        after = [self._stores[i] for i in load.plan.after if i in self._stores]
+        after = list(self._stores.reading(load.plan.after).values())
 
         def send(slots: list[int], blocks: list[int]) -> Ticket:
             return self._submission.submit(slots, blocks, after, When.LATER, load.plan.tokens)
@@ -564,8 +438,8 @@ class Worker:
                 under_way.spoil()
                 self._faults["load: a layer was computed without waiting for its blocks"] += 1
             if under_way.bad:
-                # The engine must hear of it in this very step, and may then write to the blocks at once: so whatever is
-                # still being copied into them has to be over. This is the one place where a step waits for a copy.
+                # The engine gets the bad blocks in this step, and may write to them at once: so all copies into
+                # them must have ended. This is the only place where a step waits for a copy.
                 self._outlast(under_way)
 
     def _was_awaited(self, load: Load) -> bool:
@@ -576,13 +450,14 @@ class Worker:
             self._fault("load", error)
             return False
 
-    def _check(self, tier: TierName, slots: list[int], blocks: list[int]) -> None:
+    def _check_copy(self, copy: Copy) -> None:
+        slots, blocks = copy.slots, copy.blocks
         if self._outdated:
             raise RuntimeError("the weights have changed since this was planned")
         # A wrong number here would copy another request's KV, or overwrite it; nothing later could notice.
         if len(slots) != len(blocks) or not slots:
             raise ValueError(f"plan with {len(slots)} slots for {len(blocks)} blocks")
-        self._check_slots(tier, slots)
+        self._check_slots(copy.tier, slots)
         if min(blocks) < 0 or max(blocks) >= self._num_blocks:
             raise ValueError(f"plan outside of the engine's {self._num_blocks} blocks")
 

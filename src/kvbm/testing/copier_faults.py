@@ -80,7 +80,7 @@ class FaultyCopier(Copier):
 
 
 def _real(ticket: Ticket) -> Ticket:
-    """What the copier behind has given out; begins now if it was to begin late."""
+    """The ticket of the wrapped copier. A delayed transfer begins now."""
     if isinstance(ticket, _Late):
         return _real(ticket.begin())
     return ticket.inner if isinstance(ticket, _Spoiled) else ticket

@@ -1,20 +1,111 @@
-"""The contract of a tier: what it is, and how its bytes are read and written on a rank."""
+"""The contract of a tier: its declaration, how its catalog and its stores open, and how a rank reads and writes."""
 
 from __future__ import annotations
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from kvbm.config import Config, slots_for
+from kvbm.core.catalog import Catalog
 from kvbm.core.rate import Rate
-from kvbm.plans import TierName
+from kvbm.plans import Hello, TierHello, TierName
+from kvbm.tiers.bounded import Call
+
+if TYPE_CHECKING:
+    from kvbm.core.policy.admission import AdmissionRule
+
+# Identifies the KV of an engine: model, weights, dtype, layout, block size, ranks, scheme of the keys.
+Fingerprint = Mapping[str, str | int]
+
+# How a rank uses its cache where every rank has the same KV: its own cache, a cache that it alone writes and other
+# processes read, or a cache that another process writes.
+Access = Literal["own", "writer", "reader"]
+
+
+def fingerprint(cache: Fingerprint, layout: str) -> Fingerprint:
+    """What names a cache that outlives the engine: equal fingerprints mean exchangeable bytes on every rank.
+
+    The stages of a pipeline have different layers, and each rank knows only its own. The number of layers is left out
+    then: the model and the degree of parallelism decide it.
+    """
+    return {**cache, "layout": layout.partition("*")[2] if cache.get("pipeline_parallel", 1) != 1 else layout}
+
+
+def common_fingerprint(cache: Fingerprint, layouts: Iterable[str]) -> Fingerprint | None:
+    """That of all ranks; None when their layers are of different kinds, so that they have no cache in common."""
+    first, *others = (fingerprint(cache, layout) for layout in layouts)
+    return first if all(other == first for other in others) else None
+
+
+class RankContext(NamedTuple):
+    """One rank, as a tier sees it at start. Nothing of it depends on the engine's tensors."""
+
+    config: Config
+    rank: int
+    ranks: int
+    block_bytes: int  # of this rank
+    slot_bytes: int  # block_bytes, padded to whole pages
+    # Names the cache of this rank (:func:`fingerprint`). None: no block of this rank may outlive the engine.
+    cache: Fingerprint | None = None
+    device: str = "cpu"
+    access: Access = "own"
+    # Bytes of a block in all caches of this rank that share the size of a tier; 0: block_bytes.
+    sized_bytes: int = 0
+
+    def slots_for(self, setting: str, gigabytes: float, override: int, copies: int = 0) -> int:
+        """Slots of a tier whose size covers all ranks, which keep ``copies`` of a block: by default one each. Raises
+        ValueError when not even one block fits."""
+        block_bytes = (self.sized_bytes or self.block_bytes) * (copies or self.ranks)
+        slots = slots_for(gigabytes, override, block_bytes)
+        if slots < 1:
+            raise ValueError(
+                f"{setting}={gigabytes:g} holds no block: one block takes {block_bytes / 1e9:.6f} GB over all "
+                f"{self.ranks} ranks. Set it to more than that."
+            )
+        return slots
+
+
+class LeaderContext(NamedTuple):
+    """The ranks, as a tier sees them when the leader starts."""
+
+    config: Config
+    hellos: Sequence[Hello]
+    # Names the cache of all ranks together. None: no block may outlive the engine.
+    cache: Fingerprint | None = None
+    access: Access = "own"
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(hello.block_bytes for hello in self.hellos)
+
+    def opened(self, name: TierName) -> list[TierHello]:
+        """The tier as each rank has opened it; empty unless all ranks have."""
+        found = [tier for hello in self.hellos if (tier := hello.tier(name)) is not None]
+        return found if len(found) == len(self.hellos) else []
+
+
+class Route(NamedTuple):
+    """Blocks move to ``target``; the leader makes an :class:`~kvbm.tiers.edges.Edge` of it."""
+
+    target: TierName
+    source: TierName | None = None  # None: the near tier
+    admission: AdmissionRule | None = None  # None: every block
+    max_pending_blocks: int = 1024
+    bypass: bool = False  # the near tier is only the staging buffer of the target
 
 
 class Tier(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tier is: the facts that the rest of KVBM asks for."""
+    """Declares a tier and opens its catalog and its stores. A tier's folder provides one object of a subclass.
+
+    ``open_store`` runs on every rank, ``open_catalog`` and ``connect`` in the leader's process after all ranks have
+    opened theirs. A tier that cannot be used now logs the reason and returns None, and the engine runs without it. A
+    tier raises only for a setting that can never be met: the engine refuses to start then.
+    """
 
     name: TierName
     level: str  # upstream's number, for example "g2"
@@ -33,9 +124,34 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     onboard_metric: str = ""
     counts_failures: bool = False
 
+    def is_wanted(self, config: Config) -> bool:
+        """Whether the settings ask for this tier."""
+        return False
+
+    def outlives_engine(self, config: Config) -> bool:
+        """Whether the next engine can find the blocks of this one here, so that the cache needs a fingerprint."""
+        return self.persistent and self.is_wanted(config)
+
+    def open_store(self, context: RankContext) -> Call[Store | None] | None:
+        """Begin to open a rank's store while the engine goes on with its start."""
+        return None
+
+    def staging_slots(self, config: Config, slot_bytes: int) -> int:
+        """Near slots that this tier needs as a staging buffer where the user asks for no near tier; 0: it cannot be
+        used without one."""
+        return 0
+
+    def open_catalog(self, context: LeaderContext) -> Catalog | None:
+        """The leader's catalog, with the blocks that the tier holds from before."""
+        return None
+
+    def connect(self, config: Config) -> Sequence[Route]:
+        """The ways on which blocks come to this tier, once its catalog is open."""
+        return ()
+
 
 class Operation:
-    """Reads or writes on their way. What it says about their end is valid once :meth:`done` is True.
+    """Reads or writes under way. Its results are valid once :meth:`done` is True.
 
     The store that carries it out sets the number of parts, calls :meth:`begin_part` and :meth:`end_part` for each of
     them, from any thread, and skips the work of parts that begin after the operation was cancelled.
@@ -88,15 +204,28 @@ class Operation:
         return True
 
 
+class PersistentMemory(Protocol):
+    """Near memory that outlives the engine. The worker hashes the blocks that it has stored there, and records the
+    checksums of a store once the leader has called it good."""
+
+    def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation: ...
+
+    def record(self, hashes: Any) -> None:
+        """``hashes``: an operation that :meth:`hash` has returned."""
+
+
 class Store(ABC):
-    """One rank's half of a staged tier.
+    """One rank's store of a staged tier.
 
     ``read`` and ``write`` return at once and never raise because the medium fails: the operation says so. The caller
     keeps the memory at the addresses alive and, for a write, unchanged until the operation is over. Tags name the
-    blocks: a read verifies that it got the block of its tag, and reports any other as bad.
+    blocks: a read verifies that it got the block of its tag, and reports any other as bad. A keyed store addresses
+    blocks by their tags and ignores the places: those are handles of its catalog.
     """
 
     slots: int = 0  # 0 for a keyed tier
+    identity: str = ""  # names the cache behind it: every rank must have opened the same one
+    stall_seconds: float = 30.0  # loads are given up when nothing has come from the store for so long
 
     @abstractmethod
     def read(self, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes]) -> Operation: ...
@@ -108,6 +237,10 @@ class Store(ABC):
     def close(self, timeout: float | None = None) -> bool:
         """Finish or give up within ``timeout`` seconds, or a bound of the store's own. False when an operation still
         hangs: its memory must stay."""
+
+    def describe(self) -> str:
+        """For the log line of the rank, for example ``64 slots on disk at /path``."""
+        return f"{self.slots} slots" if self.slots else "addressed by key"
 
     def measure(self) -> Rate | None:
         """The rate of reads, measured before the store serves anything; None when that is not known."""

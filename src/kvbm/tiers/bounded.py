@@ -59,8 +59,8 @@ class Call(Generic[T]):
             self._run()
 
     def result(self, seconds: float | None = None) -> T:
-        """What the call returned or raised. Raises :class:`DiskHangs` when it shows no progress for ``seconds``,
-        :data:`DISK_START_SECONDS` unless given; the result is undone then, should it come after all."""
+        """The call's return value or exception. Raises :class:`DiskHangs` when it shows no progress for ``seconds``,
+        :data:`DISK_START_SECONDS` unless given; a result that comes later is undone."""
         seconds = DISK_START_SECONDS if seconds is None else seconds
         while not self._over.wait(max(0.0, self._heard_at + seconds - time.monotonic())):
             if time.monotonic() - self._heard_at >= seconds and not self._give_up():

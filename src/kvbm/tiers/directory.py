@@ -3,8 +3,8 @@
 A planted block passes its checksum, so a cache is as safe as the directories above it: the owner of any of them can
 put another folder in the place of the cache. The rule is that of OpenSSH's StrictModes. Every directory from / down
 belongs to root or to this user, and neither its group nor others can write to it, unless it is sticky as /tmp is or
-the group has this user alone. The links on the way obey it too. A path that passes resolves to the same files from then
-on for everybody but root and this user, so later calls may use the path.
+the group has this user alone. The links on the way obey it too. Only root and this user can
+change the files behind a path that passes, so later calls may use the path.
 
 A writable entry of a POSIX ACL shows in the group bits of the mode.
 """
@@ -57,7 +57,7 @@ def open_trusted(path: Path, setting: str = SETTING, *, make: bool = False) -> i
     here, links = Path("/"), 0
     at = os.open(here, _HANDLE)
     try:
-        # The owner of / can replace this program too. In a user namespace without root that owner is "nobody".
+        # The owner of / can replace this program too. In a user namespace without root that owner is the overflow user.
         owners = {0, os.geteuid(), os.fstat(at).st_uid}
         # The kernel shows every user that the namespace does not map as this one. Elsewhere it stands for root; but any
         # user can make an entry of a sticky directory.
@@ -131,7 +131,7 @@ def open_private(path: Path, setting: str = SETTING, *, make: bool = False) -> i
                     f"{_owner(found)}, so its content cannot be trusted. Remove it, run this program as its owner, or "
                     f"set {setting} to a directory of your own",
                 )
-            # The entry is ours, in a directory where nobody else can exchange it.
+            # This user owns the entry, and no other user can replace it in its directory.
             fd = os.open(path.name, flags, dir_fd=above)
         except FileNotFoundError as error:
             raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
@@ -188,7 +188,7 @@ def _enter(at: int, name: str, path: Path, setting: str, make: bool) -> int:
             if not make:
                 raise
         with contextlib.suppress(FileExistsError):  # another rank was faster
-            # Whatever the umask: a directory that a group can write to would be refused at the next start.
+            # Regardless of the umask: the next start refuses a directory that a group can write to.
             _make(at, name, path, setting, 0o755)
         return os.open(name, _HANDLE, dir_fd=at)
     except PermissionError as error:

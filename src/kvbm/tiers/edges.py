@@ -1,11 +1,11 @@
-"""The way of blocks from one tier to another.
+"""Edges: moves of blocks from one tier to another.
 
 Blocks are written through: a block becomes a candidate when it has come to the source tier, or when a request has found
 it again, as soon as the edge's admission rule admits it. Every step takes candidates as far as the limit on blocks
 under way allows. The others wait in a queue of ``max_pending_blocks``; beyond it blocks are passed over, and get their
 chance when a request finds them again. A block that waits is not pinned: the source tier may evict it before its turn.
-So a slow target costs hits there: it never holds an engine block, and never more than half of the source tier. A target
-that fails to write gets a pause (:mod:`kvbm.core.breaker`); reads from it go on.
+So a slow target costs hits there: it never holds an engine block, and all edges together never hold more than half of
+the near tier. A target that fails to write gets a pause (:mod:`kvbm.core.breaker`); reads from it go on.
 
 A block can be found in the target tier when every rank has written it.
 """
@@ -52,8 +52,9 @@ class Edge:
         max_pending_blocks: int = 1024,
         block_bytes: int = 0,
         bypass: bool = False,
+        source: TierName | None = None,
     ) -> None:
-        self.source = manager.near_tier
+        self.source = source or manager.near_tier
         self.target = target
         self.bypass = bypass
         self._manager = manager
@@ -62,13 +63,18 @@ class Edge:
         self._admission = AdmitAll() if admission is None else admission
         self._breaker = Breaker()
         self._block_bytes = block_bytes  # of all ranks together
-        self._max_pending = max(1, min(max_pending_blocks, manager.near.size // 2))
         # Not limited by the source tier: only keys wait. With half of it as the limit, prompts whose stores were
         # confirmed in one step did not fit, and the end of the last one was passed over.
         self._max_waiting = max_pending_blocks
+        self._max_pending = 0
+        self.share_near_tier(1)
         self._waiting: dict[Key, None] = {}
         self._moves: dict[int, _Move] = {}
         self.pending_blocks = 0
+
+    def share_near_tier(self, edges: int) -> None:
+        """So many edges take blocks of the near tier, or stage through it: together at most half of it."""
+        self._max_pending = max(1, min(self._max_waiting, self._manager.near.size // 2 // edges))
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
@@ -79,9 +85,12 @@ class Edge:
         self._offer(admitted)
 
     def used(self, keys: Sequence[Key]) -> None:
-        """A request has found these blocks, on whatever tier. Blocks that the target holds need no move."""
+        """A request has found these blocks, on any tier. Blocks that the target holds need no move."""
         there = self._manager.catalogs[self.target]
-        if absent := [key for key in keys if key not in there]:
+        absent = [key for key in keys if key not in there]
+        if self.source != self._manager.near_tier:
+            absent = [key for key in absent if key in self._manager.catalogs[self.source]]
+        if absent:
             self._offer(self._admission.hit(absent))
 
     def _offer(self, keys: Sequence[Key]) -> None:
@@ -94,30 +103,34 @@ class Edge:
     def plan(self) -> MovePlan | None:
         """The next blocks to write. The caller must deliver the plan to every rank."""
         room = self._max_pending - self.pending_blocks
+        if self.source != self._manager.near_tier:
+            room = min(room, self._manager.staging_room)  # the others wait for staging slots
         if not self._waiting or room <= 0 or self.is_suspended:
             return None
         batch = list(self._waiting)[:room]
         for key in batch:
             del self._waiting[key]
-        gone = sum(key not in self._manager.near for key in batch)
+        here = self._manager.catalogs[self.source]
+        gone = sum(key not in here for key in batch)
         add(self._counts.refused_move_blocks, self.target, gone)
-        plan = self._manager.move(batch, self.target)
+        plan = self._manager.move(batch, self.target, self.source)
         if plan is None:
             return None
         self._moves[plan.id] = _Move(plan, self._ranks)
         self.pending_blocks += len(plan.slots)
         return plan
 
-    def end(self, rank: int, result: MoveResult) -> None:
-        """A rank has written its part of a move, or failed to. Ignores moves of other edges."""
+    def end(self, rank: int, result: MoveResult) -> list[Key]:
+        """A rank has written its part of a move, or failed to. Returns the blocks that can be found in the target from
+        now on. Ignores moves of other edges."""
         move = self._moves.get(result.id)
         if move is None or rank not in move.ranks:
-            return
+            return []
         move.ranks.remove(rank)
         move.bad.update(result.bad)
         move.seconds = max(move.seconds, result.seconds)
         if move.ranks:
-            return
+            return []
         del self._moves[result.id]
         blocks = len(move.plan.slots)
         self.pending_blocks -= blocks
@@ -130,6 +143,7 @@ class Edge:
         add(self._counts.failed_move_blocks, self.target, len(move.bad))
         if written and move.seconds:
             self._counts.add_stored(self.target, blocks * self._block_bytes, move.seconds)
+        return written
 
     def fail_rank(self, rank: int) -> None:
         self._waiting.clear()
@@ -143,7 +157,8 @@ class Edge:
 
     @property
     def is_suspended(self) -> bool:
-        return self.target in self._manager.suspended or self._breaker.is_open(time.monotonic())
+        suspended = not self._manager.suspended.isdisjoint((self.source, self.target))
+        return suspended or self._breaker.is_open(time.monotonic())
 
     @property
     def can_progress(self) -> bool:
@@ -161,7 +176,7 @@ class Edge:
     @property
     def is_persistent(self) -> bool:
         """Whether the next engine finds the blocks that are written; not after a reset."""
-        return self._manager.catalogs[self.target].journal is not None
+        return self._manager.catalogs[self.target].outlives_engine
 
     @property
     def admits_all(self) -> bool:

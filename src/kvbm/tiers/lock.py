@@ -27,9 +27,9 @@ class FileLock:
     def __init__(
         self, path: Path, patience: float = 0.0, setting: str = "DYN_KVBM_DISK_CACHE_DIR", *, shared: bool = False
     ) -> None:
-        """Raises :class:`CacheInUse` when somebody else has the lock and keeps it for ``patience`` seconds.
+        """Raises :class:`CacheInUse` when another process holds the lock for ``patience`` seconds.
 
-        The workers of an engine that was killed may live a little longer than it did: who starts right after it waits.
+        The workers of a killed engine may outlive it for a moment, so an engine that starts right after it waits.
         """
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -38,7 +38,7 @@ class FileLock:
                 _take(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, path, patience, setting)
                 if _is_at(self._fd, path):
                     break
-                self.release()  # its last owner removed it: what is locked here is nothing any more
+                self.release()  # its last owner removed the file: this lock protects nothing
             except BaseException:
                 self.release()
                 raise

@@ -1,18 +1,20 @@
 """All tiers that KVBM knows, the near one first, then from fast to slow.
 
-A new tier is a folder beside this file and a line in ``TIERS`` (or a call of :func:`register` from a plugin).
+A new tier is a folder beside this file and its ``TIER`` in the line below, or a call of :func:`register` before the
+engine starts, in the process of every rank and of the leader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvbm.config import Config
 from kvbm.core.rate import Rate
 from kvbm.plans import DEVICE, TierName
 from kvbm.tiers import disk, host, objects
 from kvbm.tiers.base import Tier
 
-NEAR: Tier = host.TIER
+NEAR = host.TIER
 TIERS: dict[TierName, Tier] = {tier.name: tier for tier in (NEAR, disk.TIER, objects.TIER)}
 
 
@@ -21,6 +23,16 @@ def register(tier: Tier) -> None:
     if tier.name in TIERS or not tier.staged:
         raise ValueError(f"tier {tier.name!r}: expected a staged tier with a name of its own")
     TIERS[tier.name] = tier
+
+
+def wanted(config: Config) -> list[Tier]:
+    """The staged tiers that the settings ask for."""
+    return [tier for tier in TIERS.values() if tier.staged and tier.is_wanted(config)]
+
+
+def outlives_engine(config: Config) -> bool:
+    """Whether the next engine can find blocks of this one, in any tier."""
+    return any(tier.outlives_engine(config) for tier in TIERS.values())
 
 
 def priors() -> Mapping[TierName, Rate]:

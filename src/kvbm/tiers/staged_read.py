@@ -1,4 +1,4 @@
-"""Blocks on their way from a staged tier to the engine, on one rank.
+"""Staged reads: blocks on their way from a staged tier to the engine, on one rank.
 
 The tier's store reads into near slots, the copier goes on from there. Only the engine's thread calls copiers, so a
 staged read advances whenever the worker is polled: the worker hands blocks that have been read to the copier, and where
@@ -44,10 +44,7 @@ Send = Callable[[list[int], list[int]], Copying]
 
 
 class StagedStore:
-    """One rank's store of a staged tier, and the near slab that its blocks pass through.
-
-    ``stall_seconds``: how long nothing may come from the store before loads from it are given up.
-    """
+    """One rank's store of a staged tier, and the near slab that its blocks pass through."""
 
     def __init__(
         self,
@@ -55,13 +52,12 @@ class StagedStore:
         store: Store,
         slab_address: int,
         slot_bytes: int,
-        stall_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
         self.slots = store.slots
         self.chunk_blocks = max(1, _CHUNK_BYTES // slot_bytes)
-        self.stall_seconds = stall_seconds
+        self.stall_seconds = store.stall_seconds
         self.clock = clock
         self.heard_at = clock()  # when the store last finished a read
         self.close_seconds: float | None = None  # how long :meth:`close` waits; None: as long as the store says

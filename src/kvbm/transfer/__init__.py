@@ -1,12 +1,11 @@
-"""How bytes move between the engine's cache and the tiers of one rank."""
+"""Copies between the engine's cache and the host slab of one rank."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kvbm.testing.fault_rules import COPY_KINDS, Fault, parse
-from kvbm.tiers.host.slab import HostSlab
-from kvbm.transfer.base import Copier
+from kvbm.transfer.base import Copier, Slab
 from kvbm.transfer.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 def open_copier(
     device: str,
     layout: BlockLayout,
-    slab: HostSlab,
+    slab: Slab,
     rank: int,
     faults: str = "",
     staging: int = 0,
@@ -25,7 +24,7 @@ def open_copier(
 ) -> Copier:
     """The copier for an engine whose cache lies on ``device`` ("cpu", "cuda:0", ...).
 
-    ``passing``: for ranks that hold the same KV, of which the first loads for all.
+    ``passing``: set where ranks hold the same KV and the first rank loads for all of them.
     """
     kind = device.split(":")[0]
     rules = [rule for rule in parse(faults) if rule.kind in COPY_KINDS]
@@ -43,7 +42,7 @@ def open_copier(
 
         from kvbm.transfer.cuda import CudaCopier
 
-        # Who gets its blocks from another rank has nothing to stage.
+        # A rank that receives its blocks from another rank needs no staging buffers.
         staging = staging if passing is None or passing.wire.sends else 0
         cuda = CudaCopier(layout, slab, torch.device(device), staging, stores)
         copier = _faulty(cuda, rules, rank)

@@ -1,49 +1,71 @@
-"""The contract of a copier: the thing that moves blocks between the engine's cache and the host slab of one rank.
+"""The contract of a copier, which moves blocks between the engine's cache and the host slab of one rank.
 
-The worker calls it from the engine's own thread, in this order each step::
+The worker calls the copier from the engine's own thread, in this order each step::
 
     begin_step   before the engine writes anything
-    load         before the forward pass if the step computes on the blocks, maybe after it otherwise
-    wait_layer   from the attention layers, when loads of this step are to be there layer by layer
+    load         before the forward pass if the step computes on the blocks, otherwise before or after it
+    wait_layer   from each attention layer, if loads of this step arrive layer by layer
     end_load     after the forward pass has been submitted
     store        after that
     ticket.done  polled at the end of every step
 
-No method may wait for a transfer unless it says so, and none raises for a transfer that fails: that is in the ticket.
+No method waits for a transfer unless its docstring says so. A failed transfer raises nothing: its ticket reports it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import Protocol
 
-_TRIED_BYTES = 256 << 20
+_PROBE_BYTES = 256 << 20
 
 
 def slots_tried(block_bytes: int, num_blocks: int, slots: int) -> int:
-    """How many slots, from the first on, a copier may write to when it is made: it tries itself out on them."""
-    return max(1, min(num_blocks, slots, _TRIED_BYTES // block_bytes))
+    """How many slots, from the first on, a copier may overwrite in its constructor, to warm up and to measure."""
+    return max(1, min(num_blocks, slots, _PROBE_BYTES // block_bytes))
+
+
+class Slab(Protocol):
+    """The host memory that a copier reads and writes: equal slots at consecutive addresses.
+
+    The host tier provides it (:class:`kvbm.tiers.host.slab.HostSlab`). A copier takes this contract instead of the
+    class, so that ``transfer`` imports no tier.
+    """
+
+    address: int
+    slots: int
+    slot_bytes: int
+
+    @property
+    def piece_slots(self) -> int:
+        """Slots that are pinned together. A single copy must not cross the end of such a piece."""
+        ...
+
+    def pin(self, pin: Callable[[int, int], None], unpin: Callable[[int], None]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class When(Enum):
-    """By when the engine needs what a load brings."""
+    """When the engine needs the blocks of a load."""
 
-    LATER = "later"  # not in this step: the request waits outside of the batch
-    NOW = "now"  # before the forward pass that is about to begin
+    LATER = "later"  # not in this step: the request waits outside the batch
+    NOW = "now"  # before the forward pass of this step
     BY_LAYER = "by layer"  # each layer before its own attention, which calls ``wait_layer``
 
 
 class Ticket(ABC):
-    """A transfer on its way."""
+    """A transfer in flight."""
 
     @abstractmethod
     def done(self) -> bool:
-        """True when it is over, well or badly. Never waits."""
+        """True when the transfer is over, whether it succeeded or failed. Never waits."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when it is over."""
+        """Wait until the transfer is over."""
 
     @property
     def bad(self) -> Sequence[int]:
@@ -52,45 +74,44 @@ class Ticket(ABC):
 
     @property
     def reason(self) -> str:
-        """Why, in a few words; empty when nothing went wrong."""
+        """Why blocks did not arrive; empty if all did."""
         return ""
 
     @property
     def seconds(self) -> float:
-        """How long the copy itself took, where that is known; else 0. Valid once :meth:`done` is True."""
+        """How long the copy took; 0 if unknown. Valid once :meth:`done` is True."""
         return 0.0
 
 
 class Copier(ABC):
-    """Moves blocks. Made by :func:`kvbm.transfer.open_copier`, which picks the one that fits the engine's device."""
+    """Moves blocks. :func:`kvbm.transfer.open_copier` makes the copier that fits the engine's device."""
 
     name: str
-    # Blocks that one load outside of the step should have at most, where submitting more would keep the engine waiting.
-    # 0: any number.
+    # Maximum blocks of one load outside the step: submitting more at once would delay the engine's thread. 0: no limit.
     portion = 0
 
     @abstractmethod
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
-        """Nothing the engine submits from now on may overwrite what these stores still read. May wait for them.
+        """Fence these stores: work that the engine submits after this call overwrites no block that they still read.
 
-        Called for every step that has anything to do, with or without tickets, before its loads.
+        May wait for the stores. The worker calls it in every step with a plan, before the loads, even without tickets.
         """
 
     def begin_load(self) -> None:
-        """A load is about to come between two steps: it may begin when what the engine has submitted so far is over."""
+        """Prepare a load between two steps: the load waits for the work that the engine has submitted so far."""
         return
 
     def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
-        """Begin to bring slots near, for a load of the same slots that is expected in milliseconds.
+        """Prefetch slots into staging buffers, for a load of the same slots that follows within milliseconds.
 
-        ``whole``: no step will wait for its layers. False when this copier has no room of its own near the engine, or
-        would not use it for such a load. The slots must not change until that load, or until :meth:`end_prefetch`; a
-        load of other slots ends it too.
+        ``whole``: no step waits for single layers of the load. Returns False if this copier has no staging buffers, or
+        does not use them for such a load. The slots must not change until that load or until :meth:`end_prefetch`. A
+        load of other slots ends the prefetch too.
         """
         return False
 
     def end_prefetch(self) -> None:
-        """The load that was expected will not come now."""
+        """Drop the prefetched slots, because their load does not come."""
         return
 
     @abstractmethod
@@ -99,29 +120,29 @@ class Copier(ABC):
     ) -> Ticket:
         """Copy slots into the engine's blocks once the ``after`` tickets are over.
 
-        ``tokens``: how many the step computes on them, for a load by layer.
+        ``tokens``: how many tokens the step computes, for a load by layer.
         """
 
     @abstractmethod
     def wait_layer(self, layer: str) -> None:
-        """Nothing the engine submits from now on may read this layer before its ``BY_LAYER`` loads are there."""
+        """Make work that the engine submits after this call wait for this layer of all ``BY_LAYER`` loads."""
 
     @abstractmethod
     def end_load(self, ticket: Ticket) -> bool:
-        """The forward pass that needed this ``BY_LAYER`` load has been submitted. False when it may have read early.
+        """End a ``BY_LAYER`` load after its forward pass has been submitted. False if the pass may have read too early.
 
-        That is so when a layer was not waited for: the engine replayed a CUDA graph, say, in which no layer asks. The
-        caller must then treat what was loaded as bad.
+        That happens when a layer did not call :meth:`wait_layer`, for example because the engine replayed a CUDA graph.
+        The caller must then treat the loaded blocks as bad.
         """
 
     @abstractmethod
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        """Copy the engine's blocks into slots, after everything the engine has submitted so far."""
+        """Copy the engine's blocks into slots, after all work that the engine has submitted so far."""
 
     @abstractmethod
     def scribble(self, blocks: Sequence[int]) -> None:
-        """Overwrite engine blocks with zeros and wait for it: what a bad load may leave behind. For fault injection."""
+        """Overwrite engine blocks with zeros, as a bad load may do, and wait for it. For fault injection."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is under way and let go of threads and of the slab, which belongs to the copier."""
+        """Finish the transfers in flight, then close the threads and the slab, which belongs to the copier."""

@@ -1,18 +1,18 @@
-"""Loads for ranks that hold the same KV: the first one brings the blocks back and passes them on to the others.
+"""Loads for ranks that hold the same KV: the first rank loads the blocks and broadcasts them to the others.
 
-Only the first rank has a host tier. All ranks get the same plans in the same order, so each of them comes here for the
-same loads in the same order, and takes part in each of them whatever has gone wrong with it before::
+Only the first rank has a host tier. All ranks get the same plans in the same order. Each rank takes part in every load,
+in that order, even after a failure of its own::
 
     first rank    slots -> its own blocks      blocks -> rows of a buffer
     all ranks     agree: which blocks are bad?               broadcast the buffer
     the others                                                            rows -> their blocks
 
-They agree a second time when all is sent, because the way there may have failed too. So a failure of one rank is the
-failure of all, and nobody begins to wait for a rank that does not come. Should the ranks lose each other, loads fail
-from then on, at once and on every rank, and the engine computes.
+The ranks agree a second time after the broadcast, because the broadcast may fail too. So a failure on one rank is a
+failure on all, and no rank waits for an absent one. After a failed agreement every load fails at once on every rank,
+and the engine recomputes.
 
-Blocks go in batches of DYN_KVBM_MAX_TRANSFER_BATCH_SIZE, of which DYN_KVBM_MAX_CONCURRENT_TRANSFERS are on their way at
-a time. There is no loading by layer here: a step that needs the blocks waits for all of them.
+Blocks go in batches of DYN_KVBM_MAX_TRANSFER_BATCH_SIZE, with DYN_KVBM_MAX_CONCURRENT_TRANSFERS batches in flight.
+There is no loading by layer: a step that needs the blocks waits for all of them.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from kvbm.transfer.wire import Wire
 
 
 class Passing(NamedTuple):
-    """How a rank passes blocks on, or gets them."""
+    """How a rank sends or receives broadcasts."""
 
     wire: Wire
     batch: int  # blocks of one broadcast
-    buffers: int  # broadcasts on their way at a time
+    buffers: int  # broadcasts in flight
 
 
 class Rows(ABC):
-    """The blocks of one load after the other as rows of buffers. A row is a slot's worth."""
+    """Copies the blocks of a load to and from rows of buffers. A row has the size of a slot."""
 
     buffers: list[torch.Tensor]  # uint8[batch, slot bytes]
 
     @abstractmethod
     def begin(self, blocks: Sequence[int]) -> None:
-        """The load that is meant from now on."""
+        """Start a load: the next calls refer to its blocks."""
 
     @abstractmethod
     def gather(self, start: int, end: int, buffer: torch.Tensor) -> None:
-        """Its blocks ``start`` to ``end`` to the first rows of a buffer."""
+        """Copy blocks ``start`` to ``end`` of the load to the first rows of a buffer."""
 
     @abstractmethod
     def scatter(self, start: int, end: int, buffer: torch.Tensor) -> None:
-        """And back."""
+        """Copy the first rows of a buffer to blocks ``start`` to ``end`` of the load."""
 
     def end(self) -> None:
         return
 
 
 class Outcome(NamedTuple):
-    """What became of a load: the same on every rank but for the reason."""
+    """The result of a load. ``bad`` is the same on every rank."""
 
     bad: list[int]
     reason: str
@@ -71,9 +71,9 @@ class Outcome(NamedTuple):
 
 
 class BroadcastCopier(Copier):
-    """Stands in front of a rank's own copier, which is the one that has a slab if this rank is the first."""
+    """Wraps a rank's own copier, which has a slab on the first rank only."""
 
-    # When a further part of a load is submitted depends on how far a rank's own bus is, and all must come in one order.
+    # No partial loads: their order depends on a rank's own bus, and all ranks need the same order.
     portion = 0
 
     def __init__(self, inner: Copier, wire: Wire, rows: Rows) -> None:
@@ -84,7 +84,7 @@ class BroadcastCopier(Copier):
         self._fence_error: Exception | None = None
 
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
-        # Never raises, or this rank would miss a load that the others wait in.
+        # Never raises: otherwise this rank would miss a load in which the others wait.
         try:
             self._fence_error = None
             self._inner.begin_step(tickets)
@@ -107,7 +107,7 @@ class BroadcastCopier(Copier):
         self._inner.close()
 
     def _fetch(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket]) -> Ticket | Exception | None:
-        """On the first rank, begin to bring the slots to its own blocks. The error, if that cannot be done."""
+        """On the first rank, start the load into its own blocks. Returns the error if that fails."""
         try:
             if self._fence_error is not None:
                 raise self._fence_error
@@ -116,7 +116,7 @@ class BroadcastCopier(Copier):
             return error
 
     def _pass_on(self, fetch: Ticket | Exception | None, blocks: Sequence[int]) -> Outcome:
-        """Take part in one broadcast, whatever has become of this rank's own part. Called in the order of the loads."""
+        """Take part in one broadcast, even if this rank's own load has failed. Called in the order of the loads."""
         bad: Sequence[int] = ()
         reason = ""
         if isinstance(fetch, Exception):
@@ -132,10 +132,10 @@ class BroadcastCopier(Copier):
                 lost = self._wire.agree(blocks, lost)
         except Exception as error:
             lost, reason = list(range(len(blocks))), _text(error)
-        return Outcome(lost, reason or ("lost on another rank" if lost else ""))
+        return Outcome(lost, reason or ("failed on another rank" if lost else ""))
 
     def _exchange(self, blocks: Sequence[int]) -> Exception | None:
-        """Broadcast every block. What goes wrong on this rank is returned at the end: the others wait for the rest."""
+        """Broadcast every block. Returns this rank's error at the end only: the other ranks wait for the rest."""
         rows, error = self._rows, None
         batch = len(rows.buffers[0])
         flying: deque[tuple[Any, int, int, torch.Tensor]] = deque()
@@ -168,7 +168,7 @@ class BroadcastCopier(Copier):
 
 
 class CpuBroadcastCopier(BroadcastCopier):
-    """One thread takes part in the broadcasts, one load after the other."""
+    """Runs the broadcasts on one thread, one load after the other."""
 
     def __init__(self, inner: Copier, passing: Passing, layout: BlockLayout) -> None:
         super().__init__(inner, passing.wire, CpuRows(layout, passing.batch, passing.buffers))

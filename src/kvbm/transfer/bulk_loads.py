@@ -1,14 +1,13 @@
-"""Long loads: the copy engine fetches, a kernel puts into place.
+"""Long loads: the copy engine fetches slots into staging buffers, and a kernel scatters them to the engine's blocks.
 
-A kernel that reads pinned memory asks for 128 bytes at a time and gets 51 GB/s out of a bus that carries 55. The copy
-engine gets 55, but wants large pieces and costs the CPU 0.8 µs for each. A slot keeps its layers side by side, so many
-layers are one piece of it: the copy engine fetches those, slot by slot, into buffers on the device, and a kernel
-scatters each buffer to the engine's blocks at the speed of device memory. Meanwhile the engine computes the layers that
-are there, so what counts is how little is left to compute when the last bytes arrive.
+A kernel that reads pinned memory requests 128 bytes at a time and gets 51 GB/s from a bus that carries 55. The copy
+engine gets 55, but needs large pieces and costs the CPU 0.8 µs for each. A slot holds its layers side by side, so many
+layers form one piece. The copy engine fetches these pieces into staging buffers on the device, and a kernel scatters
+each buffer to the engine's blocks at the speed of device memory. Meanwhile the engine computes the layers that have
+arrived. The fewer layers are left when the last bytes arrive, the better.
 
-Slots that are neighbours need not be fetched one by one: the same layers of all of them are one copy, whatever their
-number. Half of the layers come first, then half of the rest, and so on down to the last one. Of 728 blocks of an 8B
-model, with five buffers::
+For neighbouring slots one copy fetches the same layers of all slots. Half of the layers come first, then half of the
+rest, and so on down to the last one. Example: 728 blocks of an 8B model with five buffers::
 
     slots (host)             buffers (device)        blocks (device)
     [0-17 | 18-26 | .. |35]  ->  buffer 0  ->  layers 0 to 17 of blocks 0-363
@@ -17,23 +16,22 @@ model, with five buffers::
     ...
     [             | .. |35]  ->  buffer 1  ->  layer 35 of all blocks
 
-Slots that lie apart, or in too many runs, come with all layers but the last eighth of them at once, and the kernel
-alone brings the rest, one layer after the other. So the engine begins to compute late. Where it has more to compute
-than fits behind the last layers, the kernel alone, which brings layer after layer from the start, is the better way.
+For scattered slots, or too many runs, the copy engine fetches all layers but the last eighth at once, and the kernel
+alone brings the rest, layer by layer. The engine then begins to compute late. If a step has many tokens to compute, the
+kernel alone, which brings the layers in order from the start, is faster.
 
-A load that nobody computes on yet (*whole*) comes with all layers at once. Beside requests that decode this is the
-gentle way: the copy engine takes no multiprocessor, and the scattering kernel is over in a fraction of a millisecond,
-while a kernel that reads the bus would sit on a few multiprocessors all the time, which others count on.
+A load that no step computes on yet (*whole*) fetches all layers at once. This suits decoding requests: the copy engine
+takes no multiprocessor, and the scattering kernel ends within a fraction of a millisecond. A kernel that reads the bus
+would occupy a few multiprocessors for the whole load.
 
-But the engine's own little inputs come by the same copy engine, and would come when the load is over: those of the
-steps of others, and those of the step that waits for the load itself, which should compute meanwhile. So now and then
-others have their turn (:mod:`~kvbm.transfer.relay`): in a load that no step waits for (*gently*) every 0.3 ms, in one
-that a step waits for a dozen times or more while the first half of its portions comes. By then the step has its inputs.
+The engine's own small inputs use the same copy engine and would queue behind the load. So the load lets other streams
+in now and then (:mod:`~kvbm.transfer.relay`): every 0.3 ms in a load that no step waits for (*gently*), and at least a
+dozen times in the first half of a load that a step waits for. By then the step has its inputs.
 
-It can begin before the engine has made room for the blocks (*prefetch*): the buffers are filled, and what is in them is
-scattered once the blocks are known. The more there are of them, the longer the bus stays busy while the engine is not
-ready. Everything is submitted to streams from the engine's own thread, in a millisecond or two for a prompt of 32k
-tokens: a thread would have to fight the engine for the interpreter, five milliseconds a round.
+A load can begin before the engine has allocated the blocks (*prefetch*): the copy engine fills the buffers, and the
+kernel scatters them once the blocks are known. More buffers keep the bus busy for longer. The engine's own thread
+submits everything, in a millisecond or two for a prompt of 32k tokens. A separate thread would wait for the
+interpreter, 5 ms each time.
 """
 
 from __future__ import annotations
@@ -46,24 +44,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvbm.tiers.host.slab import HostSlab
 from kvbm.tracing import annotate
+from kvbm.transfer.base import Slab
 from kvbm.transfer.cuda_calls import BatchCopy, copy_rows
 from kvbm.transfer.kernel_copies import KernelCopies
 from kvbm.transfer.kernels import WIDEST_WORD
 from kvbm.transfer.layout import SLOT_ALIGNMENT, BlockLayout
 from kvbm.transfer.relay import Relay
 
-# 7 ms of the bus: large enough to be few, which costs little CPU, small enough for the last to be scattered soon.
+# 7 ms of the bus: large enough for few copies, which take little CPU, and small enough for a short last scatter.
 _BUFFER_BYTES = 384 << 20
-_LONG_RUN = 4  # slots in a row on average, from which they are copied as runs
-_GENTLE_BYTES = 16 << 20  # after which others have their turn
-_STEP_TURNS = 12  # that a step's inputs have in the first half of its load; they take some six of them
-_COPIES = 512  # that a load by layer may be made of: 2 ms of the CPU
+_MIN_RUN = 4  # average slots per run from which slots are copied as runs
+_GENTLE_BYTES = 16 << 20  # between two hand-overs of the copy engine
+_STEP_TURNS = 12  # hand-overs in the first half of a load that a step waits for; the step's inputs need about six
+_MAX_COPIES = 512  # of a load by layer: 2 ms of CPU time
 
 
 class Portion(NamedTuple):
-    """What one buffer takes: some layers of some slots."""
+    """The content of one buffer: some layers of some slots."""
 
     first: int  # segment
     last: int
@@ -74,26 +72,26 @@ class Portion(NamedTuple):
 
 
 class Fetch:
-    """Slots on their way to the buffers; as far as there are buffers, until their blocks are known.
+    """Slots that the copy engine fetches. Until their blocks are known it fills the free buffers only.
 
-    They come in the order in which they lie in the slab, not in that of the request: neighbours are one copy.
+    It fetches slots in the order of the slab, not in that of the request, because neighbours are one copy.
     """
 
     def __init__(self, slots: Sequence[int], gently: bool, piece_slots: int) -> None:
-        """``piece_slots``: how many of them are pinned together."""
+        """``piece_slots``: slots that are pinned together; one copy must not cross two such pieces."""
         self.slots = slots
-        self.gently = gently  # others decode meanwhile
+        self.gently = gently  # other requests decode meanwhile
         places = np.asarray(slots, np.int64)
         self.order = np.argsort(places, kind="stable")
         self.sorted = places[self.order]
         apart = (np.diff(self.sorted, prepend=-2) != 1) | (self.sorted % piece_slots == 0)
-        self._breaks: list[int] = np.flatnonzero(apart).tolist()  # where a single copy must begin anew
+        self._breaks: list[int] = np.flatnonzero(apart).tolist()  # where a new copy must begin
         self.portions: list[Portion] = []
         self.begun = 0  # portions
 
     @property
     def at_a_time(self) -> int:
-        """Bytes of the next portion after which others have their turn; 0: they need none any more."""
+        """Bytes of the next portion between two hand-overs of the copy engine; 0: no hand-over is needed."""
         if self.gently:
             return _GENTLE_BYTES
         if self.begun >= len(self.portions) / 2:
@@ -102,22 +100,22 @@ class Fetch:
         return total // (2 * _STEP_TURNS)
 
     def runs(self, start: int, end: int) -> list[int] | None:
-        """Where in this stretch runs of neighbours begin. None: so often that they are not copied as such."""
+        """Where runs of neighbours begin between ``start`` and ``end``; None if the runs are too short."""
         inside = self._breaks[bisect_right(self._breaks, start) : bisect_left(self._breaks, end)]
-        return [start, *inside] if end - start >= _LONG_RUN * (1 + len(inside)) else None
+        return [start, *inside] if end - start >= _MIN_RUN * (1 + len(inside)) else None
 
     def add(self, layers: Layers, room: int) -> None:
-        """These layers of all slots, as many of them at a time as there is room for."""
+        """Add portions for these layers of all slots. ``room``: bytes of a buffer."""
         rows = room // layers.row
         for start in range(0, len(self.sorted), rows):
             self.portions.append(Portion(*layers, start, min(start + rows, len(self.sorted))))
 
 
 class BulkLoads:
-    """One load at a time, or one load and the prefetch of the next. Called from the engine's thread only."""
+    """Runs one load at a time, or one load and the prefetch of the next. For the engine's thread only."""
 
     def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, stream: torch.cuda.Stream,
+        self, layout: BlockLayout, slab: Slab, device: torch.device, stream: torch.cuda.Stream,
         kernel: KernelCopies, memory: torch.Tensor, batch: BatchCopy,
     ) -> None:  # fmt: skip
         self._slab = slab
@@ -130,21 +128,21 @@ class BulkLoads:
         sizes = {segment.size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
         self._memory = memory
-        buffers = max(2, memory.numel() // _BUFFER_BYTES)  # one is being filled while another is being emptied
+        buffers = max(2, memory.numel() // _BUFFER_BYTES)  # the copy engine fills one while the kernel empties another
         self._size = memory.numel() // buffers // SLOT_ALIGNMENT * SLOT_ALIGNMENT  # as aligned as slots are
         self._buffers = [memory.data_ptr() + i * self._size for i in range(buffers)]
         self._fetched = [torch.cuda.Event() for _ in self._buffers]
         self._emptied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0  # the buffer that is filled next
-        self._layers_read = torch.cuda.Event()  # by the kernel, of the load before
+        self._layers_read = torch.cuda.Event()  # the kernel has read the layers of the load before
 
     def can_take(self) -> bool:
-        """Whether there is more than one layer, a block fits a buffer, and a buffer's rows are as aligned as slots are.
-        An access that is not aligned would be the end of the engine."""
+        """Whether the layout suits bulk loads: several layers, a block fits a buffer, and rows are aligned like slots.
+        An unaligned access would end the engine."""
         return len(self._layers) > 1 and self._all.row <= self._size and self._aligned
 
     def begin(self, slots: Sequence[int], whole: bool = False, gently: bool = False) -> Fetch:
-        """Start to fill the buffers. What is not wanted after all, and never placed, is filled over in its turn."""
+        """Start to fill the buffers. A fetch that is never placed is overwritten by a later one."""
         fetch = Fetch(slots, gently, self._slab.piece_slots)
         for layers in self._groups(fetch, whole):
             fetch.add(layers, self._size)
@@ -155,17 +153,17 @@ class BulkLoads:
         return fetch
 
     def _groups(self, fetch: Fetch, whole: bool) -> list[Layers]:
-        """Layers that are fetched together, in the order in which the engine wants them."""
+        """Groups of layers that are fetched together, in the order in which the engine needs them."""
         if whole:
             return [self._all]
         runs = fetch.runs(0, len(fetch.sorted))
-        groups = _COPIES // len(runs) if runs is not None else 0
+        groups = _MAX_COPIES // len(runs) if runs is not None else 0
         if groups < 2:
             return [merge_layers(self._layers[: -max(1, len(self._layers) // 8)])]
         return in_halves(self._layers, groups)
 
     def place(self, fetch: Fetch, blocks: Sequence[int], signal: bool) -> None:
-        """Put what is fetched, and all the rest, into the engine's blocks. On the stream of loads.
+        """Fetch the remaining portions and scatter all of them to the engine's blocks, on the load stream.
 
         ``signal``: count the layers that have arrived.
         """
@@ -183,19 +181,19 @@ class BulkLoads:
             kernel.release(indices)
         if fetch.portions[-1].last < self._all.last:
             kernel.to_device(fetch.sorted, targets, first=fetch.portions[-1].last, signal=signal)
-            self.come_after_layers()
+            self.yield_bus_to_kernel()
 
-    def come_after_layers(self) -> None:
-        """Fetch nothing more before the kernel has read the layers of this load, for which a step waits: beside the
-        copy engine it would get little of the bus."""
+    def yield_bus_to_kernel(self) -> None:
+        """Make the next fetch wait until the kernel has read the layers of this load. A step waits for them, and beside
+        the copy engine the kernel gets little of the bus."""
         self._layers_read.record(self._stream)
 
     def wait(self) -> None:
-        """Until nothing reads host memory any more, wanted or not."""
+        """Wait until no fetch reads host memory, including fetches that were dropped."""
         self._relay.wait()
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Fill the next buffer with the next portion, if there is one left."""
+        """Fill the next buffer with the next portion, if one is left."""
         if fetch.begun == len(fetch.portions):
             return
         portion = fetch.portions[fetch.begun]
@@ -228,7 +226,7 @@ class BulkLoads:
 
 
 class Layers(NamedTuple):
-    """Segments that lie side by side in a slot."""
+    """Neighbouring segments of a slot."""
 
     first: int
     last: int
@@ -237,7 +235,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(layout: BlockLayout) -> list[Layers]:
-    """Each layer for itself."""
+    """The segments of each layer."""
     ends = [i for i, segment in enumerate(layout.segments) if i and segment.layer != layout.segments[i - 1].layer]
     cuts = pairwise([0, *ends, len(layout.segments)])
     sizes = [segment.size for segment in layout.segments]
@@ -249,8 +247,8 @@ def merge_layers(layers: Sequence[Layers]) -> Layers:
 
 
 def in_halves(layers: Sequence[Layers], groups: int) -> list[Layers]:
-    """Half of the layers, half of the rest, and so on, in so many groups at most: while the bus brings one of them the
-    engine computes the one before, and when the last is there all others have been computed."""
+    """Half of the layers, half of the rest, and so on, in at most ``groups`` groups. While the bus brings one group,
+    the engine computes the group before; when the last group arrives, all others have been computed."""
     halves: list[Layers] = []
     while len(layers) > 1 and len(halves) < groups - 1:
         half = -(-len(layers) // 2)

@@ -1,7 +1,7 @@
-"""The copier for engines whose cache lies in ordinary memory.
+"""The copier for engines with a KV cache in CPU memory.
 
-Runs of neighbouring blocks are copied as one strided numpy assignment, which lets go of the interpreter while it runs.
-Loads and stores have a thread each, so that a request which waits for its blocks never stands behind an offload.
+A run of neighbouring blocks is one strided numpy assignment, which releases the interpreter while it copies. Loads and
+stores have a thread each, so a request that waits for its load never queues behind an offload.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from kvbm.tiers.host.slab import HostSlab
-from kvbm.transfer.base import Copier, Ticket, When
+from kvbm.transfer.base import Copier, Slab, Ticket, When
 from kvbm.transfer.layout import BlockLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -49,7 +48,7 @@ class FutureTicket(Ticket):
 class CpuCopier(Copier):
     name = "cpu"
 
-    def __init__(self, layout: BlockLayout, slab: HostSlab) -> None:
+    def __init__(self, layout: BlockLayout, slab: Slab) -> None:
         self._slab = slab  # the arrays below are views of its memory and do not keep it alive themselves
         self._pairs = [
             (
@@ -77,7 +76,7 @@ class CpuCopier(Copier):
 
         ticket = FutureTicket(self._loads.submit(copy), len(blocks))
         if when is not When.LATER:
-            # The forward pass runs on the same cores: there is nothing to overlap the copy with.
+            # The forward pass runs on the same cores, so overlapping it with the copy gains nothing.
             ticket.wait()
         return ticket
 
@@ -114,7 +113,7 @@ class CpuCopier(Copier):
 
 
 def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first slot, first block, length) of stretches in which both count up by one."""
+    """(first slot, first block, length) of each run in which slots and blocks both count up by one."""
     if not slots:
         return
     first_slot, first_block, count = slots[0], blocks[0], 1
@@ -128,7 +127,7 @@ def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int
 
 
 def view_rows(address: int, rows: int, stride: int, size: int) -> Bytes:
-    """``rows`` byte ranges of ``size`` bytes, ``stride`` apart, as an array over memory that somebody else owns."""
+    """``rows`` byte ranges of ``size`` bytes, ``stride`` apart, as an array over memory that the caller keeps alive."""
     span = stride * (rows - 1) + size
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(address))
     return np.lib.stride_tricks.as_strided(memory, (rows, size), (stride, 1))

@@ -1,16 +1,16 @@
-"""The copier for engines whose cache lies on a CUDA device.
+"""The copier for engines with a KV cache on a CUDA device.
 
-Streams of our own, of high priority for loads and of low priority for stores; events order them against the engine's
-stream, and nothing ever makes the CPU wait for the GPU. Everything the hot path needs is made at start.
+Loads have a stream of high priority, stores one of low priority. Events order them against the engine's stream, and the
+CPU never waits for the GPU. The constructor allocates everything that the hot path needs.
 
-*Loads* are a kernel (:mod:`~kvbm.transfer.kernel_copies`), long ones the copy engine and a kernel
-(:mod:`~kvbm.transfer.bulk_loads`) unless there is much to compute meanwhile. For the step that is about to run they
-come layer by layer, and the kernel counts, for each layer, the pieces that have arrived; just before a layer's
-attention the engine's stream is made to wait for that layer's count. So the copy of layer *i+1* runs under the
-computation of layer *i*, and a prompt costs the longer of the two instead of their sum.
+*Loads* use a kernel (:mod:`~kvbm.transfer.kernel_copies`). Long loads use the copy engine and a kernel
+(:mod:`~kvbm.transfer.bulk_loads`), unless the step has many tokens to compute. In the step, a load comes layer by
+layer: the kernel counts the pieces of each layer that have arrived, and before a layer's attention the engine's stream
+waits for that layer's count. The copy of layer *i+1* runs under the computation of layer *i*, so a prompt takes the
+longer of the two times instead of their sum.
 
-*Stores* take the copy engine (:mod:`~kvbm.transfer.engine_copies`) where pieces are large enough for it: it is no
-faster, but it leaves every multiprocessor to the forward pass that runs meanwhile.
+*Stores* use the copy engine (:mod:`~kvbm.transfer.engine_copies`) if the pieces are large enough. It is no faster than
+the kernel, but leaves every multiprocessor to the forward pass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kvbm.tiers.host.slab import HostSlab
-from kvbm.transfer.base import Copier, Ticket, When, slots_tried
+from kvbm.transfer.base import Copier, Slab, Ticket, When, slots_tried
 from kvbm.transfer.bulk_loads import BulkLoads, Fetch
 from kvbm.transfer.cuda_calls import batch_function, pin, unpin, wait_until
 from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
@@ -31,21 +30,22 @@ from kvbm.transfer.layout import BlockLayout
 
 logger = logging.getLogger("kvbm")
 
-# Of the kernel's bandwidth, what the copy engine must reach to be preferred for stores. Hardly any bandwidth is needed
-# to keep up with a prefill, so being out of its way counts for more.
-_ENGINE_IS_ENOUGH = 0.5
+# The copy engine is preferred for stores if it reaches this part of the kernel's bandwidth. Keeping up with a prefill
+# takes little bandwidth, so leaving the multiprocessors to the forward pass matters more.
+_MIN_ENGINE_RATE = 0.5
 
-# Up to so many tokens are computed behind the last layers of a load in bulk; with more of them it pays to begin sooner.
-_BULK_TOKENS = 512
+# A bulk load delivers its last layers late. With more tokens than this, a load by kernel, which lets the step begin
+# sooner, is faster.
+_MAX_BULK_TOKENS = 512
 
 
 class EventTicket(Ticket):
-    """A transfer whose end is an event on a stream."""
+    """A transfer that ends with an event on a stream."""
 
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began = began
         self._ended = ended
-        self.unasked: set[int] = set()  # layers of a load that attention has not asked for yet
+        self.unasked: set[int] = set()  # layers of a load for which attention has not called wait_layer
         self._over = False
 
     def done(self) -> bool:
@@ -56,7 +56,7 @@ class EventTicket(Ticket):
         self._ended.synchronize()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Nothing submitted to the stream from now on begins before this is over."""
+        """Make work that is submitted to the stream after this call wait for the transfer."""
         stream.wait_event(self._ended)
 
     @property
@@ -68,7 +68,7 @@ class CudaCopier(Copier):
     def __init__(
         self,
         layout: BlockLayout,
-        slab: HostSlab,
+        slab: Slab,
         device: torch.device,
         staging: int = 0,
         stores: str = "auto",
@@ -88,17 +88,17 @@ class CudaCopier(Copier):
             self._kernel = KernelCopies(layout, slab, device)
             self._engine = EngineCopies.open(layout, slab, device, low) if stores != "kernel" else None
             self._bulk = self._open_bulk(staging)
-            self._bulk_blocks = bulk_bytes // layout.block_bytes  # what is gained on shorter loads is lost at their end
+            self._bulk_blocks = bulk_bytes // layout.block_bytes  # shorter loads lose the gain in the last scatter
             self.portion = self._bulk_blocks
             self._engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
-        self._expected = [0] * len(layout.layers)  # pieces of each layer that loads by layer have ever asked for
+        self._expected = [0] * len(layout.layers)  # pieces of each layer in all loads by layer so far
         self._prefetched: Fetch | None = None
-        self._open: list[EventTicket] = []  # loads by layer whose forward pass has not been submitted yet
+        self._open: list[EventTicket] = []  # loads by layer before the end of their submission
         self._warm_up()
-        if stores == "auto" and self._engine is not None and not self._engine_is_enough():
+        if stores == "auto" and self._engine is not None and not self._engine_is_fast_enough():
             self._engine.close()
             self._engine = None
         logger.info(
@@ -115,7 +115,7 @@ class CudaCopier(Copier):
         self._step_began.record(stream)
 
     def begin_load(self) -> None:
-        # Not the current stream: between steps the engine may be on another one than the one it computes on.
+        # Not the current stream: between steps the engine may have switched to another stream.
         self._step_began.record(self._engine_stream)
 
     def load(
@@ -128,10 +128,10 @@ class CudaCopier(Copier):
                 self._expected[segment.layer] += len(blocks)
             ticket = self._load_layers(slots, blocks, after, tokens)
         except Exception:
-            # The counts must come to what is expected of them, or the next load would wait for ever.
+            # Set the counts to their expected values, or the next load would wait for ever.
             with torch.cuda.stream(self._load_stream):
                 self._kernel.arrived.copy_(torch.tensor(self._expected, dtype=torch.int64).to(torch.int32))
-            # And what has been submitted must not come to the blocks after the engine has computed them itself.
+            # Copies that were submitted must not overwrite blocks that the engine computes after this failure.
             self._engine_stream.wait_event(mark(self._load_stream))
             raise
         ticket.unasked = set(range(len(self._expected)))
@@ -145,7 +145,7 @@ class CudaCopier(Copier):
         if fetched is None and self._bulk is not None and self._suits_bulk(slots, tokens):
             fetched = self._bulk.begin(slots)
         stream = self._load_stream
-        # Steps the engine submitted earlier may still be using the blocks; the one that begins now does not.
+        # Earlier steps may still use the blocks. The step that begins now waits for the load.
         stream.wait_event(self._step_began)
         _hold(stream, after)
         with torch.cuda.stream(stream):
@@ -153,7 +153,7 @@ class CudaCopier(Copier):
             if fetched is None or self._bulk is None:
                 self._kernel.to_device(slots, blocks, signal=True)
                 if self._bulk is not None:
-                    self._bulk.come_after_layers()
+                    self._bulk.yield_bus_to_kernel()
             else:
                 self._bulk.place(fetched, blocks, signal=True)
             return EventTicket(began, mark(stream))
@@ -163,7 +163,7 @@ class CudaCopier(Copier):
         if fetched is None and self._bulk is not None and self._suits_bulk(slots, whole=when is When.LATER):
             fetched = self._bulk.begin(slots, whole=True, gently=when is When.LATER)
         if fetched is not None:
-            fetched.gently = when is When.LATER  # whoever it was fetched for: others may decode by now
+            fetched.gently = when is When.LATER  # other requests may have begun to decode since the prefetch
         stream = self._load_stream
         stream.wait_event(self._step_began)
         _hold(stream, after)
@@ -185,16 +185,16 @@ class CudaCopier(Copier):
         return True
 
     def _take_prefetched(self, slots: Sequence[int]) -> Fetch | None:
-        """What was fetched of these slots already. What was fetched of others is not wanted now."""
+        """The prefetch of exactly these slots. A prefetch of other slots is dropped."""
         if self._prefetched is not None and self._prefetched.slots != slots:
             self.end_prefetch()
         fetched, self._prefetched = self._prefetched, None
         return fetched
 
     def _suits_bulk(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
-        """Half as much is enough where nobody waits for it in the step: so much has every part of a longer load."""
-        least = self._bulk_blocks // 2 if whole else self._bulk_blocks
-        return len(slots) >= least and tokens <= _BULK_TOKENS
+        """A whole load needs half as many slots: each part of a longer load outside the step has at least that many."""
+        min_slots = self._bulk_blocks // 2 if whole else self._bulk_blocks
+        return len(slots) >= min_slots and tokens <= _MAX_BULK_TOKENS
 
     def end_prefetch(self) -> None:
         self._prefetched = None
@@ -203,7 +203,7 @@ class CudaCopier(Copier):
         index = self._layer_index.get(layer)
         if index is None or not self._open:
             return
-        # The counts only ever grow, so waiting for the last load's total is waiting for all of them.
+        # The counts only grow, so the total of the last load includes all loads before it.
         stream = torch.cuda.current_stream(self._device)
         wait_until(stream, self._kernel.arrived.data_ptr() + 4 * index, self._expected[index])
         for ticket in self._open:
@@ -245,7 +245,7 @@ class CudaCopier(Copier):
         self._store_stream.synchronize()
         self._slab.close()
 
-    # -- for whoever passes blocks on to other ranks ------------------------------------------------------------------
+    # -- for the broadcast copier -------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -264,11 +264,11 @@ class CudaCopier(Copier):
         return self._engine_stream
 
     def hold_loads(self) -> None:
-        """Loads wait for what the engine had submitted when its step began, which may still be using the blocks."""
+        """Make loads wait for work that the engine submitted before its step began: it may still use the blocks."""
         self._load_stream.wait_event(self._step_began)
 
     def _open_bulk(self, size: int) -> BulkLoads | None:
-        """None without memory to spare on the device, or without a copy engine worth using."""
+        """None if the device has no memory to spare, or CUDA has no batched copies."""
         batch = batch_function()
         free, _ = torch.cuda.mem_get_info(self._device)
         size = min(size, free // 4)
@@ -281,8 +281,8 @@ class CudaCopier(Copier):
     # -- start --------------------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """Compile every kernel now. Block 0 goes to slot 0 and back: nobody has put anything into either yet, or who
-        has will put it there again (:func:`~kvbm.transfer.base.slots_tried`)."""
+        """Compile every kernel by copying block 0 to slot 0 and back. Neither holds data yet; a persistent slab
+        restores the slots that the copier overwrites (:func:`~kvbm.transfer.base.slots_tried`)."""
         self.begin_step([])
         self._store_by_kernel([0], [0], self._engine_stream).wait()
         if self._engine is not None:
@@ -295,12 +295,12 @@ class CudaCopier(Copier):
                 ticket.wait()
                 self.end_load(ticket)
         self._bulk, self._bulk_blocks = bulk, wanted
-        # Fails here, at start, if this driver cannot make a stream wait for a count.
+        # If this driver cannot make a stream wait for a count, this raises at start.
         wait_until(self._load_stream, self._kernel.arrived.data_ptr(), self._expected[0])
         torch.cuda.synchronize(self._device)
 
-    def _engine_is_enough(self) -> bool:
-        """Store some blocks both ways and compare."""
+    def _engine_is_fast_enough(self) -> bool:
+        """Store some blocks with the kernel and with the copy engine, and compare the rates."""
         assert self._engine is not None
         count = slots_tried(self._layout.block_bytes, self._layout.num_blocks, self._slab.slots)
         blocks = list(range(count))
@@ -311,7 +311,7 @@ class CudaCopier(Copier):
             store(blocks, blocks, self._engine_stream).wait()
             rates.append(count * self._layout.block_bytes / (time.perf_counter() - began))
         logger.info("stores reach %.1f GB/s by kernel, %.1f GB/s by copy engine", rates[0] / 1e9, rates[1] / 1e9)
-        return rates[1] >= _ENGINE_IS_ENOUGH * rates[0]
+        return rates[1] >= _MIN_ENGINE_RATE * rates[0]
 
 
 def _hold(stream: torch.cuda.Stream, tickets: Iterable[Ticket]) -> None:

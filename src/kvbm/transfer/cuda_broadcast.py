@@ -1,8 +1,8 @@
 """Broadcasts of blocks between GPUs, by NCCL.
 
-All is submitted from the engine's thread to the stream of loads: the first rank's own load, a kernel that gathers its
-blocks into rows, the broadcast, a kernel that scatters them on the other ranks. The CPU waits for the other ranks to
-have come this far, which ranks of one step always have within microseconds, and never for a GPU.
+The engine's thread submits everything to the load stream: the first rank's own load, a kernel that gathers its blocks
+into rows, the broadcast, a kernel that scatters the rows on the other ranks. The CPU waits for the other ranks to reach
+the same load, which takes microseconds within a step. It never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbm.transfer.layout import BlockLayout
 
 
 class CudaBroadcastCopier(BroadcastCopier):
-    """``cuda`` is the copier itself, ``inner`` what stands in front of it: the same, or one that fails on purpose."""
+    """``cuda`` is the CUDA copier. ``inner`` is the same object, or a wrapper that injects faults."""
 
     def __init__(self, inner: Copier, cuda: CudaCopier, passing: Passing, layout: BlockLayout) -> None:
         super().__init__(inner, passing.wire, CudaRows(cuda, layout, passing.batch, passing.buffers))
@@ -41,7 +41,7 @@ class CudaBroadcastCopier(BroadcastCopier):
 
 
 class AgreedEvent(EventTicket):
-    """The ranks know at once what is lost; the rest has arrived when the event is over."""
+    """The bad blocks are known at once; the others have arrived when the event is over."""
 
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, outcome: Outcome) -> None:
         super().__init__(began, ended)

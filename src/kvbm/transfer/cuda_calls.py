@@ -1,7 +1,7 @@
-"""Calls to CUDA that torch has no words for, by ctypes. A call that fails raises here and leaves no trace in CUDA.
+"""CUDA functions that torch does not expose, called through ctypes. A failed call raises and clears CUDA's last error.
 
-The runtime remembers its last error until somebody asks for it. If that were the engine, in its next launch, it would
-take the error for its own and die.
+The CUDA runtime keeps its last error until a caller reads it. The engine would read it with its next launch, take the
+error for its own, and die.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _failure(call: str, error: int) -> RuntimeError:
 
 
 def pin(address: int, size: int) -> None:
-    """Make host memory known to CUDA."""
+    """Register host memory with CUDA, so that the GPU can access it."""
     error = _runtime()[0].cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
     if error:
         raise RuntimeError(
@@ -49,13 +49,13 @@ def pin(address: int, size: int) -> None:
 
 
 def unpin(address: int) -> None:
-    """Undo :func:`pin`. At the end of everything: a failure helps nobody and is only kept from the engine."""
+    """Undo :func:`pin`, at shutdown. A failure is ignored, and its error is cleared before the engine can see it."""
     if _runtime()[0].cudaHostUnregister(ctypes.c_void_p(address)):
         _runtime()[0].cudaGetLastError()
 
 
 def wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
-    """Hold a stream until the 32-bit counter at ``address`` has reached ``count``, which may wrap around."""
+    """Make a stream wait until the 32-bit counter at ``address`` has reached ``count``, which may wrap around."""
     error = _driver().cuStreamWaitValue32_v2(
         ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFFFFFF),
         ctypes.c_uint(0),
@@ -67,7 +67,7 @@ def wait_until(stream: torch.cuda.Stream, address: int, count: int) -> None:
 def copy_rows(
     target: int, target_pitch: int, source: int, source_pitch: int, size: int, rows: int, stream: torch.cuda.Stream
 ) -> None:
-    """Rows of ``size`` bytes from pinned memory to the device, each a pitch after the one before: one copy for all."""
+    """Copy rows of ``size`` bytes from pinned memory to the device with one call. Each row begins one pitch later."""
     error = _runtime()[0].cudaMemcpy2DAsync(
         ctypes.c_void_p(target), ctypes.c_size_t(target_pitch), ctypes.c_void_p(source), ctypes.c_size_t(source_pitch),
         ctypes.c_size_t(size), ctypes.c_size_t(rows), ctypes.c_int(_HOST_TO_DEVICE),
@@ -84,7 +84,7 @@ class _Attributes(ctypes.Structure):
 
 
 def batch_function() -> BatchCopy | None:
-    """``cudaMemcpyBatchAsync`` as a function; None where there is none."""
+    """``cudaMemcpyBatchAsync`` as a function; None if this CUDA runtime does not have it."""
     try:
         runtime, major = _runtime()
         call = runtime.cudaMemcpyBatchAsync
@@ -102,7 +102,7 @@ def batch_function() -> BatchCopy | None:
             ctypes.byref(first), ctypes.c_size_t(1),
         ]  # fmt: skip
         if major < 13:
-            arguments.append(ctypes.byref(ctypes.c_size_t(0)))  # where it failed; CUDA 13 no longer says
+            arguments.append(ctypes.byref(ctypes.c_size_t(0)))  # index of the failed copy; CUDA 13 has no such argument
         error = call(*arguments, ctypes.c_void_p(stream.cuda_stream))
         if error:
             raise _failure("cudaMemcpyBatchAsync", error)

@@ -1,9 +1,9 @@
-"""Copies out by the GPU's copy engine: no multiprocessor is taken from the forward pass.
+"""Stores by the GPU's copy engine, which takes no multiprocessor from the forward pass.
 
-``cudaMemcpyBatchAsync`` costs the CPU 0.8 µs a piece, 15 ms for a step's 8,192 tokens of an 8B model. So it is called
-from a thread of its own, which holds the interpreter only to compute addresses. The engine's thread hands over the
-blocks and an event that marks the end of its forward pass, and goes on. After every call others have their turn at the
-copy engine, which brings out the engine's tokens too.
+``cudaMemcpyBatchAsync`` takes 0.8 µs of CPU time for each piece, 15 ms for a step with 8,192 tokens of an 8B model. So
+a separate thread calls it, and holds the interpreter only to compute addresses. The engine's thread hands over the
+blocks and an event that marks the end of its forward pass, and goes on. After every call the thread lets other streams
+use the copy engine, which also copies the engine's tokens to the host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvbm.tiers.host.slab import HostSlab
 from kvbm.tracing import annotate
-from kvbm.transfer.base import Ticket
+from kvbm.transfer.base import Slab, Ticket
 from kvbm.transfer.cuda_calls import BatchCopy, batch_function
 from kvbm.transfer.kernel_copies import mark
 from kvbm.transfer.layout import BlockLayout
@@ -26,13 +25,13 @@ from kvbm.transfer.relay import Relay
 
 logger = logging.getLogger("kvbm")
 
-_SMALLEST_PIECE = 16 << 10  # below that a copy engine spends its time on setting up (benchmarks/gpu/copies.py)
-_PIECES_A_CALL = 2048  # a call keeps others out of the driver while it runs: this many take 1.6 ms
-_BYTES_A_CALL = 16 << 20  # and out of the copy engine
+_MIN_PIECE_BYTES = 16 << 10  # below that the set-up of each copy takes most of the time (benchmarks/gpu/copies.py)
+_MAX_CALL_PIECES = 2048  # a call blocks the driver for other threads: this many pieces take 1.6 ms
+_MAX_CALL_BYTES = 16 << 20  # a call also blocks the copy engine for other streams
 
 
 class IssuedTicket(Ticket):
-    """A transfer that another thread is about to issue."""
+    """A transfer that the store thread issues."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
@@ -47,7 +46,7 @@ class IssuedTicket(Ticket):
         self._issued.set()
 
     def failed(self, error: BaseException) -> None:
-        """Not even an event could be had: CUDA itself has failed. Nobody may be left waiting for it."""
+        """CUDA could not even record an event. Wakes every thread that waits for this ticket."""
         self._error = error
         self._issued.set()
 
@@ -61,7 +60,7 @@ class IssuedTicket(Ticket):
             self._ended.synchronize()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Nothing submitted to the stream from now on begins before this is over. Waits until it has been issued."""
+        """Make work submitted to the stream after this call wait for the transfer. Waits until it has been issued."""
         self._issued.wait()
         if self._ended is not None:
             stream.wait_event(self._ended)
@@ -82,16 +81,15 @@ class IssuedTicket(Ticket):
 
 
 class Pieces:
-    """Where the pieces of blocks lie and where they go, all of them at once: a step may complete one block or many, and
-    either way every call counts."""
+    """Computes the addresses of all pieces of a store with few numpy calls, for one block or for many."""
 
-    def __init__(self, layout: BlockLayout, slab: HostSlab) -> None:
+    def __init__(self, layout: BlockLayout, slab: Slab) -> None:
         self._slab = slab
         numbers = [(s.address, s.stride, s.offset, s.size) for s in layout.merged()]
         self._addresses, self._strides, self._offsets, self._sizes = np.array(numbers, np.int64).T[:, :, None]
 
     def of(self, blocks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(targets in slots, sources in blocks, bytes) of every piece; those of a segment side by side."""
+        """(targets in slots, sources in blocks, bytes) of every piece, ordered by segment."""
         slot = self._slab.address + slots * self._slab.slot_bytes
         targets, sources = self._offsets + slot, self._addresses + self._strides * blocks
         return targets.ravel(), sources.ravel(), np.repeat(self._sizes, len(blocks))
@@ -99,28 +97,26 @@ class Pieces:
 
 class EngineCopies:
     @classmethod
-    def open(cls, layout: BlockLayout, slab: HostSlab, device: torch.device, priority: int) -> EngineCopies | None:
+    def open(cls, layout: BlockLayout, slab: Slab, device: torch.device, priority: int) -> EngineCopies | None:
         """None where the copy engine is not worth using: small pieces, or a CUDA without batched copies."""
-        if min(segment.size for segment in layout.merged()) < _SMALLEST_PIECE:
+        if min(segment.size for segment in layout.merged()) < _MIN_PIECE_BYTES:
             return None
         batch = batch_function()
         return None if batch is None else cls(layout, slab, device, priority, batch)
 
-    def __init__(
-        self, layout: BlockLayout, slab: HostSlab, device: torch.device, priority: int, batch: BatchCopy
-    ) -> None:
+    def __init__(self, layout: BlockLayout, slab: Slab, device: torch.device, priority: int, batch: BatchCopy) -> None:
         self._device = device
         self._relay = Relay(device, priority)
         self._batch = batch
         self._pieces = Pieces(layout, slab)
-        # Bounded by what the leader lets be pending.
+        # The leader's limit on pending blocks bounds this queue.
         self._jobs: queue.SimpleQueue[tuple[Sequence[int], Sequence[int], torch.cuda.Event, IssuedTicket] | None]
         self._jobs = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvbm-store", daemon=True)
         self._thread.start()
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], engine: torch.cuda.Stream) -> Ticket:
-        """Copy blocks to slots after everything submitted to ``engine`` so far."""
+        """Copy blocks to slots after all work that has been submitted to ``engine`` so far."""
         ticket = IssuedTicket(len(blocks))
         forward_ended = torch.cuda.Event()
         forward_ended.record(engine)
@@ -155,7 +151,7 @@ class EngineCopies:
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         targets, sources, sizes = self._pieces.of(blocks, slots)
-        pieces = max(1, min(_PIECES_A_CALL, _BYTES_A_CALL // int(sizes.max())))
+        pieces = max(1, min(_MAX_CALL_PIECES, _MAX_CALL_BYTES // int(sizes.max())))
         for i in range(0, len(sizes), pieces):
             part = slice(i, i + pieces)
             self._batch(targets[part], sources[part], sizes[part], self._relay.stream)

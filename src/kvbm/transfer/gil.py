@@ -1,11 +1,11 @@
-"""The interpreter's turns, kept short while something urgent is submitted.
+"""The interpreter lock (GIL): short switch intervals while the engine's thread submits urgent work.
 
-Calls to CUDA let go of the interpreter. A thread that wants it back from one that computes waits for a whole turn, five
-milliseconds, however short its call was; and while an engine submits the copies of one long prompt, another of its
-threads may be hashing the next. A dozen calls then take twenty milliseconds, in which the bus has nothing to carry.
+A call to CUDA releases the interpreter. To get it back from a thread that computes, the caller waits for a whole switch
+interval of 5 ms, however short the call was. While the engine's thread submits the copies of a long prompt, another
+thread may be hashing the next prompt: a dozen calls then take 20 ms, and the bus is idle.
 
-Likewise a step of requests that decode: for half of its time the engine's thread submits it, and waits for it for the
-other half. Whoever has a millisecond of work that can wait does it in that half.
+A decode step has the same problem: the engine's thread submits it for half of its time and waits for the GPU for the
+other half. A thread with a millisecond of deferrable work calls :meth:`Submitting.wait` and runs in the second half.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SHORT_SECONDS = 5e-5
-_LONGEST_SUBMISSION = 4e-3  # seconds; whoever has not ended one by then has forgotten it
+_SWITCH_SECONDS = 5e-5
+_MAX_SUBMISSION_SECONDS = 4e-3  # a submission that has not ended by then counts as ended
 
 _lock = threading.Lock()
 _inside = 0
@@ -26,12 +26,12 @@ _usual = 0.0
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Whoever waits for the interpreter meanwhile gets it soon. Not for long work: everybody's turns are short."""
+    """Let waiting threads get the interpreter soon. Only for short work: the interval is short for all threads."""
     global _inside, _usual
     with _lock:
         if not _inside:
             _usual = sys.getswitchinterval()
-            sys.setswitchinterval(min(_usual, _SHORT_SECONDS))
+            sys.setswitchinterval(min(_usual, _SWITCH_SECONDS))
         _inside += 1
     try:
         yield
@@ -43,25 +43,24 @@ def short_turns() -> Iterator[None]:
 
 
 class Submitting:
-    """Of a step, by the engine's thread."""
+    """The engine's thread between the plan of a step and the end of its submission."""
 
     def __init__(self) -> None:
         self._thread = 0
-        self._ends = 0.0  # at the latest
+        self._ends = 0.0  # monotonic time at which the submission counts as ended
 
     def begin(self) -> None:
         self._thread = threading.get_ident()
-        self._ends = time.monotonic() + _LONGEST_SUBMISSION
+        self._ends = time.monotonic() + _MAX_SUBMISSION_SECONDS
 
     def end(self) -> None:
         self._ends = 0.0
 
     def wait(self) -> None:
-        """Until it is over, in a thread that is not the one which submits; not for the next, if that has begun before
-        this one was seen to end."""
-        latest = time.monotonic() + _LONGEST_SUBMISSION
+        """Wait for the current submission only, and not on the thread that submits."""
+        latest = time.monotonic() + _MAX_SUBMISSION_SECONDS
         while time.monotonic() < min(self._ends, latest) and threading.get_ident() != self._thread:
-            time.sleep(_SHORT_SECONDS)
+            time.sleep(_SWITCH_SECONDS)
 
 
-decoding = Submitting()  # of a step in which requests decode and nothing else
+decoding = Submitting()  # of a step that only decodes

@@ -9,29 +9,29 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from kvbm.tiers.host.slab import HostSlab
+from kvbm.transfer.base import Slab
 from kvbm.transfer.kernels import Launcher, copy_numbers, copy_pieces, tile_of, word_of
 from kvbm.transfer.layout import BlockLayout, Segment
 
-# Found with benchmarks/gpu/copies.py: over the bus four programs of this shape reach all there is and more gain
-# nothing; within the device's own memory more of them do.
+# From benchmarks/gpu/copies.py: over the bus four programs of this shape reach the full bandwidth, and more gain
+# nothing. Within device memory more programs are faster.
 _PROGRAMS = 4
 _LOCAL_PROGRAMS = 64
 _WARPS = 16
 _TILE_BYTES = 64 << 10
-_BATCH = 8192  # blocks of one launch; a longer transfer takes several
-_NUMBERS = 1024  # of these, that one program brings
+_BATCH = 8192  # maximum blocks of one launch; a longer transfer takes several launches
+_NUMBERS = 1024  # slot and block numbers that one program copies
 _NUMBERS_WARPS = 4
-_BUFFERS = 128  # transfers that may be on their way before the next one has to wait: 16 MiB here and there
+_BUFFERS = 128  # maximum transfers in flight before the next one waits: 16 MiB on the host and on the device
 
 
 Numbers = Sequence[int] | np.ndarray
 
 
 class KernelCopies:
-    """Moves blocks between the engine's cache and the slab, or rows on the device. One thread at a time."""
+    """Moves blocks between the engine's cache and the slab or rows of a device buffer. For one thread at a time."""
 
-    def __init__(self, layout: BlockLayout, slab: HostSlab, device: torch.device) -> None:
+    def __init__(self, layout: BlockLayout, slab: Slab, device: torch.device) -> None:
         self._slab = slab
         segments = layout.segments
         self.segments = len(segments)
@@ -48,19 +48,19 @@ class KernelCopies:
         copies = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, device=device)
         numbers = Launcher(copy_numbers, _NUMBERS_WARPS)
         self._buffers = deque(_IndexBuffer(*pair, numbers) for pair in zip(pinned, copies, strict=True))
-        # How many pieces of each layer have ever arrived, counted by the kernel where it is told to.
+        # Pieces of each layer that have arrived since the start. The kernel counts them if ``signal`` is set.
         self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
 
     def to_device(self, slots: Numbers, blocks: Numbers, first: int = 0, signal: bool = False) -> None:
-        """Slots to blocks, from segment ``first`` on."""
+        """Copy slots to blocks, from segment ``first`` on."""
         self._copy(slots, blocks, True, first=first, signal=signal)
 
     def to_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Blocks to slots."""
+        """Copy blocks to slots."""
         self._copy(slots, blocks, False)
 
     def upload(self, blocks: Numbers) -> list[_IndexBuffer]:
-        """Put row numbers and blocks on the device for any number of :meth:`from_rows`; :meth:`release` ends it."""
+        """Copy row and block numbers to the device, for calls of :meth:`from_rows` until :meth:`release`."""
         parts = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
         return [self._upload(np.arange(len(part)), part) for part in parts]
 
@@ -68,12 +68,12 @@ class KernelCopies:
         self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int,
         signal: bool,
     ) -> None:  # fmt: skip
-        """Segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end``, from rows of ``row`` bytes on the
-        device. ``address`` is where the first slot would begin, were the whole of it there."""
+        """Copy segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end`` from rows of ``row`` bytes on the
+        device. ``address`` is the address that segment 0 of the first row would have."""
         self._rows(buffers, start, end, (address, row), (first, last), True, signal)
 
     def to_rows(self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int) -> None:
-        """Uploaded blocks ``start`` to ``end``, whole, to rows of ``row`` bytes on the device."""
+        """Copy all segments of uploaded blocks ``start`` to ``end`` to rows of ``row`` bytes on the device."""
         self._rows(buffers, start, end, (address, row), (0, self.segments), False, False)
 
     def _rows(
@@ -141,7 +141,7 @@ class KernelCopies:
 
 
 class _Launch:
-    """Consecutive segments of equal size: what one kernel launch can move."""
+    """Consecutive segments of equal size, which one kernel launch can move."""
 
     def __init__(self, segments: Sequence[Segment], first: int, slot_bytes: int, host: int) -> None:
         self.first = first
@@ -154,7 +154,7 @@ class _Launch:
 
 
 class _IndexBuffer:
-    """Slots and blocks of one transfer on their way to the device: memory made once, used again and again."""
+    """Slot and block numbers of one transfer, in pinned memory and on the device. Allocated once and reused."""
 
     def __init__(self, pinned: torch.Tensor, device: torch.Tensor, copy_numbers: Launcher) -> None:
         self.device = device
@@ -165,8 +165,8 @@ class _IndexBuffer:
         self._free = torch.cuda.Event()
 
     def fill(self, slots: Numbers, blocks: Numbers) -> None:
-        # The transfer that had this buffer last was _BUFFERS transfers ago. Should it still be running, far too much is
-        # under way, and waiting is right: the leader's limit on pending blocks is what prevents it.
+        # The last transfer in this buffer was _BUFFERS transfers ago. If it is still running, too much is in flight and
+        # waiting is right. The leader's limit on pending blocks prevents that.
         self._free.synchronize()
         count = self.count = len(slots)
         self._array[:count] = slots
@@ -179,7 +179,7 @@ class _IndexBuffer:
 
 
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event, recorded now, that knows its time."""
+    """Record an event with a timestamp on the stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event

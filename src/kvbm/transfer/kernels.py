@@ -1,9 +1,9 @@
 """A copy kernel for scattered blocks, in Triton.
 
-One launch moves any number of blocks of any number of segments between the engine's cache and pinned host memory: each
-program takes pieces in turn and streams them through registers. A handful of programs fills the bus (benchmarks/gpu),
-so the rest of the GPU stays with the engine; and a launch costs the CPU microseconds where a batched copy costs 0.8 µs
-a piece, which for a 32k-token prompt of an 8B model is 60 ms.
+One launch moves any number of blocks of any number of segments between the engine's cache and pinned host memory. Each
+program takes pieces in turn and streams them through registers. A few programs fill the bus (benchmarks/gpu), so the
+engine keeps the rest of the GPU. A launch takes microseconds of CPU time. A batched copy takes 0.8 µs for each piece:
+60 ms for a prompt of 32k tokens of an 8B model.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton.language as tl
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 WIDEST_WORD = max(_WORDS)  # bytes
-_NARROW = 2**31 - 1  # the largest number that a kernel takes in 32 bits
+_MAX_INT32 = 2**31 - 1  # Triton passes larger numbers as 64 bits
 
 
-# Numbers that change from call to call must not be compiled in: Triton makes a kernel of its own for 1 and for
-# multiples of 16, and would do so while a request waits.
+# Numbers that change from call to call are not specialized: Triton compiles another kernel for 1 and for multiples of
+# 16, and would do so while a request waits.
 @triton.jit(do_not_specialize=["slots_at", "blocks_at", "host", "slot_bytes", "first", "segments", "count"])
 def copy_pieces(
     table,  # int64[segments, 4]: device address of block 0, bytes between blocks, offset in a slot, layer
@@ -41,7 +41,7 @@ def copy_pieces(
 ):
     lane = tl.arange(0, TILE)
     for piece in range(tl.program_id(0), segments * count, tl.num_programs(0)):
-        # Pieces of one segment lie together in the order of work: the first segments are complete first.
+        # Pieces of one segment are neighbours in the order of work, so the first segments complete first.
         segment = first + piece // count
         pair = piece % count
         address = tl.load(table + segment * 4)
@@ -58,7 +58,7 @@ def copy_pieces(
             else:
                 tl.store(host_words + at, tl.load(device_words + at))
         if SIGNAL:
-            # All threads have written before one of them says so: the barrier, then a release that the whole GPU sees.
+            # The barrier waits for the writes of all threads; the release makes them visible to the whole GPU.
             tl.debug_barrier()
             tl.atomic_add(arrived + tl.load(table + segment * 4 + 3), 1, sem="release", scope="gpu")
 
@@ -70,17 +70,17 @@ def copy_numbers(
     count,
     TILE: tl.constexpr,
 ):
-    """Few numbers to the device. The copy engine would bring them too, but after whatever it has been given before."""
+    """Copy a few numbers to the device. On the copy engine they would queue behind long copies."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     numbers = source.to(tl.pointer_type(tl.int64))
     tl.store(target + at, tl.load(numbers + at, mask=at < count), mask=at < count)
 
 
 class Launcher:
-    """Starts a kernel on the current stream, of one device, with pointers that are always aligned alike.
+    """Starts a kernel on the current stream of one device. Pointers must have the same alignment in every call.
 
-    Triton looks at all arguments of every call, to find what it has compiled for such ones, and takes several times as
-    long for that as for the launch. Here they can only differ in what is compiled in and in how wide the numbers are.
+    Triton inspects all arguments of a call to find the compiled variant, which takes several times as long as the
+    launch. Here variants differ only in their constants and in the width of the numbers, so a dict finds them.
     """
 
     def __init__(self, kernel: Any, warps: int) -> None:
@@ -91,8 +91,8 @@ class Launcher:
     def start(
         self, programs: int, pointers: Sequence[object], numbers: Sequence[int], constants: tuple[object, ...]
     ) -> None:
-        """Arguments in the order in which kernels take them."""
-        variant = (*[number > _NARROW for number in numbers], *constants)
+        """Launch with the arguments in the order of the kernel's parameters."""
+        variant = (*[number > _MAX_INT32 for number in numbers], *constants)
         compiled = self._compiled.get(variant)
         if compiled is None:
             self._compiled[variant] = self._kernel[(programs,)](*pointers, *numbers, *constants, num_warps=self._warps)
@@ -101,7 +101,7 @@ class Launcher:
 
 
 def word_of(*numbers: int) -> tuple[int, tl.dtype]:
-    """The widest word (bytes, type) of which all these addresses, strides and sizes are multiples."""
+    """The widest word (bytes, type) that divides all these addresses, strides and sizes."""
     for size, dtype in _WORDS.items():
         if all(number % size == 0 for number in numbers):
             return size, dtype

@@ -1,13 +1,13 @@
-"""See an engine's KV tensors as blocks, whatever their layout.
+"""The layout of an engine's KV tensors, as byte ranges of blocks.
 
-An engine hands over one tensor a layer. Which axis counts blocks, whether K and V lie together, heads before tokens or
-after, one storage a layer or one for all: it all comes down to where the bytes of block *b* are. This module answers
-with *segments*: byte ranges that begin at ``address + b * stride`` and go to a fixed offset of the block's slot. The
-slot keeps the segments in layer order, so a slot can be loaded layer by layer, and neighbours that touch in both places
-are merged, so that an engine which keeps all layers of a block together gets one copy a block.
+An engine registers one KV tensor for each layer. Engines differ in which axis counts blocks, whether K and V lie
+together, whether heads come before tokens, and whether layers share a storage. A *segment* covers all of these: the
+bytes of block *b* begin at ``address + b * stride`` and go to a fixed offset in the block's slot. A slot holds the
+segments in layer order, so a load can go layer by layer. Segments that touch in both places are merged, so an engine
+that keeps all layers of a block together needs one copy for each block.
 
-Bytes are kept in the order in which they lie in memory, not in the tensor's logical order: the description of that
-order is part of the namespace, and blocks of different layouts never meet.
+A slot keeps the bytes in memory order, not in the tensor's logical order. The description of that order is part of the
+namespace, so blocks of different layouts never mix.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-# Slots begin on page boundaries, so that a slot can be read and written with O_DIRECT later on.
+# Slots begin on page boundaries, because the disk tier reads and writes them with O_DIRECT.
 SLOT_ALIGNMENT = 4096
 
 
 class LayoutError(ValueError):
-    """The engine's tensors cannot be seen as blocks; the text says why."""
+    """The engine's tensors cannot be described as blocks; the message says why."""
 
 
 class TensorSpec(NamedTuple):
@@ -47,20 +47,20 @@ class Segment(NamedTuple):
 
 
 class BlockLayout(NamedTuple):
-    """Everything a copier needs to know about the engine's blocks."""
+    """The engine's blocks, as a copier needs them."""
 
     layers: tuple[str, ...]
     num_blocks: int
     segments: tuple[Segment, ...]  # in layer order
     block_bytes: int  # bytes of one block on this rank
-    description: str  # equal descriptions mean exchangeable bytes
+    description: str  # blocks with equal descriptions have exchangeable bytes
 
     @property
     def slot_bytes(self) -> int:
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def merged(self) -> tuple[Segment, ...]:
-        """Segments with neighbours joined across layers: the fewest copies that move a whole block."""
+        """Segments merged across layers: the fewest copies that move a whole block."""
         return _merge(self.segments)
 
 
@@ -70,7 +70,7 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
         raise LayoutError("the engine registered no KV tensors")
     segments: list[Segment] = []
     shapes: list[str] = []
-    seen: dict[int, tuple[str, object]] = {}  # by address: a layer, where in its memory a block is
+    seen: dict[int, tuple[str, object]] = {}  # address -> the first layer there, and where its blocks lie
     offset = 0
     for layer, tensor in enumerate(tensors):
         stride, dims = _split_blocks(tensor, num_blocks)
@@ -78,9 +78,9 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
         places = (stride, starts, size)
         first, known = seen.setdefault(tensor.address, (tensor.name, places))
         if known != places:
-            raise LayoutError(f"layers {first} and {tensor.name} lie in the same memory, each in its own way")
+            raise LayoutError(f"layers {first} and {tensor.name} share memory but place their blocks differently")
         if first != tensor.name:
-            continue  # as layers do that use another's KV, or whose groups take turns in it
+            continue  # a layer that reads another layer's KV, or KV cache groups that share memory
         for start in starts:
             segments.append(Segment(layer, tensor.address + start, stride, offset, size))
             offset += size
@@ -95,16 +95,16 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
 
 
 class _Dim(NamedTuple):
-    axis: int  # of the tensor; -1: the pages that make up one block
+    axis: int  # of the tensor; -1 for the pages within a block
     size: int
     stride: int
 
 
 def _split_blocks(tensor: TensorSpec, num_blocks: int) -> tuple[int, list[_Dim]]:
-    """(bytes from one block to the next, what is inside a block, outermost in memory first)."""
+    """(bytes from one block to the next, dimensions inside a block with the outermost in memory first)."""
     for blocks in (0, 1):
         if blocks < len(tensor.shape) and tensor.shape[blocks] and tensor.shape[blocks] % num_blocks == 0:
-            # A kernel may work on smaller pages than the scheduler: several of them make up one block.
+            # A kernel may use smaller pages than the scheduler: several pages make up one block.
             pages = tensor.shape[blocks] // num_blocks
             inside = [_Dim(-1, pages, tensor.strides[blocks])]
             for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.strides, strict=True)):
@@ -128,8 +128,8 @@ def _contiguous(dims: list[_Dim], itemsize: int) -> tuple[list[int], int]:
 
 
 def _order(dims: list[_Dim]) -> str:
-    """Axes and sizes of a block from outermost to innermost in memory. The axis counts: 16 heads of 16 tokens are not
-    16 tokens of 16 heads. Gaps between them do not: a slot has none."""
+    """Axes and sizes of a block from outermost to innermost in memory. The axes matter: 16 heads of 16 tokens differ
+    from 16 tokens of 16 heads. Gaps do not matter, because a slot has none."""
     return "".join(f"[{'p' if dim.axis < 0 else dim.axis}:{dim.size}]" for dim in dims)
 
 

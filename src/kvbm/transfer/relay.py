@@ -1,11 +1,11 @@
-"""Two streams that take turns, so that others have theirs.
+"""Two streams that alternate, so that the engine's small copies get between KVBM's long ones.
 
-The GPU's copy engine stays with a stream for as long as there is something to copy. The engine that we serve copies
-too: its inputs in, its tokens out, a few bytes each, several times a step. Behind a long copy of ours they came when
-all of it was over: a step of 6 ms took 45, and a new prompt's first token could be as late as the store of its blocks.
-But where the next piece waits in *another* stream for the one before it there is a moment between them in which others
-are served, and hardly anything is lost (``benchmarks/gpu/copies.py`` measures both). A little kernel between two copies
-of one stream does the same, and takes longer.
+The GPU's copy engine stays with a stream while that stream has work. The LLM engine also uses it: inputs in, tokens
+out, a few bytes each, several times per step. Behind one long copy they waited until it was over: a step of 6 ms took
+45 ms, and the first token of a new prompt waited for the store of its blocks. If the next piece waits in *another*
+stream for the piece before it, the copy engine serves other streams in between, at hardly any loss of bandwidth
+(``benchmarks/gpu/copies.py`` measures both). A small kernel between two copies of one stream has the same effect but
+takes longer.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 
 class Relay:
-    """What is submitted to :attr:`stream` is carried out in order, also across :meth:`hand_over`. For one thread."""
+    """Work submitted to :attr:`stream` runs in order, also across :meth:`hand_over`. For one thread."""
 
     def __init__(self, device: torch.device, priority: int) -> None:
         self.stream, self._next = (torch.cuda.Stream(device, priority=priority) for _ in range(2))
         self._passed = torch.cuda.Event()
 
     def hand_over(self) -> None:
-        """Let others in: go on in the other stream, when this one is through."""
+        """Let other streams use the copy engine: continue in the other stream once this one is done."""
         self._passed.record(self.stream)
-        self._next.wait_event(self._passed)  # first: should it fail, all goes on in the same stream
+        self._next.wait_event(self._passed)  # first: if this raises, the stream stays the same
         self.stream, self._next = self._next, self.stream
 
     def wait(self) -> None:
-        """Until all that was submitted is over."""
-        self.stream.synchronize()  # it is behind the other one
+        """Wait for all submitted work."""
+        self.stream.synchronize()  # this stream waits for the other one

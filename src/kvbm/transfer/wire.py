@@ -1,4 +1,4 @@
-"""From one rank to the others: broadcasts that no rank can be left waiting in."""
+"""Broadcasts from one rank to the others. An agreement with a deadline keeps a rank from waiting for an absent one."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-# How long a rank waits for the others before it gives up on broadcasts. Ranks run in step, so this is far more than
-# they are ever apart, and it is spent once.
+# How long a rank waits for the others before it disables broadcasts. Ranks run in lockstep, so they are never this far
+# apart, and the wait occurs once.
 PATIENCE_SECONDS = 60.0
-# NCCL's own limit ends the process. It is only for what an agreement cannot see: a machine that dies meanwhile.
+# NCCL's own limit ends the process. It covers only a machine that dies between the agreement and the broadcast.
 _NCCL_SECONDS = 1800.0
 
 
 class WireError(RuntimeError):
-    """The ranks have lost each other: nothing more is broadcast."""
+    """The ranks did not agree or a broadcast failed: broadcasts are disabled."""
 
 
 class Wire:
-    """Broadcasts from the first rank to the others, always preceded by an agreement among all of them.
+    """Broadcasts from the first rank to the others, always after an agreement of all ranks.
 
-    The agreement goes over the CPU and has a time limit. So a rank that is missing, or is at another load than the
-    rest, is noticed before any GPU begins to wait for it; after that the wire is cut for good. One thread at a time.
+    The agreement runs on the CPU and has a deadline. It detects an absent rank, or one at a different load, before any
+    GPU waits for it; broadcasts are then disabled for good. For one thread at a time.
     """
 
     def __init__(self, ranks: Sequence[int], device: str, max_ctas: int) -> None:
         self.first = ranks[0]
         self.sends = dist.get_rank() == self.first
-        self.disabled_reason = ""  # why
+        self.disabled_reason = ""  # why broadcasts are disabled; empty while they work
         self._device = torch.device(device)
         self._turn = 0
-        # Only these ranks take part in making a group: others of the same job may have nothing to do with ours.
+        # Only these ranks create the group: other ranks of the job do not take part.
         self._talk = self._data = dist.new_group(
             list(ranks), timedelta(seconds=PATIENCE_SECONDS), "gloo", use_local_synchronization=True
         )
@@ -47,17 +47,18 @@ class Wire:
             )
 
     def try_out(self) -> None:
-        """One agreement and one broadcast, waited for: what cannot work fails here."""
+        """Run one agreement and one broadcast and wait for them, so that a broken set-up fails at start."""
         self.agree([0], [])
         probe = torch.full((1024,), 7 if self.sends else 0, dtype=torch.uint8, device=self._device)
         self.send(probe).wait()
         if probe.cpu().tolist() != [7] * 1024:
-            raise WireError("a broadcast did not arrive as it was sent")
+            raise WireError("a test broadcast arrived with wrong content")
 
     def agree(self, blocks: Sequence[int], bad: Iterable[int]) -> list[int]:
-        """All ranks are at the same load of these blocks; returns the positions that are bad on any of them.
+        """Agree with all ranks on this load; returns the positions that are bad on any rank.
 
-        Waits for the others. Raises WireError, at once if the wire is cut already, and always cuts it then.
+        Waits for the other ranks. On failure it disables broadcasts and raises WireError; once they are disabled it
+        raises at once.
         """
         self._turn += 1
         if self.disabled_reason:
@@ -75,13 +76,13 @@ class Wire:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._talk)
             return [int(i) for i in flags.nonzero().flatten()]
         except Exception as error:
-            self.disabled_reason = f"no more broadcasts: {type(error).__name__}: {error}"
+            self.disabled_reason = f"broadcasts are disabled: {type(error).__name__}: {error}"
             raise WireError(self.disabled_reason) from error
 
     def send(self, buffer: torch.Tensor) -> Any:
-        """Broadcast a buffer from the first rank; ``wait`` of what is returned waits as torch.distributed does."""
+        """Start the broadcast of a buffer from the first rank; returns the work handle of torch.distributed."""
         try:
             return dist.broadcast(buffer, self.first, group=self._data, async_op=True)
         except Exception as error:
-            self.disabled_reason = f"no more broadcasts: {type(error).__name__}: {error}"
+            self.disabled_reason = f"broadcasts are disabled: {type(error).__name__}: {error}"
             raise WireError(self.disabled_reason) from error

@@ -52,9 +52,9 @@ class FrequencyFilter(AdmissionRule):
     """Counts how often blocks are of use. Never walks over the whole table.
 
     Time passes for all blocks at once: an entry holds the *step* at which its frequency will have come down to 0, so a
-    decay step adds one to a counter and touches no entry. What has come down to 0 stays in the dict until a quarter as
-    many are dead as may be alive: then the dict becomes the old one, and every call moves a few living entries from it
-    to a new one. Both hold integers only, which the garbage collector does not walk through: a key is remembered by
+    decay step adds one to a counter and touches no entry. Entries at 0 stay in the dict until they number a
+    quarter of ``max_entries``. Then the dict becomes the old one, and every call moves a few living entries from it to
+    a new one. Both hold integers only, which the garbage collector does not walk through: a key is remembered by
     Python's own hash of it, 64 bits that take less than half the memory. Should two blocks ever share one, a block is
     admitted early.
 

@@ -1,9 +1,9 @@
 """The way between leader and workers: plans down, reports up.
 
 One contract (``base``), two ways. *In-band* (``inband``): the engine carries the bytes inside its own step metadata and
-step output (vLLM). *ZeroMQ* (``zmq_leader``, ``zmq_worker``): the two halves talk past the engine, for engines that
+step output (vLLM). *ZeroMQ* (``zmq_leader``, ``zmq_worker``): leader and workers talk past the engine, for engines that
 carry nothing outside of a step (TensorRT-LLM), on one machine through sockets that only their user can reach
-(``local``). The engine's own threads call, and no call waits for the other half.
+(``local``). The engine's own threads call, and no call waits for the other side.
 
 What both promise: plans reach every rank, and reports the leader, in the order they were sent, none twice and none
 missing, however late. Where that cannot be kept the rank is *lost*, for good: the leader is told so, and what the rank

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelError(RuntimeError):
-    """The two halves cannot work together; says why and what to change."""
+    """Leader and worker cannot work together; says why and what to change."""
 
 
 class HandshakeTimeoutError(ChannelError):
@@ -53,12 +53,12 @@ class LeaderChannel(ABC):
     def lost_ranks(self) -> dict[int, str]:
         """Ranks that no plan reaches any more, and why. Ask in every step; a rank never comes back out of here.
 
-        The caller hands each to ``Leader.fail_rank``, so that nobody waits for what the rank still owed.
+        The caller hands each to ``Leader.fail_rank``, which ends the loads and stores that wait for the rank.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything, at once: what was not delivered yet is not waited for. May be called twice."""
+        """Release all resources at once, without waiting for undelivered messages. May be called twice."""
 
 
 class WorkerChannel(ABC):
@@ -80,7 +80,7 @@ class WorkerChannel(ABC):
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks have in common: the outcome of the handshake."""
 
-    slots: dict[TierName, int]  # of every tier that all ranks have: the smallest number among them
+    slots: dict[TierName, int]  # of every tier that all ranks have: the smallest number among them; 0 if it is keyed
     layout: str
     block_bytes: list[int]  # of one block, by rank
 
@@ -99,12 +99,14 @@ def agree(hellos: Sequence[Hello]) -> Agreement:
         )
     slots: dict[TierName, int] = {}
     for tier in dict.fromkeys(tier.name for hello in hellos for tier in hello.tiers):
+        # A tier that is addressed by key has no slots, and has none on any rank.
+        keyed = all(hello.slots.get(tier) == 0 for hello in hellos)
         without = [hello.rank for hello in hellos if hello.slots.get(tier, 0) < 1]
-        if without:
+        if without and not keyed:
             logger.warning("the %s tier is not used: %s without a slot in it", tier, name_ranks(without))
         else:
             slots[tier] = min(hello.slots[tier] for hello in hellos)
-    if not slots:
+    if not any(slots.values()):
         raise ChannelError(
             "no cache tier has a slot on every rank; give all workers the same DYN_KVBM_CPU_CACHE_GB or "
             "DYN_KVBM_DISK_CACHE_GB, large enough for at least one block a rank"

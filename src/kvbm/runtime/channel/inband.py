@@ -1,6 +1,6 @@
 """The channel of an engine that carries the bytes itself, in both directions and in step with itself.
 
-Plain msgpack of what was sent since the last :meth:`pack`; no threads, no state beyond that, engine thread only. Bytes
+Plain msgpack of the messages since the last :meth:`pack`; no threads, no state beyond that, engine thread only. Bytes
 that cannot be read raise: both ends are one installation, so that is a fault of the program, and a plan passed over in
 silence would never be answered.
 """
@@ -23,7 +23,7 @@ In = TypeVar("In")
 
 
 class _InBand(Generic[Out, In]):
-    """Both ends: what waits to be packed, and what was unpacked and waits to be received."""
+    """Both ends: messages that wait to be packed, and unpacked messages that wait to be received."""
 
     def __init__(self) -> None:
         self._outgoing: list[Out] = []
@@ -34,13 +34,13 @@ class _InBand(Generic[Out, In]):
     def _decode(self, payload: bytes) -> list[In]: ...
 
     def pack(self) -> bytes:
-        """What the engine must carry to the other half in this step; empty when there is nothing to say."""
+        """The bytes that the engine must carry to the other side in this step; empty without messages."""
         payload = _encode(self._outgoing) if self._outgoing else b""
         self._outgoing.clear()
         return payload
 
     def unpack(self, payload: bytes) -> None:
-        """Take in what the other half has packed. At the leader once for each rank, in any order."""
+        """Take in the bytes that the other side has packed. At the leader once for each rank, in any order."""
         if payload and not self._closed:
             self._incoming += self._decode(payload)
 

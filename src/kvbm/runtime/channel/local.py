@@ -1,10 +1,10 @@
 """Sockets of ranks on one machine: files in a directory that only their user can enter.
 
-A port on the loopback interface is open to every user of the machine, who could read plans and forge reports, and so
-make blocks be taken for what they are not. A directory is not: neither end talks to anybody who cannot write to it.
+A port on the loopback interface is open to every user of the machine. Another user could read plans and forge reports,
+and a forged report publishes a block that was never written. Only this user can open a socket in the directory.
 
-ZeroMQ removes a socket's file before it listens, whoever it belongs to. A lock beside it, which ends with its process,
-tells a leader that lives from one that has crashed.
+ZeroMQ removes a socket's file before it listens, even the file of a running leader. A lock beside it, which ends with
+its process, tells a running leader from a crashed one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_claimed(path: Path) -> bool:
 
 
 def prepare(path: Path) -> None:
-    """Make sure that nobody else can put a socket there. Raises :class:`ChannelError`."""
+    """Make sure that no other user can put a socket there. Raises :class:`ChannelError`."""
     if len(os.fsencode(path)) > _LONGEST:
         raise ChannelError(
             f"{path} is too long for a socket, which may have {_LONGEST} bytes: set TMPDIR to a shorter path {_HOW}"
@@ -63,7 +63,7 @@ def prepare(path: Path) -> None:
 
 
 def hint(url: str) -> str:
-    """What to check when nobody comes."""
+    """Advice for the user at the end of a timeout's error."""
     if (path := path_of(url)) is None:
         return " Check that no firewall is in between."
     return (

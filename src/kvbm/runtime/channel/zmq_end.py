@@ -26,9 +26,9 @@ PUB_SETTING = "DYN_KVBM_LEADER_ZMQ_PUB_PORT"
 ACK_SETTING = "DYN_KVBM_LEADER_ZMQ_ACK_PORT"
 TIMEOUT_SETTING = "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS"
 
-TICK = 0.05  # of the thread while the halves are meeting, and of a wait for plans
-_BATCH = 1024  # messages read in one go: a stranger who floods the socket does not hold up a step
-_REPEATS = 512  # messages sent again in one go; whoever misses more asks again
+TICK = 0.05  # of the thread during the handshake, and of a wait for plans
+_BATCH = 1024  # messages read in one go: a flood of messages does not hold up a step
+_REPEATS = 512  # messages sent again in one go; a peer that misses more asks again
 _LARGEST = 64 << 20  # bytes of a message; the plan of a million blocks has 10 MiB
 
 
@@ -51,7 +51,7 @@ class ZmqEnd(ABC):
         self._window = channel.WINDOW  # looked up late: the package is not complete while it imports this file
         self._begun = time.monotonic()
         self._agreement: Agreement | None = None
-        self._confirmed = False  # what was agreed is allocated: on this rank; for the leader, on all of them
+        self._confirmed = False  # the agreed memory is allocated: on this rank; for the leader, on all of them
         self._settled = threading.Event()  # the handshake has ended, one way or another
         self._error: ChannelError | None = None
         self._out_box = wire.Outbox()
@@ -67,7 +67,7 @@ class ZmqEnd(ABC):
 
     @abstractmethod
     def _turn(self, now: float) -> None:
-        """What the thread does when everything that came in has been handled."""
+        """The thread's work after it has handled all received messages."""
 
     @abstractmethod
     def _handle(self, number: int, function: bytes, sender: bytes, payload: bytes) -> None:
@@ -75,7 +75,7 @@ class ZmqEnd(ABC):
 
     @abstractmethod
     def _heard(self) -> wire.Ping | wire.Beat:
-        """What a sign of life says about the other side's messages."""
+        """A sign of life, with the last number received from the other side."""
 
     @abstractmethod
     def _break(self, why: str) -> None:
@@ -162,7 +162,7 @@ class ZmqEnd(ABC):
             self._post(number, self._numbered, payload)
 
     def _beat(self, now: float) -> None:
-        """Give a sign of life, and say what has been heard."""
+        """Send a sign of life with the last number received."""
         self._told, self._given_since = now, 0
         self._post(self._out_box.last, self._pulse, wire.encode(self._heard()))
 
@@ -185,7 +185,7 @@ class ZmqEnd(ABC):
                     self._drain()
                     self._turn(time.monotonic())
                 except Exception:
-                    # A fault of this program. Nobody may be left waiting for a thread that is gone.
+                    # A bug in KVBM. End the channel: callers must not wait for a thread that has ended.
                     logger.exception("KVBM: the channel's thread has failed")
                     self._end(ChannelError("the channel's thread has failed; see the log"))
                     self._break("the channel's thread has failed")

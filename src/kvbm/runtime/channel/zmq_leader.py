@@ -84,8 +84,8 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
         else:
             logger.warning(
                 "KVBM: the leader listens on %s. The channel is then open to that network, and unauthenticated: "
-                "whoever reaches the port can read plans and make workers move blocks. Keep %s on 127.0.0.1 unless "
-                "workers run on other machines",
+                "any host that reaches the port can read plans and make workers move blocks. Keep %s on 127.0.0.1 "
+                "unless workers run on other machines",
                 url,
                 HOST_SETTING,
             )
@@ -132,7 +132,7 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
 
     @property
     def hellos(self) -> list[Hello]:
-        """What the workers have said of themselves, by rank; of all of them once they have agreed."""
+        """The workers' handshakes, by rank. Complete after the agreement."""
         with self._lock:
             return [self._by_rank[rank].hello for rank in sorted(self._by_rank)]
 
@@ -151,7 +151,7 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
             workers = [peer.sender for peer in self._by_rank.values()]
             function, payload = b"agreed", wire.encode(wire.Agreed(self._agreement, workers))
         at, before = self._called
-        # What is new is told in this very turn, before anybody closes.
+        # Send a new state in this turn: the channel may close after it.
         if function != before or now - at >= self._timing.round:
             self._called = (now, function)
             self._post(0, function, payload)
@@ -275,11 +275,11 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
             return dict(self._lost)
 
     def _look(self, now: float) -> None:
-        """Who has been silent for too long?"""
+        """Declare ranks lost that have been silent for too long."""
         away = now - self._looked
         self._looked = now
         if away > self._timing.silence / 4:
-            # This process itself was stopped or starved. What it did not hear meanwhile says nothing about the workers.
+            # This process itself was stopped or starved: the silence of that time says nothing about the workers.
             for peer in self._by_rank.values():
                 peer.seen = min(peer.seen + away, now)
         for rank, peer in self._by_rank.items():

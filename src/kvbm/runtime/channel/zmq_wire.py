@@ -4,7 +4,7 @@ The leader binds PUB and PULL, each worker connects SUB and PUSH. A message is f
 the name of a function, its sender (protocol, rank, session), and a msgpack payload::
 
     leader -> workers                                      worker -> leader
-    hello   0     -        who is there?                   hello   0    Hello    me
+    hello   0     -        send your Hello                 hello   0    Hello    me
     agreed  0     Agreed   allocate this                   ready   0    -        allocated
     refused 0     text     give up, and why                failed  0    text     cannot go on, and why
     plan    n     StepPlan the n-th plan                   report  n    [Report] the n-th report
@@ -15,9 +15,9 @@ admitted, so two engines that were given the same ports cannot move each other's
 alone.
 
 PUB drops what a slow or reconnecting subscriber cannot take, so plans and reports are numbered and kept until the other
-side has *taken* them, and whoever sees a gap asks for everything behind it again. Pings and beats carry the last number
-sent, so that a gap shows even if nothing follows it. Both directions hold at most ``WINDOW`` messages: a rank that has
-left so many plans untaken is lost; reports beyond it are merged into one.
+side has *taken* them, and a side that sees a gap asks for everything after it again. Pings and beats carry the last
+number sent, so that a gap shows even if nothing follows it. Both directions hold at most ``WINDOW`` messages: a rank
+that has left so many plans untaken is lost; reports beyond it are merged into one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write(number: int, function: bytes, sender: bytes, payload: bytes) -> list[b
 
 
 def read(frames: list[bytes]) -> tuple[int, bytes, bytes, bytes]:
-    """(number, function, sender, payload). Raises ValueError on what is no message of this protocol."""
+    """(number, function, sender, payload). Raises ValueError for a message of another protocol."""
     if len(frames) != 4 or len(frames[0]) != _NUMBER.size or len(frames[2]) != _SENDER.size:
         raise ValueError(f"{len(frames)} frames of {[len(frame) for frame in frames[:8]]} bytes are no message of KVBM")
     number, function, sender, payload = frames

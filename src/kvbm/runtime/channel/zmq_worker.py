@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 class ZmqWorker(ZmqEnd, WorkerChannel):
     """One rank's end over ZeroMQ. Safe from any thread.
 
-    In order: construct it with what this rank has to offer, :meth:`wait` for what was agreed, allocate that,
+    In order: construct it with this rank's Hello, :meth:`wait` for the agreement, allocate the agreed memory,
     :meth:`confirm`, then receive plans and send reports. Leader and workers may start in any order.
 
     A worker that the leader has given up gets no more plans (:attr:`lost` says why): the engine was told that they
-    failed, and their blocks may belong to somebody else by now.
+    failed, and their blocks may belong to other requests by now.
     """
 
     _numbered = b"report"
@@ -74,14 +74,14 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
             raise
         self._in_url = pub_url
         self._notice = int(self._in.getsockopt(zmq.FD))
-        # Unasked, and again whenever the leader asks: whoever comes first waits in the socket.
+        # Unasked, and again whenever the leader asks: a message to a peer that has not started waits in the socket.
         self._post(0, b"hello", encode(hello))
         self._thread.start()
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 
     def confirm(self) -> None:
-        """This rank has allocated what was agreed: plans may come."""
+        """This rank has allocated the agreed memory: plans may come."""
         with self._lock:
             if self._agreement is None:
                 raise ChannelError(f"rank {self.hello.rank} confirmed before anything was agreed")
@@ -100,7 +100,7 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
 
     def _shake_hands(self, function: bytes, sender: bytes, payload: bytes) -> None:
         if self._error is not None:
-            return  # wait() has ended badly: nobody is going to allocate any more
+            return  # wait() has raised: the caller will not allocate
         if function == b"hello":
             self._post(0, b"hello", encode(self.hello))
         elif function == b"refused":

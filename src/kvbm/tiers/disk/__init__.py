@@ -1,11 +1,52 @@
 """A local disk: blocks in one file a rank, which the next engine finds again."""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvbm.config import Config
+from kvbm.core.catalog import Catalog
 from kvbm.core.rate import Rate
 from kvbm.plans import DEVICE
-from kvbm.tiers import host
-from kvbm.tiers.base import Tier
+from kvbm.tiers.base import LeaderContext, RankContext, Route, Store, Tier
+from kvbm.tiers.bounded import Call
 
-TIER = Tier(
+
+class DiskTier(Tier, frozen=True, kw_only=True):
+    # Files, index and filter are imported when they are opened: the process that answers the metrics port and the
+    # command line need the declaration alone.
+
+    def is_wanted(self, config: Config) -> bool:
+        return config.has_disk_tier
+
+    def open_store(self, context: RankContext) -> Call[Store | None] | None:
+        from kvbm.tiers.disk.open import open_store
+
+        return open_store(context)
+
+    def staging_slots(self, config: Config, slot_bytes: int) -> int:
+        from kvbm.tiers.disk.open import staging_slots
+
+        return staging_slots(config, slot_bytes)
+
+    def open_catalog(self, context: LeaderContext) -> Catalog | None:
+        from kvbm.tiers.disk.open import open_catalog
+
+        return open_catalog(context)
+
+    def connect(self, config: Config) -> Sequence[Route]:
+        from kvbm.core.policy.admission import FrequencyFilter
+
+        filtered = config.has_host_tier and not config.disable_disk_offload_filter
+        rule = FrequencyFilter(
+            time.monotonic, config.disk_filter_threshold, config.disk_filter_decay_secs, config.disk_filter_max_entries
+        )
+        pending, bypass = config.max_pending_spills, not config.has_host_tier
+        return [Route(self.name, None, rule if filtered else None, pending, bypass)]
+
+
+TIER = DiskTier(
     name="disk",
     level="g3",
     medium="STORAGE",
@@ -13,6 +54,6 @@ TIER = Tier(
     size_setting="DYN_KVBM_DISK_CACHE_GB",
     persistent=True,
     advice="put DYN_KVBM_DISK_CACHE_DIR on local NVMe",
-    offload_metrics={"h2d": host.TIER.name, "d2d": DEVICE},
+    offload_metrics={"h2d": "host", "d2d": DEVICE},
     onboard_metric="d2d",
 )

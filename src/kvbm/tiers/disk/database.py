@@ -118,7 +118,7 @@ def explain(error: sqlite3.Error | MemoryError, path: Path, seconds: float) -> O
 
 
 def _check_files(directory: Path) -> None:
-    """Raises ValueError for what is no database at all: SQLite would call it an error that passes."""
+    """Raises ValueError for a file that is no database: SQLite would report an error that passes."""
     for suffix in SUFFIXES:
         path = directory / f"{DATABASE}{suffix}"
         try:
@@ -182,7 +182,7 @@ def _explain_check(text: str) -> OSError | ValueError:
 
 
 def set_aside(directory: Path) -> None:
-    """Remove the files of a damaged index. A directory in the place of one is not ours: it gets another name."""
+    """Remove the files of a damaged index. A directory in the place of a file is renamed: KVBM did not create it."""
     for suffix in SUFFIXES:
         path = directory / f"{DATABASE}{suffix}"
         try:

@@ -1,8 +1,8 @@
 """Which block lies in which slot of the disk tier, kept where a restart finds it.
 
-The leader owns the index. Changes go to a thread of its own, which writes them in batches: nobody ever waits for it,
-and what it has not written when the process dies is forgotten, no more. An index that is out of date is harmless: the
-checksum of a slot answers only to the block that was written last (:mod:`kvbm.tiers.disk.file`).
+The leader owns the index. It hands changes to a thread, which writes them in batches. No caller waits for that thread.
+A crash loses the changes that the thread has not written. A stale index is harmless: a slot's checksum matches only the
+block that was written last (:mod:`kvbm.tiers.disk.file`).
 
 A directory holds one cache::
 
@@ -35,6 +35,7 @@ from pathlib import Path
 
 from kvbm.core.keys import Key
 from kvbm.tiers import bounded
+from kvbm.tiers.base import Fingerprint
 from kvbm.tiers.directory import private_directory
 from kvbm.tiers.disk.database import DATABASE as DATABASE
 from kvbm.tiers.disk.database import DELETE_SLOTS, IndexUnavailable, Opened, connect, execute, row_sum, set_aside
@@ -45,10 +46,10 @@ logger = logging.getLogger("kvbm")
 FORMAT = 1
 DESCRIPTION = "cache.json"
 LOCK = "lock"
-KEY_MAP = "keys.map"  # where one rank writes and others read: what the index says, for them
+KEY_MAP = "keys.map"  # the index, for ranks that read the slab of another rank
 
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
-_BATCH_SECONDS = 0.2  # how long changes gather: what a crash may forget
+_BATCH_SECONDS = 0.2  # how long changes gather; a crash loses them
 _MAX_BACKOFF_SECONDS = 30.0
 _DELETE_BLOCKS = "DELETE FROM blocks WHERE (slot, key) IN (VALUES {})"
 _INSERT = "INSERT OR REPLACE INTO blocks (slot, key, used, sum) VALUES {}"
@@ -58,33 +59,16 @@ INSERT OR REPLACE INTO blocks (slot, key, used, sum)
 SELECT slot, key, fresh.used, sum FROM fresh JOIN blocks USING (slot)
 """
 
-Fingerprint = Mapping[str, str | int]
-
 
 def cache_directory(root: Path, fingerprint: Fingerprint) -> Path:
     """Where the cache of ``fingerprint`` lies: readable, and different for everything that is not exchangeable.
 
-    The fingerprint holds whatever makes the bytes of two blocks of one key differ (model, dtype, layout, block size,
-    ranks) and the scheme of the keys; the version of the format is added here.
+    The fingerprint holds every property by which the bytes of two blocks of one key can differ (model, dtype, layout,
+    block size, ranks) and the scheme of the keys; the version of the format is added here.
     """
     digest = hashlib.sha256(_canonical(fingerprint)).hexdigest()[:16]
     model = re.sub(r"[^a-z0-9.]+", "-", str(fingerprint.get("model", "")).lower().rstrip("/").rsplit("/", 1)[-1])
     return root / f"kvbm-{model.strip('-.')[:48] or 'cache'}-{digest}"
-
-
-def fingerprint(cache: Fingerprint, layout: str) -> Fingerprint:
-    """What names a cache on disk: equal fingerprints mean exchangeable bytes on every rank.
-
-    The stages of a pipeline have different layers, and each rank knows only its own: how many there are is left out
-    then, as the model and the degree of parallelism decide it.
-    """
-    return {**cache, "layout": layout.partition("*")[2] if cache.get("pipeline_parallel", 1) != 1 else layout}
-
-
-def common_fingerprint(cache: Fingerprint, layouts: Iterable[str]) -> Fingerprint | None:
-    """That of all ranks; None when their layers are of different kinds, so that no cache can be theirs together."""
-    first, *others = (fingerprint(cache, layout) for layout in layouts)
-    return first if all(other == first for other in others) else None
 
 
 def slab_path(directory: Path, rank: int) -> Path:
@@ -157,7 +141,7 @@ class Index:
             if why:
                 logger.warning("%s: starting clean in %s, because %s", what, directory, why)
                 set_aside(directory)
-            # Before there is an index: one without a description would look like somebody else's.
+            # Before there is an index: an index without a description looks like another engine's.
             _describe(directory, fingerprint, slots, about or {})
             if opened is None:
                 try:
@@ -230,7 +214,7 @@ class Index:
             return self._changed.wait_for(lambda: self._written >= wanted, timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Write what is waiting and let the cache go. A disk that hangs is left behind: the thread that writes closes
+        """Write pending changes and release the cache. A hanging disk is not waited for: the thread that writes closes
         the files and releases the lock, as soon as the disk answers or with the end of the process."""
         _open.discard(self)
         timeout = bounded.DISK_END_SECONDS if timeout is None else timeout
@@ -324,7 +308,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 class _Changes:
-    """What waits to be written: the latest for each slot, to be applied in the order of the fields."""
+    """Changes that wait to be written: the latest for each slot, to be applied in the order of the fields."""
 
     __slots__ = ("clear", "gone", "keys", "used")
 
@@ -372,7 +356,7 @@ class _Changes:
 
 
 def _compare(directory: Path, fingerprint: Fingerprint) -> str:
-    """Why what lies in the directory cannot be used; empty when it can."""
+    """Why the cache in the directory cannot be used; empty when it can."""
     path = directory / DESCRIPTION
     try:
         found = json.loads(path.read_bytes())["fingerprint"]

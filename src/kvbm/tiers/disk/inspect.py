@@ -3,9 +3,9 @@
 Safe beside an engine that uses them: nothing here writes to a cache but :func:`clear`, which takes the engine's own
 locks first. The index is opened read-only, and blocks that change while they are being checked are left out.
 
-Safe beside other users too, who may put anything into /tmp. Only directories of this user are looked at, in places
-where nobody else can exchange them (:mod:`kvbm.tiers.directory`), and only regular files of this user are opened. No
-link is followed, and every size is bounded before anything is read.
+Other users may put any file into /tmp. So this module reads only directories of this user, in places where no other
+user can replace them (:mod:`kvbm.tiers.directory`), and opens only regular files of this user. It follows no link and
+checks every size before it reads.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from kvbm.tiers.directory import CacheRefused, distrust_file, open_private, open_trusted
+from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum, read_sums
 from kvbm.tiers.disk.database import DATABASE, SUFFIXES
-from kvbm.tiers.disk.file import ALIGNMENT, SUMS_SUFFIX, checksum, read_sums
 from kvbm.tiers.disk.index import DESCRIPTION, KEY_MAP, LOCK
+from kvbm.tiers.disk.prealloc import ALIGNMENT
 from kvbm.tiers.lock import FileLock, is_locked
 
 _PREFIX = "kvbm-"
 _SLABS = "rank-*.slab"
 _DATABASES = tuple(f"{DATABASE}{suffix}" for suffix in SUFFIXES)
 _PIECE = 8 << 20  # bytes read at a time
-_SETTLE_SECONDS = 1.0  # after which the index has caught up with whatever was being written
+_SETTLE_SECONDS = 1.0  # after which the index thread has written all changes
 _MAX_DESCRIPTION = 1 << 20  # bytes; an engine writes about one thousand
 _MAX_SLOT = 1 << 32  # bytes; a block of the largest models has some tens of MB
 
@@ -153,7 +154,7 @@ def _is_file_of_cache(name: str) -> bool:
 
 
 def describe(path: Path) -> Cache:
-    """What lies in the directory of a cache."""
+    """Describe the cache in a directory."""
     files = _files(path)
     fingerprint, slots = _description(path, files)
     try:
@@ -285,7 +286,7 @@ class _index:  # noqa: N801 - used like a function
 
     def __init__(self, path: Path) -> None:
         file = path.absolute() / DATABASE
-        # Without a log nobody has it open, and it need not be locked. Locking makes files, of the user who looks.
+        # Without a log no process has it open, and it needs no lock. Locking would create files of this user.
         how = "mode=ro" if (path / f"{DATABASE}-wal").exists() else "mode=ro&immutable=1"
         self._database = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True)
 
@@ -335,7 +336,7 @@ def _check(
 
 
 def _open(slab: Path) -> int:
-    """Past the page cache where that is possible: what is checked once shall not push out what is used."""
+    """Open it past the page cache where possible: a single check must not evict cached files in use."""
     try:
         return os.open(slab, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:

@@ -1,21 +1,25 @@
-"""Opening a rank's file, and measuring how fast it is read."""
+"""Opening the disk tier: a rank's file, and the leader's catalog over the index of all ranks."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import logging
 from pathlib import Path
 
 from kvbm.config import Config
-from kvbm.core.rate import Rate
+from kvbm.core.catalog import Catalog, Journal
+from kvbm.core.pool import Pool
 from kvbm.testing.disk_faults import disk_io
-from kvbm.tiers import bounded
-from kvbm.tiers.base import Operation
-from kvbm.tiers.disk.file import DiskFile
+from kvbm.tiers import disk
+from kvbm.tiers.base import LeaderContext, RankContext, Store
+from kvbm.tiers.bounded import Call, DiskHangs, reason_of
+from kvbm.tiers.directory import private_directory
+from kvbm.tiers.disk import gds
+from kvbm.tiers.disk.file import DiskFile, DiskSpaceError
+from kvbm.tiers.disk.index import Index, cache_directory, slab_path
+from kvbm.tiers.disk.shared import MappedIndex, SharedCatalog, SharedFile
+from kvbm.tiers.lock import PATIENCE_SECONDS
 
-# Read at start to see how fast the disk is: enough to tell, and over in a moment.
-_MEASURED_BYTES = 64 << 20
-_MEASURE_SECONDS = 3.0
+logger = logging.getLogger("kvbm")
 
 # Staging slots where the user asked for no host tier.
 _MIN_STAGING_SLOTS = 8
@@ -33,6 +37,7 @@ def open_file(config: Config, path: Path, slots: int, slot_bytes: int, rank: int
         threads=config.disk_threads,
         patience=patience,
         io=disk_io(config.inject_faults, rank),
+        stall_seconds=config.disk_load_timeout_secs,
     )
 
 
@@ -41,36 +46,77 @@ def staging_slots(config: Config, slot_bytes: int) -> int:
     return max(_MIN_STAGING_SLOTS, (config.disk_bounce_mb << 20) // slot_bytes)
 
 
-def measure(file: DiskFile) -> Rate | None:
-    """The rate of reads from a disk, before it serves any request; None when it does not answer.
-
-    Reads blocks of the last engine, or a few that it writes for this: the kernel reads a place that was never written
-    without asking the disk. No index names the blocks that it writes, so no lookup finds them.
-    """
-    blocks = max(1, min(file.slots // 8, _MEASURED_BYTES // file.slot_bytes))
-    memory = mmap.mmap(-1, blocks * file.slot_bytes)
-    first = (ctypes.c_char * len(memory)).from_buffer(memory)
-    places = [ctypes.addressof(first) + i * file.slot_bytes for i in range(blocks)]
-    slots = file.held(blocks)
-    if len(slots) < blocks and not file.kept:
-        slots = list(range(blocks))
-        if not _finish(file.write(slots, places, [b""] * blocks), memory):
-            return None
-    took = []
-    for part in (slots[:1], slots):
-        read = file.read(part, places[: len(part)], [b""] * len(part))
-        if not _finish(read, memory):
-            return None
-        took.append(read.seconds)
-    if not slots or min(took) <= 0:
+def open_store(context: RankContext) -> Call[Store | None] | None:
+    """This rank's file, made in the background. Its result is None when the disk cannot be used now, and it raises
+    :class:`DiskSpaceError` when the disk can never hold what was asked for."""
+    config = context.config
+    if context.cache is None:
+        if not config.has_host_tier:
+            raise ValueError("there is no disk tier for this engine yet: set DYN_KVBM_CPU_CACHE_GB")
+        if context.rank == 0:
+            logger.warning("there is no disk tier for this engine yet: DYN_KVBM_DISK_CACHE_GB has no effect")
         return None
-    rate = len(slots) * file.slot_bytes / took[1]
-    return Rate(rate, max(0.0, took[0] - file.slot_bytes / rate))
+    directory = cache_directory(config.disk_cache_dir, context.cache)
+    if context.access == "reader":
+        return Call(lambda: SharedFile(config, directory, context.slot_bytes), str(directory), _close)
+    slots = context.slots_for("DYN_KVBM_DISK_CACHE_GB", config.disk_cache_gb, config.disk_cache_override_num_blocks)
+    if context.rank == 0 and context.device.startswith("cuda"):
+        logger.info("GPUDirect Storage: %s", gds.statement())
+    return Call(lambda: _open_file(context, directory, slots), str(directory), _close)
 
 
-def _finish(operation: Operation, memory: object) -> bool:
-    if operation.wait(_MEASURE_SECONDS):
-        return True
-    operation.cancel()  # a late write must not overwrite blocks
-    bounded.keep_until_exit(memory)  # the disk may still write to it
-    return False
+def _open_file(context: RankContext, directory: Path, slots: int) -> Store | None:
+    try:
+        private_directory(directory)
+        path = slab_path(directory, context.rank)
+        return open_file(context.config, path, slots, context.slot_bytes, context.rank, PATIENCE_SECONDS)
+    except (DiskSpaceError, DiskHangs):  # the caller has given up this call and logged it
+        raise
+    except Exception as error:
+        logger.warning(
+            "rank %d goes on without a disk tier: %s. Blocks on disk are kept for the next start",
+            context.rank, reason_of(error),
+        )  # fmt: skip
+        return None
+
+
+def _close(file: Store | None) -> None:
+    if file is not None:
+        file.close()
+
+
+def open_catalog(context: LeaderContext) -> Catalog | None:
+    """The pool over the index of the last engine. None, with the reason in the log, when there is no disk that all
+    ranks can use."""
+    opened = context.opened(disk.TIER.name)
+    if not opened or context.cache is None:
+        return None  # the rank without a file, or the engine without a fingerprint, has logged the reason
+    directory = cache_directory(context.config.disk_cache_dir, context.cache)
+    if context.access == "reader":
+        return SharedCatalog(directory)
+    slots = min(tier.slots for tier in opened)
+    if others := {tier.store for tier in opened} - {directory.name}:
+        logger.warning(
+            "disk tier off: the ranks compute different cache directories (leader %s, ranks %s). Give all ranks "
+            "the same model, settings and KVBM release",
+            directory.name, ", ".join(sorted(others)),
+        )  # fmt: skip
+        return None
+    cache, about = context.cache, {"ranks": len(context.hellos), "block_bytes": context.block_bytes}
+
+    def open_journal() -> tuple[Index, Journal]:
+        index = Index.open(directory, cache, slots, patience=PATIENCE_SECONDS, about=about)
+        return index, MappedIndex.over(index, slots) if context.access == "writer" else index
+
+    try:
+        index, journal = Call(open_journal, str(directory), lambda opened: opened[1].close()).result()
+    except Exception as error:
+        logger.warning(
+            "there is no disk tier: %s. This engine runs without it; blocks on disk are kept for the next start",
+            reason_of(error),
+        )
+        return None
+    pool = Pool(slots, journal=journal)
+    found = pool.adopt(index.entries())
+    logger.info("disk tier: %d of %d blocks are there from before, in %s", found, slots, directory)
+    return pool

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import platform
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("kvbm")
 
@@ -27,6 +28,20 @@ def node_of_pci(bus_id: str) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def node_of_device(device: str) -> int | None:
+    """The node of a torch device; None for the CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus_id = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+    return node_of_pci(bus_id)
 
 
 def prefer(address: int, length: int, node: int) -> bool:

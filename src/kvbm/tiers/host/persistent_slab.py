@@ -7,8 +7,8 @@ index of it like that of the disk. The directory looks the same too, so `kvbm ca
 
 Nothing is written twice: the copier stores to the slab as to any other. When that is over the slots are hashed, which
 takes no more than reading them; when every rank has confirmed the store, and it was good, the checksums are recorded.
-What was being written when the process died does not fit its checksum, whichever of the two is older, and what was
-never confirmed has none.
+A slot that was being written when the process died does not match its checksum, and a slot whose store was never
+confirmed has none.
 
 The next engine hashes every slot that the index names before it uses any. Ranks that share one host tier (the same KV
 on all of them) keep it in memory of another kind, which ends with them.
@@ -31,9 +31,10 @@ import numpy as np
 
 from kvbm.tiers.base import Operation
 from kvbm.tiers.bounded import DaemonThreads, keep_until_exit
+from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum, open_sums, write_sums
 from kvbm.tiers.disk.database import DATABASE, explain
-from kvbm.tiers.disk.file import SUMS_SUFFIX, DiskSpaceError, checksum, open_sums, write_sums
 from kvbm.tiers.disk.index import LOCK
+from kvbm.tiers.disk.prealloc import DiskSpaceError
 from kvbm.tiers.host.slab import HostSlab, Shared, mapped_bytes, refuse_if_too_large
 from kvbm.tiers.lock import PATIENCE_SECONDS, FileLock
 
@@ -50,9 +51,13 @@ Work = Callable[[int, int, bytes], None]  # position, slot, tag; raises ValueErr
 class PersistentSlab(HostSlab):
     """A :class:`~kvbm.tiers.host.slab.HostSlab` whose content the next process finds again.
 
+    ``rows``: the index of the last engine.
+
     ``hash`` and ``check`` may be called from any thread and return at once; the slots must not change until the
     operation is over.
     """
+
+    outlives_engine = True
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class PersistentSlab(HostSlab):
     ) -> None:
         """Raises OSError when it cannot be kept there, and HostMemoryError when there is not that much memory."""
         self.path = path
+        self.rows: Rows = []
         self._setting = setting
         self._lock = FileLock(path, patience, DIRECTORY_SETTING)
         self._fd = self._sums_fd = -1
@@ -89,8 +95,8 @@ class PersistentSlab(HostSlab):
 
     def carve(self, slots: int, slot_bytes: int) -> HostSlab:
         super().carve(slots, slot_bytes)
-        # Most pages are there, brought by several threads at once. One that cannot be had shall be missed here: it
-        # would kill whoever touches it later.
+        # Several threads have faulted in most pages. A page that the filesystem cannot provide must fail here: the
+        # first access to it would kill the process.
         try:
             os.posix_fallocate(self._fd, 0, mapped_bytes(self.size))
         except OSError as error:
@@ -99,7 +105,6 @@ class PersistentSlab(HostSlab):
 
     @contextlib.contextmanager
     def spared(self, slots: int) -> Iterator[None]:
-        """Whatever is done to the first so many slots meanwhile, they hold after it what they did before."""
         size = min(slots * self._bytes, self.size) if self.kept else 0
         before = ctypes.string_at(self.address, size)
         try:
@@ -107,8 +112,11 @@ class PersistentSlab(HostSlab):
         finally:
             ctypes.memmove(self.address, before, size)
 
+    def intact(self, slots: int) -> tuple[bytes, bytes]:
+        return held(self, slots, self.rows)
+
     def give_up(self) -> None:
-        """Close it and give the memory back with all that was kept: who cannot use it needs it for something else."""
+        """Close it and free its memory with all blocks: this engine cannot use them and needs the memory."""
         if self._pool.close():
             super().close()
             os.ftruncate(self._fd, 0)
@@ -130,7 +138,7 @@ class PersistentSlab(HostSlab):
             write_sums(self._sums_fd, first, self._sums[first : last + 1])
 
     def check(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation:
-        """Bad is whatever does not hold the block that its tag names."""
+        """Hash the slots. A slot that does not hold the block of its tag is bad."""
         operation = Operation("check", slots, [0] * len(slots), tags, self._bytes)
 
         def check(position: int, slot: int, tag: bytes) -> None:
@@ -185,10 +193,11 @@ Rows = list[tuple[int, bytes]]  # (slot, key)
 
 
 def held(slab: PersistentSlab, slots: int, rows: Rows) -> tuple[bytes, bytes]:
-    """A bit a slot: 1 where it holds the block that the ``rows`` of the index beside the slab say; and which index that
-    was (:func:`digest`). Waits until all have been hashed.
+    """(a bit for each slot, 1 if it holds the block that ``rows`` names; the :func:`digest` of the index). Waits until
+    all slots have been hashed.
 
-    The index is the last engine's: with the slab in our hands its workers are gone, and its leader is waited for.
+    The index is the last engine's. This rank holds the lock of the slab, so the workers of that engine have ended;
+    :func:`rows_of` waits for its leader.
     """
     bits = np.zeros(slots, dtype=np.uint8)
     rows = [(slot, key) for slot, key in rows if slot < slots]
@@ -215,8 +224,8 @@ def digest(directory: Path, rows: Rows, slots: int) -> bytes:
 
 
 def rows_of(directory: Path) -> Rows:
-    """What the index in the directory says. Nothing, with a sentence, when it is damaged; raises OSError when it cannot
-    be read now."""
+    """The rows of the index in the directory. Empty, with a logged reason, when it is damaged; raises OSError when it
+    cannot be read now."""
     path = directory / DATABASE
     if not path.is_file():
         return []

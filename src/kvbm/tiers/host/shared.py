@@ -1,8 +1,8 @@
 """Memory that several ranks of one machine map: for KV that is the same on all of them and is kept once.
 
-It has no name in any file system. One rank makes it and tells the others where to find it, they open it through
-``/proc`` while the maker still has it open, and from then on it lives exactly as long as somebody maps it: whatever way
-the ranks end, nothing is left behind. Nor does the size of ``/dev/shm``, 64 MB in many containers, set it a limit.
+It has no name in any file system. One rank creates it and sends the others its place. They open it through ``/proc``
+while the creator still has it open. The kernel frees it with its last mapping, also after a crash of the ranks. The
+size of ``/dev/shm``, 64 MB in many containers, does not limit it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedMemory:
-    """An open file without a name. Close it when everybody has mapped it."""
+    """An open file without a name. Close it when every rank has mapped it."""
 
     def __init__(self, file: int, size: int) -> None:
         self.file = file

@@ -50,6 +50,8 @@ class HostSlab:
     its own start meanwhile; :meth:`carve` waits for them.
     """
 
+    outlives_engine = False
+
     def __init__(
         self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None, shared: Shared | None = None
     ) -> None:
@@ -78,7 +80,7 @@ class HostSlab:
             numa.prefer(self.address + first, last - first, node)
         self._unpin: Callable[[int], None] | None = None
         self._pinned: list[int] = []
-        # A page of a filesystem that has run out of room kills whoever touches it: there the owner sees to the rest.
+        # Touching a page of a full filesystem kills the process: a subclass over a file allocates the pages itself.
         touch = shared is None or shared.ranks > 1
         self._filling = threading.Thread(
             target=_fault_in, args=(self.address, length, first, touch), name="kvbm-host-tier", daemon=True
@@ -92,6 +94,19 @@ class HostSlab:
         self._filling.join()
         self.slots, self.slot_bytes = slots, slot_bytes
         return self
+
+    def spared(self, slots: int) -> contextlib.AbstractContextManager[None]:
+        """Restores the first ``slots`` slots at its end: a warm-up overwrites blocks of the last engine there."""
+        return contextlib.nullcontext()
+
+    def intact(self, slots: int) -> tuple[bytes, bytes]:
+        """For :class:`kvbm.plans.TierHello`: the slots that hold blocks of the last engine, and by which index. Waits
+        until all have been hashed."""
+        return b"", b""
+
+    def give_up(self) -> None:
+        """Close it, and keep nothing of it for the next engine."""
+        self.close()
 
     @property
     def piece_slots(self) -> int:
@@ -108,7 +123,7 @@ class HostSlab:
             self._pinned.append(self.address + start)
 
     def close(self) -> None:
-        """Give the memory back; nobody may be using it any more."""
+        """Free the memory. No copy may still use it."""
         self._filling.join()
         if self._unpin is not None:
             for address in self._pinned:
@@ -119,7 +134,7 @@ class HostSlab:
         try:
             self._map.close()
         except BufferError:
-            # Somebody still holds a view. The memory goes back with it; freeing it under a reader would be worse.
+            # A reader still holds a view. The memory is freed with that view: unmapping it now would crash the reader.
             logger.debug("host slab is still in use; it will be freed with its last view")
 
 
@@ -146,8 +161,8 @@ class _ControlGroup(NamedTuple):
         return int((self.path / self.limit_file).read_text())  # "max" is none
 
     def taken(self) -> int:
-        """Bytes that it would not get back if it needed them. What it has cached of files, the weights that were just
-        read, say, the kernel gives back; MemAvailable leaves that out too."""
+        """Bytes in use that the kernel cannot reclaim. It can reclaim cached files, for example the weights that were
+        just read; MemAvailable leaves them out too."""
         taken = int((self.path / self.used_file).read_text())
         with contextlib.suppress(OSError):
             for line in (self.path / "memory.stat").read_text().splitlines():
@@ -165,7 +180,7 @@ def _control_groups() -> list[_ControlGroup]:
     groups = []
     for entry in entries:
         _, kinds, name = entry.split(":", 2)
-        # A container may see its own group as the outermost one, whatever the name says.
+        # In a container, the name may be a path of the host, while the container's group is mounted as the root.
         own = Path(name.lstrip("/"))
         if not kinds:
             files = "memory.max", "memory.current", ("active_file", "inactive_file")
@@ -179,7 +194,7 @@ def _control_groups() -> list[_ControlGroup]:
 def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks: int = 1) -> None:
     """Raise HostMemoryError when the machine has not that much. ``ranks``: how many share it."""
     available = available_memory()
-    # Leave a twentieth for everybody else: a machine that swaps is slower than no cache.
+    # Leave a twentieth for other processes: a machine that swaps is slower than no cache.
     usable = int(available * 0.95)
     if size > usable:
         whom = "on this rank" if ranks == 1 else f"for {ranks} ranks that share it"
@@ -191,7 +206,7 @@ def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks
 
 
 def mapped_bytes(size: int) -> int:
-    """What a slab of ``size`` bytes takes: whole huge pages."""
+    """The mapping of a slab of ``size`` bytes: whole huge pages."""
     return -(-size // _HUGE_PAGE) * _HUGE_PAGE
 
 

@@ -1,0 +1,125 @@
+"""Moves between tiers on one rank.
+
+Blocks of the near tier are written to the target from their slots. Blocks of a staged tier are read into near slots
+first, which the leader has lent for this, and written from there. The worker polls; no step waits for a store.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from kvbm.plans import MovePlan, MoveResult, TierName
+from kvbm.tiers.base import Operation
+from kvbm.tiers.staged_read import StagedStore
+
+
+class _Move:
+    """A move under way."""
+
+    def __init__(self, plan: MovePlan, source: StagedStore | None, target: StagedStore) -> None:
+        """``source``: None for the near tier."""
+        self._plan = plan
+        self._target = target
+        self._bad: set[int] = set()
+        self.reasons: set[str] = set()
+        self._reading: Operation | None = None
+        self._writing: Operation | None = None
+        self._written: Sequence[int] = range(len(plan.slots))  # positions that are written
+        if source is None:
+            self._writing = target.write(plan.targets, plan.slots, plan.tags)
+        else:
+            self._reading = source.read(plan.slots, plan.via, plan.tags)
+
+    def poll(self) -> MoveResult | None:
+        """None while it is under way."""
+        if self._reading is not None:
+            if not self._reading.done():
+                return None
+            self._hear(self._reading)
+            self._reading = None
+            self._written = good = [i for i in self._written if i not in self._bad]
+            targets, near_slots, tags = ([part[i] for i in good] for part in self._parts)
+            try:
+                self._writing = self._target.write(targets, near_slots, tags)  # type: ignore[arg-type]
+            except Exception as error:
+                # An exception would lose the loads and stores that the same poll reports.
+                self.reasons.add(f"{type(error).__name__}: {error}")
+                return MoveResult(self._plan.id, list(range(len(self._plan.slots))))
+        assert self._writing is not None
+        if not self._writing.done():
+            return None
+        self._hear(self._writing)
+        return MoveResult(self._plan.id, sorted(self._bad), self._writing.seconds)
+
+    @property
+    def _parts(self) -> tuple[list[int], list[int], list[bytes]]:
+        return self._plan.targets, self._plan.via, self._plan.tags
+
+    def _hear(self, operation: Operation) -> None:
+        self._bad.update(self._written[position] for position in operation.bad)
+        if operation.reason:
+            self.reasons.add(operation.reason)
+
+
+class Moves:
+    """Part of the worker. ``check_slots`` raises ValueError for slots that a tier does not have."""
+
+    def __init__(
+        self,
+        near_tier: TierName,
+        stores: Mapping[TierName, StagedStore],
+        check_slots: Callable[[TierName, list[int]], None],
+        faults: Counter[str],
+    ) -> None:
+        self._near_tier = near_tier
+        self._stores = stores
+        self._check_slots = check_slots
+        self._faults = faults
+        self._moves: dict[int, _Move] = {}
+        self._failed: list[MovePlan] = []
+        self._due: list[MovePlan] = []
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._moves or self._due or self._failed)
+
+    def add(self, moves: Sequence[MovePlan]) -> None:
+        """Moves of the current step, which :meth:`start_due` starts. Those of a step that was never ended stay due."""
+        self._due += moves
+
+    def start_due(self) -> None:
+        """Once a step: at its end or, where that comes later or not at all, with the next poll. vLLM polls before the
+        end where there is a draft model, and ends no step that has no forward pass."""
+        due, self._due = self._due, []
+        self.start(due)
+
+    def start(self, moves: Sequence[MovePlan]) -> None:
+        for move in moves:
+            try:
+                self._moves[move.id] = self._start(move)
+            except Exception as error:
+                self._failed.append(move)
+                self._faults[f"spill: {type(error).__name__}: {error}"] += 1
+
+    def _start(self, move: MovePlan) -> _Move:
+        source = self._stores.get(move.source)
+        if (source is None and move.source != self._near_tier) or move.target not in self._stores:
+            raise RuntimeError(f"this rank cannot move blocks from {move.source} to {move.target}")
+        self._check_slots(move.source, move.slots)
+        self._check_slots(move.target, move.targets)
+        if source is not None:
+            self._check_slots(self._near_tier, move.via)
+            if not len(move.via) == len(move.slots) == len(move.targets):
+                raise ValueError(f"move of {len(move.slots)} blocks through {len(move.via)} staging slots")
+        return _Move(move, source, self._stores[move.target])
+
+    def take_ended(self) -> list[MoveResult]:
+        results = [MoveResult(move.id, list(range(len(move.slots)))) for move in self._failed]
+        self._failed.clear()
+        for i, move in list(self._moves.items()):
+            if (result := move.poll()) is not None:
+                del self._moves[i]
+                results.append(result)
+                self._faults.update(f"spill: {reason}" for reason in move.reasons)
+        return results
