@@ -396,6 +396,7 @@ def test_an_engine_that_failed_has_a_line_that_says_why(gpu):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_dry_run_goes_through(tmp_path):
     """A real vLLM on the CPU, and with it every call that the benchmark makes of it."""
     command = [sys.executable, str(FOLDER / "ttft.py"), "--dry", "--models", str(tmp_path), "--kinds", "kvbm"]
@@ -460,6 +461,7 @@ def test_a_disk_that_gave_nothing_is_told(gpu):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_dry_run_from_disk_goes_through(tmp_path):
     command = [sys.executable, str(FOLDER / "disk.py"), "--dry", "--models", str(tmp_path), "--kinds", "kvbm"]
     command += ["--length", "256", "--limit", "240", "--json", str(tmp_path / "x.json")]

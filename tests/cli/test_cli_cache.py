@@ -196,7 +196,7 @@ def test_clear_refuses_a_cache_in_use(engine, capsys, who):
 def test_clear_removes_what_is_not_in_use(tmp_path, engine, capsys):
     other = Engine(tmp_path, "org/another").stop()
     assert main(["cache", "clear", str(tmp_path)]) == 2
-    assert "say --all" in capsys.readouterr().err
+    assert "use --all" in capsys.readouterr().err
     assert main(["cache", "clear", "--all", str(tmp_path)]) == 1
     assert not other.exists()
     assert engine.path.exists()

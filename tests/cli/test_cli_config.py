@@ -60,12 +60,11 @@ def test_all_has_every_setting_and_marks_what_is_not_used(capsys):
 
 def test_warnings_and_unused_go_to_standard_error(monkeypatch, capsys):
     monkeypatch.setenv("DYN_KVBM_CPU_CACH_GB", "1")
-    monkeypatch.setenv("DYN_KVBM_OBJECT_BUCKET", "b")
-    monkeypatch.setenv("DYN_KVBM_OBJECT_ENABLED", "1")
+    monkeypatch.setenv("DYN_KVBM_DISABLE_WRITE_COMBINED", "1")
     assert main(["config"]) == 0
     printed = capsys.readouterr()
     assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in printed.err
-    assert "accepted, not used: DYN_KVBM_OBJECT_BUCKET, DYN_KVBM_OBJECT_ENABLED: KVBM has no object" in printed.err
+    assert "accepted, not used: DYN_KVBM_DISABLE_WRITE_COMBINED: KVBM never allocates" in printed.err
     assert "did you mean" not in printed.out
 
 
@@ -93,6 +92,7 @@ def test_extra_that_is_no_json_object_is_refused(text, capsys):
 def test_json_has_every_setting_with_its_source(monkeypatch, capsys):
     monkeypatch.setenv("KVBM_ONBOARD", "sync")
     monkeypatch.setenv("DYN_KVBM_OBJECT_SECRET_KEY", "hunter2")
+    monkeypatch.setenv("DYN_CONNECTOR", "kvbm")
     assert main(["config", "--json"]) == 0
     out = capsys.readouterr().out
     printed = json.loads(out)
@@ -105,7 +105,7 @@ def test_json_has_every_setting_with_its_source(monkeypatch, capsys):
     }
     assert printed["settings"]["disk_cache_dir"]["value"] == "/tmp"
     assert printed["settings"]["trtllm_zmq_port"]["value"] is None
-    assert printed["unused"] == ["DYN_KVBM_OBJECT_SECRET_KEY"]
+    assert printed["unused"] == ["DYN_CONNECTOR"]
     assert "hunter2" not in out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -15,28 +16,21 @@ import time
 
 import msgspec
 import pytest
+from rich.console import Console
 
 import observed
 from kvbm.cli.main import main
-from kvbm.cli.top import draw
+from kvbm.cli.screen import draw
 from kvbm.observe.findings import explain
 from kvbm.observe.remote import NotReachableError, fetch, normal_url
-from kvbm.observe.server import Server
 from kvbm.observe.snapshot import Flow
 from processes import heed_interrupts
 
 
-@pytest.fixture
-def source():
-    return observed.FixedSource()
-
-
-@pytest.fixture
-def server(source):
-    server = Server(source, "127.0.0.1", 0)
-    server.start()
-    yield server
-    server.close()
+def lines_of(before, now, width=100):
+    console = Console(width=width, file=io.StringIO(), markup=False)
+    console.print(draw(before, now))
+    return console.file.getvalue().splitlines()
 
 
 def later():
@@ -52,43 +46,40 @@ def later():
 
 
 def test_the_screen_has_tiers_flows_rates_and_requests():
-    text = "\n".join(draw(observed.SNAPSHOT, later()))
+    text = "\n".join(lines_of(observed.SNAPSHOT, later()))
     assert "a/model on vllm 0.31.0, 2 ranks, up 62.0 s" in text
     assert "host 46%, disk 4% of 120 blocks" in text
     assert "It helps" in text
     assert re.search(r"host +█+░+ 300 MB of 400 MB \(75%\), 7 evicted", text)
     assert re.search(r"↑ host → device +20\.0 blocks/s +2 GB/s", text)
     assert re.search(r"↓ host → disk +0\.0 blocks/s", text)
-    assert re.search(r"330 +16 +240 +10 ms +200 ms  in the step: nobody else is running", text)
+    assert re.search(r"330 +16 +240 +10 ms +200 ms  loaded in the step \(no other requests ru", text)
 
 
 def test_without_an_earlier_look_there_are_no_rates():
-    assert re.search(r"↑ host → device +0\.0 blocks/s", "\n".join(draw(None, later())))
+    assert re.search(r"↑ host → device +0\.0 blocks/s", "\n".join(lines_of(None, later())))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
-def test_the_bars_fit_the_screen(width):
-    lines = draw(observed.SNAPSHOT, later(), width)
-    bars = [line for line in lines if "█" in line]
-    assert len(bars) == 2
-    assert all(len(line) <= max(width, 80) for line in bars)
+def test_every_line_fits_the_screen(width):
+    lines = lines_of(observed.SNAPSHOT, later(), width)
+    assert len([line for line in lines if "█" in line]) == 2
+    assert all(len(line) <= width for line in lines)
 
 
 def test_a_full_and_an_empty_tier_can_be_drawn():
     full = msgspec.structs.replace(observed.HOST, free=0, idle=390, writing=5, pinned=5)
     empty = msgspec.structs.replace(observed.DISK, free=1000, idle=0)
-    lines = draw(None, observed.snapshot(tiers=[full, empty]))
+    lines = lines_of(None, observed.snapshot(tiers=[full, empty]))
     first, second = (line for line in lines if line.startswith(("host ", "disk ")))
     assert "░" not in first
     assert "█" not in second
+    unknown = msgspec.structs.replace(observed.DISK, slots=0, free=0, idle=0)
+    assert "disk    " + "░" * 30 + " size not known" in lines_of(None, observed.snapshot(tiers=[unknown]))
 
 
-def test_colors_are_for_terminals_only():
-    assert not any("\x1b" in line for line in draw(None, later()))
-    assert any("\x1b" in line for line in draw(None, later(), color=True))
-
-
-def test_one_look_can_be_piped(server, capsys):
+def test_one_snapshot_can_be_piped(server, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert main(["top", "--once", str(server.port)]) == 0
     out = capsys.readouterr().out
     assert "a/model" in out
@@ -108,13 +99,24 @@ def test_somebody_else_there_is_said_too(server, source, capsys):
         fetch(f"http://127.0.0.1:{server.port}")
 
 
-def test_another_user_at_the_port_sends_no_escapes_to_the_terminal(server, source, capsys):
-    identity = msgspec.structs.replace(observed.IDENTITY, model="\x1b]0;title\x07\x9b31m")
-    source.now = observed.snapshot(identity=identity)
+def test_another_user_at_the_port_sends_no_escapes_to_the_terminal(server, source, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    identity = msgspec.structs.replace(observed.IDENTITY, model="\x1b]0;title\x07\x9b31m [red]m[/red] :boom:")
+    request = msgspec.structs.replace(observed.SNAPSHOT.requests[0], why="[red]why[/red] :boom:")
+    source.now = observed.snapshot(identity=identity, requests=[request])
     assert main(["top", "--once", str(server.port)]) == 0
     shown = capsys.readouterr().out
-    assert "title" in shown
+    assert "[red]why[/red] :boom:" in shown
+    assert r"\x1b]0;title\x07\x9b31m [red]m[/red] :boom: on vllm" in shown
     assert not [sign for sign in shown if sign != "\n" and not sign.isprintable()]
+
+
+def test_without_rich_it_says_what_to_install(server, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "kvbm.cli.screen")
+    monkeypatch.delattr("kvbm.cli.screen")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["top", "--once", str(server.port)]) == 1
+    assert capsys.readouterr().err == "kvbm top: the package rich is not installed; pip install 'kvbm[cli]'\n"
 
 
 @pytest.mark.timeout(60)

@@ -217,7 +217,7 @@ def test_with_the_switch_leader_and_workers_are_entered(tmp_path):
         ({"runtime_enabled": True, "control": False}, False),
     ],
 )
-def test_orders_through_dynamo_are_taken_where_nothing_forbids_it(given, heard, tmp_path, monkeypatch):
+def test_commands_through_dynamo_are_taken_where_nothing_forbids_it(given, heard, tmp_path, monkeypatch):
     opened = []
 
     class Endpoint:

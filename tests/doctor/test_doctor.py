@@ -14,10 +14,12 @@ from importlib import metadata
 
 import pytest
 
+import kvbm
 import observed
 from kvbm import config, doctor
 from kvbm.cli.main import main
 from kvbm.doctor import gpu, memory, setup, tiers
+from kvbm.engines.vllm import shortcuts
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import HitRates, Saved
 from kvbm.runtime.channel import ZmqLeader
@@ -25,12 +27,13 @@ from kvbm.tiers.lock import FileLock
 from servers import free_ports
 
 GOOD = {"DYN_KVBM_CPU_CACHE_GB": "0.1"}
+VERSIONS = {"vllm": "0.31.0+cpu", "torch": "2.13.0+cpu", "kvbm": kvbm.__version__}
 PORTS = ("DYN_KVBM_METRICS_PORT", "DYN_KVBM_LEADER_ZMQ_PUB_PORT", "DYN_KVBM_LEADER_ZMQ_ACK_PORT")
 
 
 def _version(name):
-    if name == "vllm":
-        return "0.31.0+cpu"
+    if name in VERSIONS:
+        return VERSIONS[name]
     raise metadata.PackageNotFoundError(name)
 
 
@@ -107,6 +110,9 @@ def test_the_disk_is_measured_unless_in_a_hurry(ask, tmp_path):
 def test_for_people_there_are_sentences(monkeypatch, capsys):
     assert main(["doctor", "--quick"]) == 1
     out = capsys.readouterr().out
+    python = ".".join(map(str, sys.version_info[:3]))
+    versions = f"KVBM {kvbm.__version__}, Python {python}, torch 2.13.0+cpu, vllm 0.31.0+cpu"
+    assert out.startswith(f"ok   versions   {versions}")
     assert "BAD  settings   At least one cache tier must be configured" in out
     assert "→ export DYN_KVBM_CPU_CACHE_GB=20" in out
     assert out.endswith("1 thing wrong.\n")
@@ -177,7 +183,7 @@ def test_memory_of_a_running_engine_is_not_called_left_over(ask, tmp_path):
         slab.write_bytes(bytes(1 << 20))
     lock = FileLock(slabs[0])
     _, found = ask("--quick", KVBM_HOST_PERSIST_DIR=tmp_path, **GOOD)
-    assert found["memory-kept"]["text"].startswith("1.05 MB of memory are kept")
+    assert found["memory-kept"]["text"].startswith("Host tiers of engines that have ended hold 1.05 MB")
     other = FileLock(slabs[1])
     assert "memory-kept" not in ask("--quick", KVBM_HOST_PERSIST_DIR=tmp_path, **GOOD)[1]
     lock.release()
@@ -199,7 +205,7 @@ def test_room_that_only_caches_of_before_have(ask, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     code, found = ask("--quick", DYN_KVBM_DISK_CACHE_GB="1", DYN_KVBM_DISK_CACHE_DIR=tmp_path, **GOOD)
     assert (code, found["disk-kept"]["level"]) == (0, "note")
-    assert found["disk-kept"]["text"].startswith("1.05 MB at")
+    assert found["disk-kept"]["text"].startswith("Existing caches hold 1.05 MB at")
     assert "disk-kept" not in ask("--quick", DYN_KVBM_DISK_CACHE_GB="0.9", DYN_KVBM_DISK_CACHE_DIR=tmp_path, **GOOD)[1]
 
 
@@ -279,7 +285,21 @@ def test_an_engine_that_was_not_tested(ask, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     _, found = ask("--quick", **GOOD)
     assert found["engine-untested"]["level"] == "note"
-    assert "0.99.1 is installed; KVBM is made for" in found["engine-untested"]["text"]
+    assert "0.99.1 is installed; KVBM supports" in found["engine-untested"]["text"]
+
+
+@pytest.mark.parametrize(("switch", "name"), [("1", "shortcuts"), ("0", "shortcuts-off")])
+def test_loops_of_vllm_that_are_replaced_are_listed(ask, switch, name):
+    _, found = ask("--quick", KVBM_FAST_PROMPTS=switch, **GOOD)
+    assert {"shortcuts", "shortcuts-off"} & set(found) == {name}
+    assert "KVBM_FAST_PROMPTS" in found[name]["text"]
+    for each in shortcuts.describe("0.31.0"):
+        assert each.replaces in found[name]["text"]
+
+
+def test_a_release_without_shortcuts_has_none_to_list(ask, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
+    assert not {"shortcuts", "shortcuts-off"} & set(ask("--quick", **GOOD)[1])
 
 
 def pd(*children):
@@ -338,7 +358,7 @@ def test_a_card_with_half_of_its_lanes(ask, monkeypatch):
     card = gpu.Card("NVIDIA H200", 143771 << 20, "580.95.05", 8, 16)
     monkeypatch.setattr(gpu, "gpus", lambda: (card,))
     answer = ask("--quick", **GOOD)
-    assert_wrong(answer, "pcie-narrow", "8 of the 16 PCIe lanes", "slot")
+    assert_wrong(answer, "pcie-narrow", "8 of its 16 PCIe lanes", "slot")
 
 
 def test_tiers_are_compared_with_the_cards_memory(ask, monkeypatch):
@@ -380,6 +400,7 @@ def test_an_engine_that_gains_is_well(ask, engine):
     code, found = ask("--quick", "--url", server.url)
     assert code == 0, found
     assert "It helps" in found["gain"]["text"]
+    assert "The running engine: vllm 0.31.0 with KVBM 2.0." in found["versions"]["text"]
 
 
 def test_an_engine_without_gain_is_told_why(ask, engine):
@@ -418,8 +439,20 @@ def test_a_check_that_breaks_is_a_finding(ask, monkeypatch):
         def run(self, case):
             raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr(doctor, "CHECKS", (Broken(), *doctor.CHECKS[:1]))
+    monkeypatch.setattr(doctor, "CHECKS", (Broken(), *doctor.CHECKS[:2]))
     code, found = ask("--quick", **GOOD)
     assert code == 1
     assert "ZeroDivisionError: oh" in found["check-failed"]["text"]
     assert "settings" in found  # the others go on
+
+
+def test_no_text_of_a_finding_controls_the_terminal(monkeypatch, capsys):
+    class Hostile:
+        name = "hostile"
+
+        def run(self, case):
+            raise OSError("two\nlines \x1b[2J\u202e")
+
+    monkeypatch.setattr(doctor, "CHECKS", (Hostile(),))
+    assert main(["doctor", "--quick"]) == 1
+    assert r"OSError: two lines \x1b[2J\u202e" in capsys.readouterr().out

@@ -254,7 +254,7 @@ def test_a_consolidator_that_dies_is_spoken_of_once(monkeypatch, caplog, how, to
     assert not watch.is_alive()
     started.close()
     assert counted == told
-    assert caplog.text.count(f"nobody hears of this engine's blocks on tcp://127.0.0.1:{port}") == len(told)
+    assert caplog.text.count(f"no more events of this engine on tcp://127.0.0.1:{port}") == len(told)
 
 
 def test_each_rank_publishes_on_a_port_of_its_own():

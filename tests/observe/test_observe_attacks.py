@@ -29,19 +29,6 @@ HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 PATIENCE = 60  # seconds; the machine may be busy
 
 
-@pytest.fixture
-def source():
-    return observed.FixedSource()
-
-
-@pytest.fixture
-def server(source):
-    server = Server(source, "127.0.0.1", 0)
-    server.start()
-    yield server
-    server.close()
-
-
 def get(server, path):
     with HTTP.open(server.url + path, timeout=PATIENCE) as response:
         return response.read()

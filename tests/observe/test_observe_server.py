@@ -20,19 +20,6 @@ from kvbm.observe.web import Limits
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-@pytest.fixture
-def source():
-    return observed.FixedSource()
-
-
-@pytest.fixture
-def server(source):
-    server = Server(source, "127.0.0.1", 0)
-    server.start()
-    yield server
-    server.close()
-
-
 def get(server, path):
     with HTTP.open(server.url + path, timeout=10) as response:
         return response.read(), response.headers

@@ -1,5 +1,6 @@
-"""`kvbm bench`: does KVBM make answers come sooner, and by how much?
+"""`kvbm bench`: measure how much KVBM shortens the time to first token.
 
-``workload`` decides who asks what and when, ``client`` asks an OpenAI endpoint and times the answer, ``runner`` puts
-the two together for every target and rate, ``results`` is what comes of it, ``report`` makes a page with plots of that.
+``workload`` makes the requests and their times, ``client`` sends them to an OpenAI endpoint and measures the answers,
+``runner`` combines the two for every target and rate, ``results`` holds and summarises the samples, and ``report``
+writes a page with plots.
 """

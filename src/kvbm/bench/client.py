@@ -1,7 +1,7 @@
-"""Asks an OpenAI endpoint and times the answer.
+"""Sends requests to an OpenAI endpoint and measures the answers.
 
-Time to first token is from just before the request is sent to the first piece of text that is not empty: as LMBenchmark
-has it. An answer without any text has none, rather than 0 seconds, which would pass for the best of all.
+Time to first token runs from just before the request is sent to the first piece of text that is not empty, as in
+LMBenchmark. An answer without text has no time to first token. A value of 0 seconds would be the best of all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT = 600.0
 
 
 class EndpointError(Exception):
-    """The endpoint did not answer as it should; the text says what it said."""
+    """The endpoint gave no valid answer; the text contains its answer."""
 
 
 class Prompt(NamedTuple):
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """What became of a request. Times are seconds since the run began; ``error`` is empty when it was answered."""
+    """The result of a request. Times are seconds since the start of the run; ``error`` is empty for a full answer."""
 
     user: int
     round: int
@@ -40,7 +40,7 @@ class Answer(msgspec.Struct, kw_only=True):
     finished: float
     ttft: float | None = None  # None: there was no text
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, where the server says so
+    cached_tokens: int = 0  # of the prompt, where the server reports them
     output_tokens: int = 0
     text: str = ""
     error: str = ""
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Endpoint:
-    """``url`` with or without /v1 at its end. Every request has a connection of its own."""
+    """``url``: with or without /v1 at its end. Every request opens its own connection."""
 
     def __init__(
         self, url: str, model: str, api_key: str = "", extra: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
@@ -62,7 +62,7 @@ class Endpoint:
         except ValueError as error:
             raise EndpointError(f"{url!r}: {error}; expected a URL, for example http://localhost:8000") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EndpointError(f"{url!r} is no URL of an endpoint, for example http://localhost:8000")
+            raise EndpointError(f"{url!r} is not a URL of an endpoint; expected for example http://localhost:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self.model = model
         self._secure = parts.scheme == "https"
@@ -100,7 +100,7 @@ class Endpoint:
             raise EndpointError(f"{self.url}/v1/models gave no list of models: {error!r}") from error
 
     def ask(self, prompt: Prompt, max_tokens: int, user: int, number: int, epoch: float) -> Answer:
-        """Never raises for what the endpoint does: that is in the answer. ``epoch``: time.monotonic() of time 0."""
+        """Never raises for a fault of the endpoint: the answer contains it. ``epoch``: time.monotonic() at time 0."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -157,12 +157,12 @@ class Endpoint:
                     pieces.append(text)
         answer.text = "".join(pieces)
         if not ended:
-            answer.error = "the stream broke off"
+            answer.error = "the stream ended early"
 
 
 def _text(choice: dict[str, Any]) -> str:
     delta = choice.get("delta")
     if delta is None:
         return choice.get("text") or ""
-    # What a model thinks aloud is text as well: the user sees it come.
+    # Reasoning counts as text, because the user sees it arrive.
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

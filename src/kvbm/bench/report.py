@@ -1,4 +1,4 @@
-"""A page with the plots and tables of benchmark results: one file, nothing from elsewhere, light and dark."""
+"""A page with the plots and tables of benchmark results: one self-contained file, light and dark."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 from kvbm.bench.results import Result, Run, percentile
+from kvbm.observe.format import columns
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 44
@@ -15,7 +16,7 @@ COLORS = ("a", "b", "c", "d", "e", "f")  # classes of the style sheet
 
 
 def page(results: Sequence[Result]) -> str:
-    """Runs of all results beside each other, in their order."""
+    """The page of all results, side by side, in their order."""
     runs = [run for result in results for run in result.runs]
     targets = list(dict.fromkeys(run.target for run in runs))
     parts = [f"<h1>Time to first token: {escape(' and '.join(targets))}</h1>", _about(results)]
@@ -55,7 +56,7 @@ def _about(results: Sequence[Result]) -> str:
 
 
 def _verdict(runs: Sequence[Run], targets: Sequence[str]) -> str:
-    """How the last target compares with the first, rate by rate."""
+    """A comparison of the last target with the first, rate by rate."""
     if len(targets) < 2:
         return ""
     ratios = []
@@ -82,7 +83,7 @@ def _color(number: int) -> str:
 
 
 class Axis(NamedTuple):
-    """Values to places along it."""
+    """Maps values to positions."""
 
     low: float
     high: float
@@ -244,7 +245,7 @@ def _table(runs: Sequence[Run]) -> str:
 
 
 def _servers(runs: Sequence[Run]) -> str:
-    """What the servers counted, beside what was seen from outside."""
+    """The counters of the servers, beside the client's own count."""
     names = list(dict.fromkeys(name for run in runs for name in run.server))
     if not names:
         return ""
@@ -268,7 +269,7 @@ def _seconds(value: float | None) -> str:
 
 
 def text(runs: Sequence[Run]) -> str:
-    """The table that matters, for a terminal."""
+    """The summary as a table for a terminal."""
     names = ("target", "rate", "answered", "failed", "mean TTFT", "median", "99 %", "requests/s", "tokens out/s")
     rows = [
         (run.target, f"{run.qps:g}" if run.qps else "trace", str(run.summary.answered), str(run.summary.failed),
@@ -276,10 +277,7 @@ def text(runs: Sequence[Run]) -> str:
          f"{run.summary.requests_per_second:.2f}", f"{run.summary.output_tokens_per_second:.1f}")
         for run in runs
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (names, *rows)
-    )
+    return "\n".join(columns([names, *rows], right=range(len(names))))
 
 
 _PAGE = """<!doctype html>

@@ -1,4 +1,4 @@
-"""What came of a benchmark: every answer, and what it amounts to."""
+"""The results of a benchmark: every answer, and a summary."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one target at one rate. Times in seconds; None where there is nothing to take them of."""
+    """One target at one rate. Times in seconds; None without a sample."""
 
     sent: int
     answered: int
     failed: int
-    without_text: int  # answered, but no text came: these have no time to first token
-    unfinished: int  # given up on when the time was over
-    late: int  # questions that could not be asked in time
+    without_text: int  # answered without text, so without a time to first token
+    unfinished: int  # still running when the run ended
+    late: int  # questions sent after their time
     seconds: float  # from the first request to the last answer
     requests_per_second: float
     input_tokens_per_second: float
     output_tokens_per_second: float
-    cached_percent: float | None  # of all prompt tokens, where the server says so
+    cached_percent: float | None  # of all prompt tokens, where the server reports them
     ttft_mean: float | None
     ttft_p50: float | None
     ttft_p90: float | None
     ttft_p99: float | None
     ttft_max: float | None
-    tokens_per_second_of_a_request: float | None  # while it is being answered, after its first token
+    tokens_per_second_of_a_request: float | None  # after its first token
     latency_mean: float | None
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     url: str
-    qps: float  # asked for; 0 for a trace
+    qps: float  # the requested rate; 0 for a trace
     summary: Summary
     samples: list[Sample]
-    server: dict[str, float] = {}  # what the server counted meanwhile, by name
+    server: dict[str, float] = {}  # the server's own counters during the run, by name
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of all do not exceed."""
+    """The smallest value that ``percent`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1]
 
@@ -137,15 +137,15 @@ def to_json(result: Result) -> bytes:
 
 
 def from_json(data: bytes) -> Result:
-    """Raises msgspec.DecodeError when this is no result, or one of another format."""
+    """Raises msgspec.DecodeError for invalid data and for an unknown format."""
     result = _decode(data)
     if result.format != FORMAT:
-        raise msgspec.DecodeError(f"a result of format {result.format}, and only {FORMAT} is known here")
+        raise msgspec.DecodeError(f"the result has format {result.format}; this release reads format {FORMAT}")
     return result
 
 
 def csv(run: Run) -> str:
-    """The columns of LMBenchmark's output files, so that its plots read them."""
+    """The samples in the format of LMBenchmark's output files, for its plots."""
     names = "prompt_tokens,generation_tokens,ttft,generation_time,user_id,question_id,launch_time,finish_time"
     lines = [names]
     for sample in run.samples:

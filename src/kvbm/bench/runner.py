@@ -1,4 +1,4 @@
-"""Runs a workload against endpoints, one after the other, and shows how far it is."""
+"""Runs a workload against endpoints, one after the other, with a progress bar."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import re
 import sys
 import threading
 import time
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from kvbm.bench.client import Answer, Endpoint, EndpointError
 from kvbm.bench.results import Run, Sample, summarise
 from kvbm.bench.workload import Ask, MultiRound, Workload, warm_up
+from kvbm.observe.format import printable
+from kvbm.observe.terminal import progress
 
-TICK = 0.02  # seconds between two looks at what is due
-PATIENCE = 120.0  # seconds to wait, after the last request was sent, for those under way
+TICK = 0.02  # seconds between two polls of the workload
+PATIENCE = 120.0  # seconds to wait for the last answers
 
-# What a server counts that says whether the cache was used: Prometheus name -> name in the result.
+# Counters of a server that show whether the cache was used: Prometheus name -> name in the result.
 SERVER_COUNTERS = {
     "vllm:prompt_tokens": "prompt_tokens",
     "vllm:generation_tokens": "generation_tokens",
@@ -35,51 +37,18 @@ class Target(NamedTuple):
     endpoint: Endpoint
 
 
-class Progress:
-    """A bar that is rewritten on a terminal; elsewhere a line every ten seconds."""
-
-    def __init__(self, label: str, seconds: float, out: TextIO | None = None) -> None:
-        self._out = sys.stderr if out is None else out
-        self._label = label
-        self._seconds = max(seconds, 0.001)
-        self._terminal = self._out.isatty()
-        self._next = 0.0
-
-    def show(self, now: float, sent: int, running: int, answers: list[Answer]) -> None:
-        if now < self._next:
-            return
-        self._next = now + (0.2 if self._terminal else 10.0)
-        part = min(1.0, now / self._seconds)
-        ttfts = [answer.ttft for answer in answers if answer.ttft is not None]
-        mean = f"{sum(ttfts) / len(ttfts):.2f} s" if ttfts else "-"
-        failed = sum(bool(answer.error) for answer in answers)
-        trouble = f", {failed} failed" if failed else ""
-        text = f"{sent} sent, {running} running, mean time to first token {mean}{trouble}"
-        if self._terminal:
-            full = int(24 * part)
-            self._out.write(f"\r\x1b[K{self._label}  {'█' * full}{'░' * (24 - full)} {part:4.0%}  {text}")
-        else:
-            self._out.write(f"{self._label}  {now:5.0f} of {self._seconds:.0f} s  {text}\n")
-        self._out.flush()
-
-    def end(self, text: str) -> None:
-        self._out.write(f"\r\x1b[K{self._label}  {text}\n" if self._terminal else f"{self._label}  {text}\n")
-        self._out.flush()
-
-
 class Interrupted(Exception):  # noqa: N818
-    """The user has had enough; ``run`` is what there was until then."""
+    """The user pressed Ctrl-C; ``run`` has the results until then."""
 
     def __init__(self, run: Run) -> None:
         super().__init__("stopped")
         self.run = run
 
 
-def run(target: Target, workload: Workload, qps: float, patience: float = PATIENCE, quiet: bool = False) -> Run:
-    """All of a workload against one endpoint. Raises `EndpointError` when the endpoint is not there at all."""
+def run(target: Target, workload: Workload, qps: float, patience: float = PATIENCE) -> Run:
+    """Run a workload against one endpoint. Faults of the endpoint are part of the result."""
     before = server_counters(target.endpoint)
     label = f"{target.name:>12} {f'{qps:g} requests/s' if qps else 'trace':16}"
-    progress = None if quiet else Progress(label, workload.seconds)
     answers: list[Answer] = []
     running: set[threading.Thread] = set()
     sent = 0
@@ -91,23 +60,28 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
         what.done(answer)
         answers.append(answer)
 
+    def describe() -> str:
+        ttfts = [answer.ttft for answer in answers if answer.ttft is not None]
+        mean = f"{sum(ttfts) / len(ttfts):.2f} s" if ttfts else "-"
+        failed = sum(bool(answer.error) for answer in answers)
+        return f"{sent} sent, {len(running)} running, {failed} failed, mean time to first token {mean}"
+
     try:
-        while not workload.over(now := time.monotonic() - epoch):
-            for what in workload.due(now):
-                thread = threading.Thread(target=ask, args=(what,), daemon=True)
-                running.add(thread)
-                thread.start()
-                sent += 1
-            running = {thread for thread in running if thread.is_alive()}
-            if progress:
-                progress.show(now, sent, len(running), answers)
-            time.sleep(TICK)
-        deadline = time.monotonic() + patience
-        while running and time.monotonic() < deadline:
-            running = {thread for thread in running if thread.is_alive()}
-            if progress:
-                progress.show(time.monotonic() - epoch, sent, len(running), answers)
-            time.sleep(TICK)
+        with progress(label, lines_every=10.0) as show:
+            while not workload.over(now := time.monotonic() - epoch):
+                for what in workload.due(now):
+                    thread = threading.Thread(target=ask, args=(what,), daemon=True)
+                    running.add(thread)
+                    thread.start()
+                    sent += 1
+                running = {thread for thread in running if thread.is_alive()}
+                show(now, workload.seconds, describe)
+                time.sleep(TICK)
+            deadline = time.monotonic() + patience
+            while running and time.monotonic() < deadline:
+                running = {thread for thread in running if thread.is_alive()}
+                show(time.monotonic() - epoch, workload.seconds, describe)
+                time.sleep(TICK)
     except KeyboardInterrupt:
         stopped = True
     done = list(answers)
@@ -117,19 +91,20 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
     after = server_counters(target.endpoint)
     server = {name: after[name] - before.get(name, 0.0) for name in after}
     result = Run(target=target.name, url=target.endpoint.url, qps=qps, summary=summary, samples=samples, server=server)
-    if progress:
-        mean = f"{summary.ttft_mean:.3f} s" if summary.ttft_mean is not None else "-"
-        progress.end(
-            f"{summary.answered} answered, {summary.failed} failed, mean time to first token {mean}, "
-            f"{summary.requests_per_second:.2f} requests/s"
-        )
+    mean = f"{summary.ttft_mean:.3f} s" if summary.ttft_mean is not None else "-"
+    print(
+        f"{printable(label)}  {summary.answered} answered, {summary.failed} failed, mean time to first token {mean}, "
+        f"{summary.requests_per_second:.2f} requests/s",
+        file=sys.stderr,
+        flush=True,
+    )
     if stopped:
         raise Interrupted(result)
     return result
 
 
 def warm(target: Target, count: int = 10) -> None:
-    """Short requests that are not timed. Raises `EndpointError` when none of them is answered."""
+    """Send short requests without measuring them. Raises `EndpointError` if none of them gets an answer."""
     problem = ""
     answered = 0
     for i, prompt in enumerate(warm_up(count)):
@@ -141,7 +116,7 @@ def warm(target: Target, count: int = 10) -> None:
 
 
 def server_counters(endpoint: Endpoint) -> dict[str, float]:
-    """Counters of the endpoint's own /metrics page, summed over their labels; empty where there is none."""
+    """Counters of the endpoint's own /metrics page, summed over their labels; empty without such a page."""
     try:
         text = endpoint.get("/metrics", timeout=10)
     except EndpointError:

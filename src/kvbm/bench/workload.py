@@ -1,12 +1,12 @@
-"""Who asks what, and when.
+"""Workloads: which user sends which prompt, and when.
 
-A workload is asked again and again what is due; it has no clock and no network. Two of them:
+The runner polls a workload for the requests that are due. A workload uses no clock and no network. There are two:
 
-:class:`MultiRound` is that of LMBenchmark's synthetic multi-round QA, with its parameters: users with a long history of
-their own behind a system prompt that all share, each asking ``num_rounds`` questions, one every ``num_users / qps``
-seconds, while new users join as others leave. At the start it is as if that had been going on for ever: users are
-spread over their rounds. As there, users leave after ``num_rounds - 1`` gaps, so that the rate is really a little
-higher than ``qps``: by a twentieth with 20 rounds.
+:class:`MultiRound` is LMBenchmark's synthetic multi-round QA, with its parameters. Each user has a long history
+of their own behind a system prompt that all share, and asks ``num_rounds`` questions, one every ``num_users / qps``
+seconds. New users join as others leave. At the start, users are spread over their rounds, as in a steady state. As in
+LMBenchmark, users leave after ``num_rounds - 1`` gaps, so the real rate is a little above ``qps``: by a twentieth with
+20 rounds.
 
 :class:`Replay` sends the requests of a trace in Mooncake's format at their own times.
 """
@@ -21,38 +21,38 @@ from typing import NamedTuple, Protocol
 
 from kvbm.bench.client import Answer, Prompt
 
-BLOCK = 512  # tokens that one hash id of a Mooncake trace stands for
+BLOCK = 512  # tokens for each hash id of a Mooncake trace
 
 
 class Ask(NamedTuple):
-    """A request that is due. Whoever sends it calls ``done`` with the answer."""
+    """A request that is due. The runner calls ``done`` with its answer."""
 
     prompt: Prompt
     max_tokens: int
     user: int
     round: int
     done: Callable[[Answer], None]
-    due: float  # when it should have been sent
+    due: float  # the time at which it should be sent
 
 
 class Workload(Protocol):
     def due(self, now: float) -> list[Ask]:
-        """What is to be sent now; ``now`` in seconds since the start."""
+        """The requests to send now; ``now`` is in seconds since the start."""
         ...
 
     def over(self, now: float) -> bool:
-        """Nothing will be due any more."""
+        """Whether no further request will be due."""
         ...
 
     @property
     def seconds(self) -> float:
-        """How long it lasts, for a progress bar."""
+        """The duration, for a progress bar."""
         ...
 
 
 class Shape(NamedTuple):
-    """Parameters of the multi-round workload. Lengths are in words, which are tokens for most tokenizers; the defaults
-    are those of LMBenchmark's long_input_short_output_run.sh, the benchmark that guides to KVBM name."""
+    """Parameters of the multi-round workload. Lengths are in words, which most tokenizers turn into one token each. The
+    defaults are those of LMBenchmark's long_input_short_output_run.sh, which guides to KVBM use."""
 
     num_users: int = 15
     num_rounds: int = 20
@@ -70,22 +70,22 @@ class Shape(NamedTuple):
 
 
 def opening(user: int, shape: Shape) -> str:
-    """What a user's conversation begins with: what all users share, then what is this one's alone."""
+    """The beginning of a user's conversation: the part that all users share, then the user's own part."""
     shared = " ".join(["hi"] * shape.shared_system_prompt)
     own = " ".join(["hi"] * shape.user_history_prompt)
-    # The number comes before the user's own part: behind it nothing is shared with anybody.
+    # The user's number comes first in the user's own part, so no block after it is shared.
     return f"Here is what everybody is told: {shared}. User {user} has said before: {own}."
 
 
 class _Session:
-    """One user. ``asked``: rounds that are behind them, real ones and those they are said to have had."""
+    """One user. ``asked``: rounds so far, including those that are assumed at the start."""
 
     def __init__(self, user: int, shape: Shape, gap: float) -> None:
         self.user = user
         self.asked = 0
-        self.next = 0.0  # when the next question is due
+        self.next = 0.0  # time of the next question
         self.waiting = False
-        self.late = 0  # questions that could not be asked in time, because the answer before was not there yet
+        self.late = 0  # questions sent after their time, because the previous answer came late
         self._shape = shape
         self._gap = gap
         self._history: list[dict[str, str]] = []
@@ -104,7 +104,7 @@ class _Session:
         return Ask(prompt, self._shape.answer_len, self.user, self.asked, self._answered, due)
 
     def _answered(self, answer: Answer) -> None:
-        # A request that failed leaves an empty answer, so that the conversation can go on.
+        # A failed request leaves an empty answer, so that the conversation goes on.
         self._history.append({"role": "assistant", "content": answer.text})
         self.waiting = False
 
@@ -114,7 +114,7 @@ class _Session:
 
 
 class MultiRound:
-    """``first_user``: users are numbered from here; a number that was used before finds its prompts in the cache."""
+    """``first_user``: number of the first user. A number of an earlier run would find its prompts in the cache."""
 
     def __init__(self, shape: Shape, qps: float, first_user: int = 0) -> None:
         shape.check()
@@ -127,7 +127,7 @@ class MultiRound:
         self._joins = 0.0
         self._sessions: list[_Session] = []
         self.late = 0
-        if shape.num_rounds == 1:  # everybody asks once and leaves
+        if shape.num_rounds == 1:  # every user asks once and leaves
             self._between_users = 1 / qps
             return
         lifetime = self._gap * (shape.num_rounds - 1)
@@ -140,10 +140,10 @@ class MultiRound:
         return self.shape.time
 
     def _spread(self, age: float) -> None:
-        """A user who has been here for so long."""
+        """Add a user that joined ``age`` seconds ago."""
         session = self._join()
         session.asked = int(age / self._gap) + 1
-        # The last question was asked at the full gap before, the next one comes a gap after it.
+        # The user asked at every full gap so far, and asks again at the next one.
         session.next = session.asked * self._gap - age
 
     def _join(self) -> _Session:
@@ -171,7 +171,7 @@ class MultiRound:
 
     @property
     def questions_late(self) -> int:
-        """Questions that came more than a second after their time: the server could not keep up with the rate."""
+        """Questions sent more than a second after their time: the server cannot sustain the rate."""
         return self.late + sum(session.late for session in self._sessions)
 
 
@@ -185,11 +185,11 @@ class Line(NamedTuple):
 
 
 class TraceError(ValueError):
-    """A file is no trace; the text says which line and why."""
+    """The file is not a valid trace; the text names the line and the reason."""
 
 
 def read_trace(path: Path, most: int | None = None) -> list[Line]:
-    """A trace in Mooncake's format; lines of a KVBM record that are no requests are passed over."""
+    """Read a trace in Mooncake's format. Lines of a KVBM record that are not requests are skipped."""
     try:
         texts = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -222,8 +222,8 @@ def _line(row: dict[str, object]) -> Line:
 
 
 class Replay:
-    """The requests of a trace, each at its time. ``speed`` 2 sends them in half the time; ``scale`` 0.1 makes prompts
-    and answers a tenth as long, and blocks with them. Prompts are tokens: equal hash ids are equal tokens."""
+    """The requests of a trace, each at its time. ``speed`` 2 sends them in half the time; ``scale`` 0.1 makes prompts,
+    answers and blocks a tenth as long. Prompts are tokens: equal hash ids give equal tokens."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class Replay:
         tokens: list[int] = []
         for number in line.hash_ids:
             tokens += self._block_of(number)
-        if len(tokens) < length:  # what follows the last full block is nobody else's
+        if len(tokens) < length:  # tokens after the last full block are unique
             tokens += self._draw(f"rest {self._next}", length - len(tokens))
         return tokens[:length]
 
@@ -284,7 +284,7 @@ def _ignore(answer: Answer) -> None:
 
 
 def warm_up(count: int = 10) -> Iterable[Prompt]:
-    """Short conversations, before anything is timed."""
+    """Short conversations, before the measurement."""
     for i in range(count):
         content = f"Just to warm up: user {i} says " + " ".join(["hi"] * 100)
         yield Prompt(messages=[{"role": "user", "content": content}])

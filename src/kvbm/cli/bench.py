@@ -1,17 +1,17 @@
-"""Measure how soon answers begin, with KVBM and without, and make a page with plots of it.
+"""Measure the time to first token with KVBM and without, and write a page with plots.
 
-The workload is that of LMBenchmark's synthetic multi-round QA, which guides to KVBM use, with its parameters; the
-defaults are those of its long_input_short_output_run.sh. With --trace, the requests of a file in Mooncake's format are
-sent at their own times instead. Any OpenAI endpoint will do.
+The workload is LMBenchmark's synthetic multi-round QA, which guides to KVBM use, with its parameters; the defaults are
+those of its long_input_short_output_run.sh. With --trace, the command sends the requests of a file in Mooncake's format
+at their own times instead. It works with any OpenAI endpoint.
 
 examples:
   kvbm bench --base-url http://localhost:8000 --qps 0.5 1 1.5
   kvbm bench --target vllm=localhost:8000 --target kvbm=localhost:8001 --qps 0.25 0.5 1
-                          two servers beside each other; the first is what the others are compared with
+                          two servers side by side; the others are compared with the first
   kvbm bench --target vllm=localhost:8000 --qps 1 --out without
   kvbm bench --target kvbm=localhost:8000 --qps 1 --out with
   kvbm bench --report without/bench.json with/bench.json
-                          one after the other, where only one server fits on the GPU
+                          one after the other, if only one server fits on the GPU
   kvbm bench --base-url http://localhost:8000 --trace conversation.jsonl --speed 2
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvbm.bench.client import Endpoint
 
 NAME = "bench"
-HELP = "measure how soon answers begin, with KVBM and without; a page with plots"
+HELP = "measure the time to first token with KVBM and without; writes a page with plots"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,32 +35,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", action="append", default=[], metavar="NAME=URL", help="an endpoint with a name; may be repeated"
     )
-    parser.add_argument("--model", help="model to ask for (the first that the endpoint has)")
-    parser.add_argument("--api-key", default="", help="if the endpoint wants one")
-    parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="where to write")
+    parser.add_argument("--model", help="name of the model (the endpoint's first)")
+    parser.add_argument("--api-key", default="", help="if the endpoint requires one")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="for the results")
     parser.add_argument("--csv", action="store_true", help="also write LMBenchmark's files, one for each rate")
-    parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="only make a page of these results")
+    parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="only write the page of these results")
     parser.add_argument(
-        "--extra", default="{}", metavar="JSON", help="more for every request, for example '{\"ignore_eos\": true}'"
+        "--extra", default="{}", metavar="JSON", help="fields of every request, for example '{\"ignore_eos\": true}'"
     )
     parser.add_argument("--warm-up", type=int, default=10, metavar="N", help="short requests before the first run (10)")
-    parser.add_argument("--patience", type=float, default=120, metavar="S", help="to wait for the last answers (120)")
+    parser.add_argument("--patience", type=float, default=120, metavar="S", help="wait for the last answers (120)")
     rounds = parser.add_argument_group("multi-round QA")
     rounds.add_argument("--qps", nargs="+", type=float, default=[0.1], help="requests a second, one run for each (0.1)")
-    rounds.add_argument("--num-users", type=int, default=15, metavar="N", help="at the same time (15)")
+    rounds.add_argument("--num-users", type=int, default=15, metavar="N", help="simultaneous users (15)")
     rounds.add_argument("--num-rounds", type=int, default=20, metavar="N", help="questions of a user (20)")
-    rounds.add_argument("--shared-system-prompt", type=int, default=1000, metavar="N", help="words all share (1000)")
-    rounds.add_argument("--user-history-prompt", type=int, default=20000, metavar="N", help="words of each (20000)")
-    rounds.add_argument("--answer-len", type=int, default=100, metavar="N", help="tokens of an answer at most (100)")
+    rounds.add_argument(
+        "--shared-system-prompt", type=int, default=1000, metavar="N", help="words that all share (1000)"
+    )
+    rounds.add_argument("--user-history-prompt", type=int, default=20000, metavar="N", help="words of a user (20000)")
+    rounds.add_argument("--answer-len", type=int, default=100, metavar="N", help="maximum tokens of an answer (100)")
     rounds.add_argument("--time", type=float, default=100, metavar="S", help="seconds of a run (100)")
-    rounds.add_argument("--init-user-id", type=int, metavar="N", help="number users from here (one never used before)")
+    rounds.add_argument("--init-user-id", type=int, metavar="N", help="number of the first user (a new one)")
     trace = parser.add_argument_group("trace")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in Mooncake's format, or a KVBM record")
-    trace.add_argument("--max-requests", type=int, metavar="N", help="only the first of them")
-    trace.add_argument("--speed", type=float, default=1.0, metavar="X", help="times as fast as recorded (1)")
-    trace.add_argument("--scale", type=float, default=1.0, metavar="X", help="lengths times this (1)")
-    trace.add_argument("--block-tokens", type=int, default=512, metavar="N", help="of a hash id (512)")
-    trace.add_argument("--vocabulary", type=int, default=10_000, metavar="N", help="token ids are below this (10000)")
+    trace.add_argument("--max-requests", type=int, metavar="N", help="only the first N")
+    trace.add_argument("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast (1)")
+    trace.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply lengths by X (1)")
+    trace.add_argument("--block-tokens", type=int, default=512, metavar="N", help="tokens of a hash id (512)")
+    trace.add_argument("--vocabulary", type=int, default=10_000, metavar="N", help="upper bound of token ids (10000)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +87,7 @@ def _report(args: argparse.Namespace) -> int:
         try:
             results.append(from_json(path.read_bytes()))
         except (OSError, msgspec.DecodeError) as error:
-            raise ValueError(f"{path} is no result of kvbm bench: {error}") from error
+            raise ValueError(f"{path} is not a result of kvbm bench: {error}") from error
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.out / "bench.html"
     target.write_text(report.page(results))
@@ -117,9 +119,9 @@ def _bench(args: argparse.Namespace) -> int:
         return MultiRound(shape, qps, first)
 
     for qps in rates:
-        workload_at(qps, 0)  # what cannot be run is said before anybody is asked anything
+        workload_at(qps, 0)  # rejects invalid parameters before the first request
     targets = [Target(name, endpoint) for name, endpoint in _endpoints(args).items()]
-    # Users that were never there before: what a run of yesterday has left in a cache shall not help.
+    # New users, so that blocks of an earlier run give no hits.
     first = args.init_user_id if args.init_user_id is not None else int(datetime.now().timestamp()) % 10**8 * 100
     runs: list[Run] = []
     interrupted = False
@@ -136,7 +138,7 @@ def _bench(args: argparse.Namespace) -> int:
     except Interrupted as stop:
         interrupted = True
         runs.append(stop.run)
-        print("stopped; this is what there was", file=sys.stderr)
+        print("stopped; these are the results so far", file=sys.stderr)
     described = (
         {"trace": args.trace.name, "requests": len(lines), "speed": args.speed, "scale": args.scale}
         if args.trace
@@ -161,7 +163,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _without_key(command: list[str]) -> list[str]:
-    """Results are shown to others, and what opens an endpoint is not."""
+    """Results are published, so they must not contain the API key."""
     shown: list[str] = []
     for word in command:
         name, sign, _ = word.partition("=")
@@ -174,7 +176,7 @@ def _without_key(command: list[str]) -> list[str]:
 
 
 def _is_key(option: str) -> bool:
-    return len(option) > 3 and "--api-key".startswith(option)  # argparse takes the beginning of an option for it
+    return len(option) > 3 and "--api-key".startswith(option)  # argparse accepts abbreviations
 
 
 def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
@@ -192,14 +194,14 @@ def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
         if not separator or not name or not url:
             raise ValueError(f"--target {text!r}: expected NAME=URL, for example kvbm=http://localhost:8000")
         if "/" in name:
-            raise ValueError(f"--target {text!r}: the name becomes that of a file, and has no slash")
+            raise ValueError(f"--target {text!r}: the name becomes a file name and must not contain a slash")
         if name in named:
-            raise ValueError(f"--target {text!r}: there are two of that name")
+            raise ValueError(f"--target {text!r}: the name is used twice")
         named[name] = url
     if args.base_url:
         named = {"endpoint": args.base_url, **named}
     if not named:
-        raise ValueError("nobody to ask: give --base-url URL, or --target NAME=URL once or more")
+        raise ValueError("no endpoint: give --base-url URL, or --target NAME=URL once or more")
     endpoints = {}
     for name, url in named.items():
         endpoint = Endpoint(url, args.model or "", args.api_key, extra)

@@ -1,14 +1,14 @@
-"""Look after the caches that outlive an engine, on disk and in host memory.
+"""List, verify or remove the persistent caches on disk and in host memory.
 
-PATH is the directory of one cache, or one that holds several. Without it: DYN_KVBM_DISK_CACHE_DIR, and for the host
-tiers that KVBM_HOST_PERSIST has kept, KVBM_HOST_PERSIST_DIR.
-All of it is safe while engines run. `verify` leaves out what changes under it; `clear` refuses a cache in use.
-Only caches of this user are looked at, in directories that no other user can exchange; links are not followed.
+PATH is the directory of one cache, or of several. Without it, the command uses DYN_KVBM_DISK_CACHE_DIR and, for
+persistent host tiers (KVBM_HOST_PERSIST), KVBM_HOST_PERSIST_DIR.
+The command is safe while engines run: `verify` skips blocks that change, and `clear` refuses a cache in use.
+It reads caches of this user only, in directories that no other user can replace, and follows no links.
 
 examples:
   kvbm cache ls                          the caches of this machine
-  kvbm cache stat                        everything about each of them
-  kvbm cache verify /mnt/nvme/kvbm       read every block and compare it with its checksum
+  kvbm cache stat                        the details of each cache
+  kvbm cache verify /mnt/nvme/kvbm       read every block and verify its checksum
   kvbm cache clear --all                 remove them
 """
 
@@ -18,27 +18,27 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config import load
-from kvbm.observe.format import printable, size
+from kvbm.observe.format import columns, printable, size
+from kvbm.observe.terminal import Show, print_table, progress
 
 if TYPE_CHECKING:
     from kvbm.tiers.disk.inspect import Cache
 
 NAME = "cache"
-HELP = "list, check or remove the caches that outlive an engine"
-
-_BAR = 30
+HELP = "list, verify or remove persistent caches"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, action, text in (
         ("ls", _ls, "list the caches"),
-        ("stat", _stat, "show everything about them"),
-        ("verify", _verify, "read every block and compare it with its checksum; the exit code is 1 when one is bad"),
+        ("stat", _stat, "show the details of the caches"),
+        ("verify", _verify, "read every block and verify its checksum; the exit code is 1 if one is bad"),
         ("clear", _clear, "remove them"),
     ):
         sub = actions.add_parser(name, help=text, description=text)
@@ -82,7 +82,7 @@ def _complain(problem: object) -> None:
 
 
 def _described(paths: list[Path]) -> tuple[list[Cache], int]:
-    """What can be read of them, and the exit code: one that cannot be read does not hide the others."""
+    """The readable caches, and the exit code: one unreadable cache does not hide the others."""
     from kvbm.tiers.disk import inspect as caches
 
     found, code = [], 0
@@ -106,28 +106,13 @@ def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
     if args.json:
         print(json.dumps([_plain(cache) for cache in found], indent=2))
         return code
-    rows = [("CACHE", "MODEL", "BLOCKS", "OF", "SIZE", "LAST USED", "IN", "")]
+    rows = []
     for cache in found:
         blocks = "?" if cache.blocks is None else f"{cache.blocks:,}"
+        sizes = blocks, f"{cache.slots:,}", size(cache.disk_bytes)
         state = "in use" if cache.in_use else ""
-        rows.append(
-            (
-                printable(cache.path.name),
-                printable(cache.model),
-                blocks,
-                f"{cache.slots:,}",
-                size(cache.disk_bytes),
-                _when(cache.used_at),
-                printable(cache.path.parent),
-                state,
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.ljust(widths[at]) if at in (0, 1, 5, 6) else text.rjust(widths[at]) for at, text in enumerate(row)
-        ]
-        print("  ".join(cells).rstrip())
+        rows.append((cache.path.name, cache.model, *sizes, _when(cache.used_at), cache.path.parent, state))
+    print_table(("CACHE", "MODEL", "BLOCKS", "OF", "SIZE", "LAST USED", "IN", ""), rows, right=(2, 3, 4))
     return code
 
 
@@ -149,9 +134,7 @@ def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
             "last used": _when(cache.used_at),
             "state": "in use by an engine" if cache.in_use else "not in use",
         }
-        width = max(map(len, facts))
-        for name, value in facts.items():
-            print(f"  {name:{width}}  {value}")
+        print("\n".join(f"  {line}" for line in columns(list(facts.items()))))
     return code
 
 
@@ -160,26 +143,28 @@ def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
 
     code = 0
     for path in paths:
-        bar = _Bar(printable(path.name))
         try:
-            verdicts = caches.verify(path, bar.show)
+            with progress(path.name) as show:
+                verdicts = caches.verify(path, partial(_show, show))
         except (caches.CacheError, OSError) as error:
             _complain(error)
             code = 2
             continue
-        finally:
-            bar.end()
         print(printable(path.name))
         for verdict in verdicts:
-            changed = f", {verdict.changed:,} changed meanwhile" if verdict.changed else ""
+            changed = f", {verdict.changed:,} changed during the check" if verdict.changed else ""
             print(f"  {printable(verdict.rank)}: {verdict.good:,} blocks good, {len(verdict.bad):,} bad{changed}")
             if verdict.bad:
                 code = max(code, 1)
                 shown = ", ".join(map(str, verdict.bad[:20])) + (", ..." if len(verdict.bad) > 20 else "")
-                print(f"    slots {shown}: an engine that finds them will recompute and drop them")
+                print(f"    slots {shown}: an engine drops them at the next load and recomputes")
         if not verdicts:
-            print("  no rank has made its file")
+            print("  no rank has created its file")
     return code
+
+
+def _show(show: Show, done: int, total: int) -> None:
+    show(done, total, lambda: f"{done:,} of {total:,} blocks")
 
 
 def _clear(args: argparse.Namespace, paths: list[Path]) -> int:
@@ -188,7 +173,7 @@ def _clear(args: argparse.Namespace, paths: list[Path]) -> int:
 
     if args.path not in paths and not args.all:
         names = ", ".join(path.name for path in paths)
-        raise caches.CacheError(f"name the cache to remove, or say --all for {names}")
+        raise caches.CacheError(f"name the cache to remove, or use --all for {names}")
     code = 0
     for path in paths:
         try:
@@ -208,27 +193,3 @@ def _plain(cache: Cache) -> dict[str, object]:
 
 def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-class _Bar:
-    """A line that fills up, on a terminal; nothing elsewhere."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._on = sys.stderr.isatty()
-        self._began = time.monotonic()
-        self._last = 0.0
-
-    def show(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if not self._on or not total or (now - self._last < 0.1 and done < total):
-            return
-        self._last = now
-        filled = _BAR * done // total
-        left = (now - self._began) / max(1, done) * (total - done)
-        bar = "█" * filled + "░" * (_BAR - filled)
-        print(f"\r{self._name}  {bar}  {done:,} of {total:,} blocks, {left:.0f} s left \x1b[K", end="", file=sys.stderr)
-
-    def end(self) -> None:
-        if self._on:
-            print("\r\x1b[K", end="", file=sys.stderr)

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 
 from kvbm.config import (
@@ -25,6 +26,7 @@ from kvbm.config import (
     Switch,
     load,
 )
+from kvbm.observe.format import columns
 
 NAME = "config"
 HELP = "show the settings in force and the source of each"
@@ -76,18 +78,18 @@ def _by_group(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
 
 def table(config: Config, everything: bool = False) -> str:
     """Return aligned columns for a terminal: variable, value, source."""
-    lines: list[tuple[str, str, str] | str] = []
-    for group, rows in _by_group(s for s in SETTINGS if not s.retired and (s.used or everything)).items():
-        lines += ["", group]
-        for row in rows:
-            source = config.sources[row.key] + ("" if row.used else "  (not used)")
-            lines.append((f"  {row.env}", row.show(getattr(config, row.key)), source))
-    cells = [line for line in lines if not isinstance(line, str)]
-    widths = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
-    texts = [
-        line if isinstance(line, str) else f"{line[0]:{widths[0]}}  {line[1]:{widths[1]}}  {line[2]}" for line in lines
+    groups = _by_group(s for s in SETTINGS if not s.retired and (s.used or everything))
+    rows = [
+        (
+            f"  {row.env}",
+            row.show(getattr(config, row.key)),
+            config.sources[row.key] + ("" if row.used else "  (not used)"),
+        )
+        for members in groups.values()
+        for row in members
     ]
-    return "\n".join(texts[1:])
+    lines = iter(columns(rows))
+    return "\n\n".join("\n".join([group, *islice(lines, len(members))]) for group, members in groups.items())
 
 
 def as_json(config: Config) -> str:

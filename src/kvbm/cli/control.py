@@ -1,15 +1,15 @@
-"""Look at the tiers of a running engine, empty them, or have routers told once more what they hold.
+"""Show the tiers of a running engine, empty them, or announce their blocks to routers again.
 
   kvbm control list                          engines on this machine, and in Dynamo's deployment if it is configured
   kvbm control status                        blocks in use, evictable and empty, by tier
-  kvbm control reset host                    forget every block of a tier
-  kvbm control reset host --block 17 ...     forget these blocks, named as in events or by their hash
-  kvbm control reset all                     forget every block of every tier; with --block these, wherever they are
-  kvbm control announce                      tell subscribers of block events about every block again
+  kvbm control reset host                    drop every block of a tier
+  kvbm control reset host --block 17 ...     drop these blocks, named as in events or by their hash
+  kvbm control reset all                     drop every block of every tier; with --block these, in all tiers
+  kvbm control announce                      send the event of every block to subscribers again
 
-Orders go to engines of your own user only, for root too: `runuser -u USER -- kvbm control ...` gives them as another.
-With several engines on the machine, --engine says which: any part of what `list` shows that fits only one. A reset here
-leaves what is being written alone; after new weights use the engine's own reset.
+The command controls engines of your own user only. This holds for root too; `runuser -u USER -- kvbm control ...` runs
+it as another user. With several engines on the machine, --engine selects one: any part of a name in `list` that fits
+only that one. A reset leaves blocks alone that are being written; after new weights use the engine's own reset.
 """
 
 from __future__ import annotations
@@ -20,80 +20,87 @@ import os
 import sys
 from typing import Any
 
+from kvbm.observe.format import printable
+from kvbm.observe.terminal import print_table
+
 NAME = "control"
-HELP = "look at a running engine's tiers, or empty them"
+HELP = "show the tiers of a running engine, or empty them"
+
+_MAX_TEXT = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("list", "status", "reset", "announce"))
-    parser.add_argument("tier", nargs="?", help="of a reset: host, disk, or all")
-    parser.add_argument("--block", action="append", default=[], metavar="BLOCK", help="of a reset: only this block")
-    parser.add_argument("--engine", default="", metavar="TEXT", help="which engine, if there are several")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("tier", nargs="?", help="for reset: host, disk, or all")
+    parser.add_argument("--block", action="append", default=[], metavar="BLOCK", help="for reset: only this block")
+    parser.add_argument("--engine", default="", metavar="TEXT", help="select one of several engines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvbm.control.socket import OrderError, addresses, ask
+    from kvbm.control.socket import CommandError, addresses, ask
 
     if args.what == "list":
         return _list(args.json)
     if args.what == "reset" and not args.tier:
-        print("kvbm control reset: say which tier, host or disk, or all", file=sys.stderr)
-        return 2
+        return _fail("reset needs a tier: host, disk, or all", 2)
     fitting = [address for address in addresses() if args.engine in address]
     if len(fitting) != 1:
-        print(f"kvbm control: {_which(args.engine, fitting)}", file=sys.stderr)
-        return 1
-    order: dict[str, Any] = {"do": args.what}
+        return _fail(_which(args.engine, fitting))
+    command: dict[str, Any] = {"do": args.what}
     if args.what == "reset" and args.tier != "all":
-        order["tier"] = args.tier
+        command["tier"] = args.tier
     if args.block:
-        order["blocks"] = args.block
+        command["blocks"] = args.block
     try:
-        answer = ask(fitting[0], order)
-    except (OSError, OrderError) as error:
-        print(f"kvbm control: {printable(str(error))}", file=sys.stderr)
-        return 1
+        answer = ask(fitting[0], command)
+    except (OSError, CommandError) as error:
+        return _fail(printable(error, _MAX_TEXT))
     try:
-        print(json.dumps(answer) if args.json else "\n".join(map(printable, _said(args.what, answer))))
+        if args.json:
+            print(json.dumps(answer))
+        else:
+            _print(args.what, answer)
     except (LookupError, TypeError, ValueError, AttributeError):
-        print("kvbm control: the answer cannot be read; is this engine's KVBM of another release?", file=sys.stderr)
-        return 1
+        return _fail("cannot read the engine's answer; its KVBM may be of another release")
     return 0
 
 
-def printable(text: str) -> str:
-    """The text with unprintable characters replaced, cut to 2,000 characters."""
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text[:2000])
+def _fail(problem: str, code: int = 1) -> int:
+    print(f"kvbm control: {problem}", file=sys.stderr)
+    return code
 
 
 def _which(wanted: str, fitting: list[str]) -> str:
     if fitting:
         listed = "".join(f"\n  {address}" for address in fitting)
         fit = f"fit --engine {wanted!r}" if wanted else "run here"
-        return f"{len(fitting)} engines {fit}; say which with --engine:{listed}"
+        return f"{len(fitting)} engines {fit}; select one with --engine:{listed}"
     if wanted:
         return f"no engine fits --engine {wanted!r}; `kvbm control list` shows them"
     return "no engine of yours with KVBM runs on this machine, or KVBM_CONTROL is off"
 
 
-def _said(what: str, answer: dict[str, Any]) -> list[str]:
+def _print(what: str, answer: dict[str, Any]) -> None:
     if what == "announce":
-        return ["told again with the engine's next steps" if answer["announced"] else "the engine publishes no events"]
-    if what == "reset":
+        told = answer["announced"]
+        print("the engine announces its blocks in its next steps" if told else "the engine publishes no events")
+    elif what == "reset":
         gone = answer["reset_blocks"]
-        if isinstance(gone, int):
-            return [f"{gone} blocks forgotten"]
-        missing = answer["not_found_blocks"]
-        return [f"{len(gone)} blocks forgotten" + (f", {len(missing)} were not there" if missing else "")]
-    lines = [f"{answer['model']}, engine {answer['engine']}, rank {answer['rank']}, KVBM {answer['kvbm']}"]
-    lines.append(f"{'tier':<8}{'in use':>10}{'evictable':>12}{'empty':>10}")
-    for tier, pool in answer["pools"].items():
-        lines.append(f"{tier:<8}{pool['active_blocks']:>10}{pool['inactive_blocks']:>12}{pool['empty_blocks']:>10}")
-    return lines
+        missing = [] if isinstance(gone, int) else answer["not_found_blocks"]
+        count = gone if isinstance(gone, int) else len(gone)
+        print(f"{count} blocks dropped" + (f", {len(missing)} not found" if missing else ""))
+    else:
+        title = f"{answer['model']}, engine {answer['engine']}, rank {answer['rank']}, KVBM {answer['kvbm']}"
+        counts = ("active_blocks", "inactive_blocks", "empty_blocks")
+        rows = [(tier, *(pool[name] for name in counts)) for tier, pool in answer["pools"].items()]
+        print(printable(title, _MAX_TEXT))
+        print_table(("TIER", "IN USE", "EVICTABLE", "EMPTY"), rows, right=(1, 2, 3))
 
 
 def _list(as_json: bool) -> int:
+    import msgspec
+
     from kvbm import config as settings
     from kvbm.control import discovery
     from kvbm.control.socket import look
@@ -107,27 +114,21 @@ def _list(as_json: bool) -> int:
         try:
             cards = discovery.find(config)
         except OSError as error:
-            print(f"kvbm control: Dynamo's registry cannot be read: {printable(str(error))}", file=sys.stderr)
+            _fail(f"cannot read Dynamo's registry: {printable(error, _MAX_TEXT)}")
     if as_json:
         others = [{"address": address, "user": user} for address, user in foreign]
-        print(json.dumps({"here": local, "foreign": others, "registered": [_fields(card) for card in cards]}))
+        print(json.dumps({"here": local, "foreign": others, "registered": [msgspec.structs.asdict(c) for c in cards]}))
         return 0
-    print("on this machine:" if local else "no engine of yours with KVBM on this machine")
-    for address in local:
-        print(f"  {address}")
-    if foreign:
-        print("not yours, and given no orders; the names are those that their owners chose:")
-        for address, user in foreign:
-            print(f"  {address} ({'owner not known, takes no connection' if user is None else f'user {user}'})")
+    rows = [(address, "you") for address in local]
+    # The owner of a socket chooses its name, so a foreign name proves nothing.
+    rows += [(a, "unknown: accepts no connection" if user is None else f"user {user}: foreign") for a, user in foreign]
+    if not local:
+        print("no engine of yours with KVBM on this machine")
+    if rows:
+        print_table(("ENGINE", "OWNER"), rows)
     if config.runtime_enabled:
-        print(f"registered in namespace {config.dynamo_namespace}:" if cards else "none registered")
-        for card in cards:
-            rank = f" rank {card.rank}" if card.role == "worker" else f" {card.model} {card.metrics}".rstrip()
-            print(printable(f"  {card.role} {card.engine} on {card.host}, process {card.pid}{rank}"))
+        print(f"\nregistered in namespace {config.dynamo_namespace}:" if cards else "\nnone registered")
+    if cards:
+        header = ("ROLE", "ENGINE", "RANK", "HOST", "PROCESS", "MODEL", "METRICS")
+        print_table(header, [(c.role, c.engine, c.rank, c.host, c.pid, c.model, c.metrics) for c in cards])
     return 0
-
-
-def _fields(card: Any) -> dict[str, Any]:
-    import msgspec
-
-    return dict(msgspec.structs.asdict(card))

@@ -1,16 +1,16 @@
-"""Find out what is wrong, and what to do about it.
+"""Find faults of a set-up or of a running engine, each with a cure.
 
-Looks at the settings as an engine started from this shell would read them, at the engine's version, the GPU, host
-memory, the way between them, the disk tier's place, ports and sizes. If an engine with DYN_KVBM_METRICS=1 runs here, or
-is named with --url, says whether KVBM helps it and, if not, why.
+This command checks the settings as an engine started from this shell reads them, the engine's version, the GPU, host
+memory, the bandwidth between them, the directory of the disk tier, ports and sizes. If an engine with
+DYN_KVBM_METRICS=1 runs here, or --url names one, it reports whether KVBM helps that engine and, if not, why.
 
-The exit code is 1 when something is wrong, 0 when there are only notes.
+The exit code is 1 if there is a fault, 0 if there are only notes.
 
 examples:
   kvbm doctor                              this machine, these settings, the engine on the metrics port
-  kvbm doctor --quick                      measure nothing
+  kvbm doctor --quick                      skip the measurements
   kvbm doctor --gpu-cache-gb 40            compare the tiers with the engine's own cache
-  kvbm doctor --kv-transfer-config '{...}' look at what is handed to vLLM
+  kvbm doctor --kv-transfer-config '{...}' check the JSON that vLLM is started with
 """
 
 import argparse
@@ -20,20 +20,22 @@ import sys
 import textwrap
 
 from kvbm.config import ConfigError, load
+from kvbm.observe.format import printable
 from kvbm.observe.remote import normal_url
 from kvbm.observe.snapshot import Finding
 
 NAME = "doctor"
-HELP = "find out what is wrong and what to do about it"
+HELP = "find faults of a set-up or of a running engine, and their cures"
 
+_MAX_TEXT = 5000
 _SIGNS = {"good": ("ok  ", "\x1b[32m"), "note": ("note", "\x1b[33m"), "bad": ("BAD ", "\x1b[31m")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="metrics port of a running engine: port, host:port or URL")
-    parser.add_argument("--quick", action="store_true", help="measure nothing, only read")
+    parser.add_argument("--quick", action="store_true", help="skip the measurements")
     parser.add_argument("--gpu-cache-gb", type=float, metavar="GB", help="size of the engine's own cache, from its log")
-    parser.add_argument("--kv-transfer-config", metavar="JSON", help="what vLLM is started with")
+    parser.add_argument("--kv-transfer-config", metavar="JSON", help="the JSON that vLLM is started with")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -69,13 +71,13 @@ def show(check: str, finding: Finding, color: bool) -> str:
     sign, tone = _SIGNS[finding.level]
     if color:
         sign = f"{tone}{sign}\x1b[0m"
-    lines = textwrap.wrap(finding.text, 96) or [""]
-    lines += [f"→ {line}" if i == 0 else f"  {line}" for i, line in enumerate(textwrap.wrap(finding.cure, 94))]
+    text, cure = (printable(" ".join(each.split()), _MAX_TEXT) for each in (finding.text, finding.cure))
+    lines = [*textwrap.wrap(text, 96), *textwrap.wrap(cure, 96, initial_indent="→ ", subsequent_indent="  ")]
     return f"{sign} {check:10} " + ("\n" + " " * 16).join(lines)
 
 
 def _port() -> str:
-    """Of the settings if they can be read; that they cannot is said by a check."""
+    """The metrics port of the settings; the default if they are invalid, which a check reports."""
     try:
         return str(load().metrics_port)
     except ConfigError:

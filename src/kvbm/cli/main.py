@@ -1,7 +1,7 @@
 """Entry point of the `kvbm` command.
 
-A subcommand is a module with `NAME`, `HELP`, `add_arguments` and `run`, put into `COMMANDS` below. All of them are
-imported to build the help text, so whatever is heavy (an engine, torch, numpy) is imported inside `run`.
+A subcommand is a module with `NAME`, `HELP`, `add_arguments` and `run`, listed in `COMMANDS`. The help text needs all
+of them, so a module imports heavy packages (an engine, torch, numpy, rich) inside `run`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from kvbm.config import ConfigError
 
 
 class Command(Protocol):
-    """What a module of a subcommand has. Its docstring is the text of `kvbm NAME --help`."""
+    """The contract of a subcommand's module. Its docstring is the text of `kvbm NAME --help`."""
 
     __doc__: str | None
     NAME: str
@@ -25,7 +25,7 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """The exit code: 0 for success. `ConfigError` may be raised; it is shown, and the exit code is 2."""
+        """Return the exit code: 0 for success. A `ConfigError` is printed, and the exit code is 2."""
         ...
 
 
@@ -35,8 +35,8 @@ COMMANDS: tuple[Command, ...] = (config, doctor, top, cache, bench, control)
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvbm",
-        description="KVBM keeps the KV cache of an LLM engine alive after the GPU has forgotten it.",
-        epilog="`kvbm COMMAND --help` says more about a command.",
+        description="KVBM keeps KV cache blocks that an LLM engine evicts from the GPU.",
+        epilog="`kvbm COMMAND --help` describes a command.",
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -65,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvbm: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader, `head` say, has gone. What is still buffered has to go somewhere when the interpreter exits.
+        # The reader, for example `head`, has closed the pipe. The interpreter flushes the rest to /dev/null at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 
 
 class _Version(argparse.Action):
-    """argparse's own action wants the text up front, and looking it up costs more than the rest of the start."""
+    """argparse's own action needs the text in advance, and the lookup takes longer than the rest of the start."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)

@@ -1,8 +1,8 @@
-"""Who is there: leaders and workers, entered where Dynamo's parts find each other.
+"""Registers leaders and workers in Dynamo's service discovery, as cards in etcd or in a directory.
 
-In etcd an entry lives as long as its lease, which is renewed every few seconds; in a directory as long as its process.
-Losing either costs nothing but being found: entries are made again as soon as that is possible, and nobody waits for
-it. etcd is spoken to through its HTTP gateway, so that no client library is needed.
+An entry in etcd lives as long as its lease, which is renewed every few seconds; a file lives as long as its process. If
+etcd or the directory is lost, other processes do not find the engine for a while, and nothing else happens: a thread
+enters the cards again as soon as it can. KVBM uses etcd's HTTP gateway and needs no client library.
 
     kvbm/<namespace>/leaders/<engine>        kvbm/<namespace>/workers/<engine>/<rank>
 """
@@ -47,7 +47,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pid: int
     model: str = ""
     version: str = ""
-    control: str = ""  # where a leader takes orders on its machine
+    control: str = ""  # address of a leader's control socket on its machine
     metrics: str = ""
 
     def name(self, namespace: str) -> str:
@@ -56,10 +56,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Registry(Protocol):
-    """Where cards are kept."""
+    """Keeps cards."""
 
     def enter(self, cards: dict[str, bytes]) -> None:
-        """Enter them, or see to it that they stay. Called every few seconds. Raises OSError when that cannot be."""
+        """Enter the cards, or renew them. Called every few seconds. Raises OSError on failure."""
 
     def withdraw(self) -> None: ...
 
@@ -77,7 +77,7 @@ class EtcdRegistry:
             answer = self._call("lease/keepalive", {"ID": self._lease})
             if int(answer.get("result", {}).get("TTL", 0)) > 0:
                 return
-            self._lease = None  # it ran out while etcd was not to be reached
+            self._lease = None  # it expired while etcd was not reachable
         granted = self._call("lease/grant", {"TTL": self._lease_seconds})
         if "ID" not in granted:
             raise OSError(f"etcd grants no lease: {granted}")
@@ -117,14 +117,14 @@ class EtcdRegistry:
         raise OSError(str(error)) from error
 
 
-# etcd is inside the deployment: no proxy of the outside world is asked for it.
+# etcd is part of the deployment, so a proxy for the internet does not lead to it.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class FileRegistry:
-    """A file a card, that only its owner can read. Those of processes that are gone are not there.
+    """One file a card, which only its owner can read. Cards of processes that have ended do not count.
 
-    The directory is Dynamo's; what is below ``kvbm`` is ours, and nobody else's.
+    Dynamo owns the directory; KVBM owns its subdirectory ``kvbm``.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -134,7 +134,7 @@ class FileRegistry:
     def enter(self, cards: dict[str, bytes]) -> None:
         for name, card in cards.items():
             path = self._directory / f"{name}.json"
-            # A process that was killed may have left a card of the same name.
+            # A killed process may have left a card of the same name.
             if _content(path) == card:
                 continue
             for level in reversed(path.relative_to(self._directory).parents[:-1]):
@@ -151,7 +151,7 @@ class FileRegistry:
                 path.unlink(missing_ok=True)
             for parent in list(path.parents)[: len(path.relative_to(self._directory).parts) - 1]:
                 with contextlib.suppress(OSError):
-                    parent.rmdir()  # only if it is empty
+                    parent.rmdir()  # fails unless it is empty
         self._made = {}
 
     def entries(self, prefix: str) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ class FileRegistry:
 
 
 def _is_own(directory: Path) -> bool:
-    """In /tmp every user can make a directory of this name, and fill it."""
+    """In /tmp any user can create a directory of this name and fill it."""
     try:
         found = os.lstat(directory)
     except OSError:
@@ -180,7 +180,7 @@ def _is_own(directory: Path) -> bool:
 
 
 def _content(path: Path) -> bytes | None:
-    """Of a file that is this user's, and a plain one of the usual size: opening a pipe would wait for its writer."""
+    """The content of a regular file of this user and of usual size; None for any other. A pipe would block the open."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -193,7 +193,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def registry(config: Config) -> Registry | None:
-    """Where this deployment keeps its cards; None when KVBM has no place there."""
+    """The registry of this deployment; None for a discovery backend that KVBM does not support."""
     if config.discovery_backend == "etcd":
         return EtcdRegistry(config.etcd_endpoints)
     if config.discovery_backend == "file":
@@ -208,13 +208,13 @@ def find(config: Config) -> list[Card]:
         return []
     found = []
     for _, card in sorted(place.entries(f"{_ROOT}/{config.dynamo_namespace}/").items()):
-        with contextlib.suppress(msgspec.MsgspecError):  # somebody else's, or of another release
+        with contextlib.suppress(msgspec.MsgspecError):  # of another program or release
             found.append(msgspec.json.decode(card, type=Card))
     return found
 
 
 class Registration:
-    """Keeps cards entered, in a thread of its own, until it is closed."""
+    """A thread that keeps cards entered until :meth:`close`."""
 
     def __init__(self, place: Registry, cards: list[Card], namespace: str, every: float = LEASE_SECONDS / 3) -> None:
         self._place = place

@@ -1,10 +1,10 @@
-"""Orders through Dynamo: an endpoint of its distributed runtime that hands them to a leader on the same machine.
+"""Commands through Dynamo: an endpoint of its distributed runtime that passes them to a leader on the same machine.
 
     python -m kvbm.control.dynamo --control ADDRESS
 
-A process of its own beside the engine: Dynamo's runtime may end its process when it has lost etcd, and no engine ends
-for that. Dynamo itself registers it, as ``<namespace>.kvbm.control`` and with a lease; :class:`BlockManagerClient` is
-the other end. Nobody who asks is checked here: whoever reaches Dynamo's request plane is heard (KVBM_CONTROL_DYNAMO).
+It runs in its own process: Dynamo's runtime may end its process when it loses etcd, and the engine must survive that.
+Dynamo registers the endpoint as ``<namespace>.kvbm.control`` with a lease; :class:`BlockManagerClient` is the client.
+The endpoint does not authenticate: every client of Dynamo's request plane can send commands (KVBM_CONTROL_DYNAMO).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from kvbm.control.socket import OrderError, ask
+from kvbm.control.socket import CommandError, ask
 from kvbm.tiers import registry
 
 logger = logging.getLogger("kvbm")
@@ -32,9 +32,9 @@ RESTART_SECONDS = 10.0
 
 
 class BlockManagerClient:
-    """Orders for one leader, or for whichever answers; ``runtime`` is a ``dynamo.runtime.DistributedRuntime``.
+    """Commands for one leader, or for any of them; ``runtime`` is a ``dynamo.runtime.DistributedRuntime``.
 
-    Tiers are named as upstream does (G1, G2, G3) or in words (host, disk). Raises OrderError when an order is refused.
+    Tiers are named as upstream does (G1, G2, G3) or in words (host, disk). Raises CommandError for a refused command.
     """
 
     def __init__(self, runtime: Any, instance_id: int | None = None, namespace: str = "dynamo") -> None:
@@ -50,7 +50,7 @@ class BlockManagerClient:
         pools = (await self._ask({"do": "status"}))["pools"]
         tier = registry.resolve(level)
         if tier not in pools:
-            raise OrderError(f"level={level!r}: expected one of {', '.join(pools)}")
+            raise CommandError(f"level={level!r}: expected one of {', '.join(pools)}")
         return dict(pools[tier])
 
     async def reset_pool(self, level: str) -> int:
@@ -68,32 +68,32 @@ class BlockManagerClient:
             await self._client.wait_for_instances()
         return self._client
 
-    async def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         client = await self._connect()
         if self._instance_id is None:
-            stream = await client.round_robin(order)
+            stream = await client.round_robin(command)
         else:
-            stream = await client.direct(order, self._instance_id)
+            stream = await client.direct(command, self._instance_id)
         async for part in stream:
             answer = part.data() if callable(getattr(part, "data", None)) else part
             if not answer.pop("ok"):
-                raise OrderError(answer["error"])
+                raise CommandError(answer["error"])
             return dict(answer)
         raise ConnectionError("the leader's endpoint does not answer")
 
 
 async def serve(control: str, namespace: str, parent: int | None) -> None:
-    """Until the runtime ends, or the parent does."""
+    """Serve until the runtime or the parent process ends."""
     from dynamo.runtime import DistributedRuntime
 
     loop = asyncio.get_running_loop()
     backend = os.environ.get("DYN_DISCOVERY_BACKEND", "etcd")
     runtime = DistributedRuntime(loop, backend, os.environ.get("DYN_REQUEST_PLANE", "tcp"))
 
-    async def carry_out(order: dict[str, Any], context: Any = None) -> AsyncIterator[dict[str, Any]]:
+    async def carry_out(command: dict[str, Any], context: Any = None) -> AsyncIterator[dict[str, Any]]:
         try:
-            yield {"ok": True, **await loop.run_in_executor(None, ask, control, order)}
-        except (OSError, OrderError) as error:
+            yield {"ok": True, **await loop.run_in_executor(None, ask, control, command)}
+        except (OSError, CommandError) as error:
             yield {"ok": False, "error": str(error)}
 
     async def watch() -> None:
@@ -109,7 +109,7 @@ async def serve(control: str, namespace: str, parent: int | None) -> None:
 
 
 class DynamoEndpoint:
-    """Keeps that process running beside the engine."""
+    """Starts that process beside the engine, and starts it again when it ends."""
 
     def __init__(self, control: str, namespace: str) -> None:
         self._command = [sys.executable, "-m", "kvbm.control.dynamo", "--control", control, "--namespace", namespace]
@@ -120,7 +120,7 @@ class DynamoEndpoint:
         self._thread.start()
 
     def _keep(self) -> None:
-        # A worker's status server is its own; a second process on its port would end at once.
+        # The port belongs to the worker's own status server; a second process on it would exit at once.
         environment = {name: value for name, value in os.environ.items() if name != "DYN_SYSTEM_PORT"}
         said = False
         while not self._over.is_set():
@@ -130,7 +130,7 @@ class DynamoEndpoint:
             except OSError as error:
                 status = error
             if not self._over.is_set() and not said:
-                logger.warning("no orders through Dynamo for now (%s); trying again", status)
+                logger.warning("Control through Dynamo is unavailable (%s); KVBM starts its process again", status)
                 said = True
             self._over.wait(RESTART_SECONDS)
 
@@ -153,7 +153,7 @@ def is_installed() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--control", required=True, metavar="ADDRESS", help="where the leader takes orders")
+    parser.add_argument("--control", required=True, metavar="ADDRESS", help="the leader's control socket")
     parser.add_argument("--namespace", default="dynamo")
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""How an engine's KVBM is reached and found from outside: orders on its machine, through Dynamo, and its cards."""
+"""Everything through which an engine is reached from outside: control socket, Dynamo endpoint, discovery cards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("kvbm")
 
 
 class Presence:
-    """From when the leader begins until :meth:`close`. Nothing here raises into an engine.
+    """Lives from the leader's start until :meth:`close`. Nothing here raises into an engine.
 
-    ``engine`` tells the engines of a deployment apart; ``metrics`` is the URL of its metrics, if there are any.
+    ``engine`` is the engine's unique name in the deployment; ``metrics`` is the URL of its metrics, if it has any.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class Presence:
         place = discovery.registry(config)
         if place is None:
             logger.warning(
-                "KVBM is not registered: DYN_DISCOVERY_BACKEND=%s, expected etcd or file", config.discovery_backend
+                "KVBM is not registered in service discovery: DYN_DISCOVERY_BACKEND=%s, expected etcd or file",
+                config.discovery_backend,
             )
         else:
             worker = discovery.Card(
@@ -49,7 +50,7 @@ class Presence:
         if dynamo.is_installed():
             self._endpoint = dynamo.DynamoEndpoint(address, config.dynamo_namespace)
         else:
-            logger.info("no orders through Dynamo: its runtime (ai-dynamo-runtime) is not installed here")
+            logger.info("Control through Dynamo is unavailable: the package ai-dynamo-runtime is not installed")
 
     def close(self) -> None:
         for part in (self._endpoint, self._registration, self.control):

@@ -1,18 +1,18 @@
-"""Orders from outside: look at the tiers, empty them, have subscribers told again.
+"""The control socket: commands that show the tiers, empty them, or announce their blocks again.
 
-The leader listens on a socket without a file, which disappears with the process. Any user of the machine can connect to
-it, so the kernel is asked for the user at the other end (SO_PEERCRED), by both ends and before either reads or sends a
-byte: the leader hears its own user and root, a client speaks to leaders of its own user only. One order is one line of
-JSON, and so is its answer::
+The leader listens on an abstract socket, which has no file and disappears with the process. Any user of the machine can
+connect, so both ends ask the kernel for the user of the other (SO_PEERCRED) before they read or send a byte: the leader
+accepts commands of its own user and of root, and a client talks to leaders of its own user only. A command is one line
+of JSON, and so is its answer::
 
     {"do": "status"}                                      {"do": "reset", "tier": "host"}
     {"do": "reset", "tier": "host", "blocks": [17, ...]}  {"do": "reset"}        {"do": "announce"}
 
-Without a tier it is for every tier.
+A command without a tier concerns every tier.
 
-An order waits for its turn between two calls of the engine, and the engine for its, as it would for a reset of its own.
-The thread that takes orders shares the engine's interpreter: it accepts one connection at a time, carries out at most
-ORDERS_A_SECOND after a short burst, and rests after an order for REST times as long as the order kept it busy.
+A command that changes a catalog takes the engine's lock between two calls of the engine, as the engine's reset does.
+The control thread shares the engine's interpreter: it accepts one connection at a time, executes at most
+COMMANDS_A_SECOND after a short burst, and rests after a command for REST times the CPU time of the command.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ PREFIX = "kvbm-control"
 MAX_ORDER_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 8 << 20
 MAX_ADDRESSES = 1000
-CONNECTION_SECONDS = 5.0  # from the first byte of a connection to its last; the next client waits no longer than that
-ORDERS_A_SECOND, ORDER_BURST = 10, 10
-REST = 9  # orders take at most a tenth of the time
+CONNECTION_SECONDS = 5.0  # deadline of a whole connection, because the next client waits for it
+COMMANDS_A_SECOND, COMMAND_BURST = 10, 10
+REST = 9  # commands take at most a tenth of the CPU time
 
 
-class OrderError(ValueError):
-    """An order that cannot be carried out; the message says what would be."""
+class CommandError(ValueError):
+    """A command that is refused; the message says what is accepted."""
 
 
 class Controller:
-    """Carries out orders on one leader.
+    """Executes commands on one leader.
 
-    ``engine_lock`` is held while the engine is inside a call of KVBM, and while an order changes the catalogs.
-    ``engine_blocks`` gives (all, free) of the engine's own cache, if it can say so.
+    ``engine_lock`` is held while the engine is inside a call of KVBM, and while a command changes the catalogs.
+    ``engine_blocks`` returns (all, free) blocks of the engine's own cache, where the engine reports them.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class Controller:
         self._announce = announce
         self._engine_blocks = engine_blocks
 
-    def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
+    def carry_out(self, command: dict[str, Any]) -> dict[str, Any]:
         leader = self._leader()
         if leader is None:
-            raise OrderError("KVBM is not ready yet, or has switched itself off")
-        what = order.get("do")
+            raise CommandError("KVBM is starting, or is disabled after a fault")
+        what = command.get("do")
         if what == "status":
             return {**self._about, "pools": self._status(leader)}
         with self._engine_lock:
             if what == "reset":
-                return self._reset(leader, order)
+                return self._reset(leader, command)
             if what == "announce":
                 return {"announced": self._announce()}
-        raise OrderError(f"do={what!r}: expected status, reset or announce")
+        raise CommandError(f"do={what!r}: expected status, reset or announce")
 
     def _status(self, leader: Leader) -> dict[str, dict[str, int]]:
-        """In upstream's words: active is being read or written, inactive can be evicted, empty holds nothing."""
+        """In upstream's terms: active blocks are read or written, inactive ones can be evicted, empty ones are free."""
         pools = {}
         if self._engine_blocks is not None:
             every, free = self._engine_blocks()
@@ -103,19 +103,19 @@ class Controller:
             }
         return pools
 
-    def _reset(self, leader: Leader, order: dict[str, Any]) -> dict[str, Any]:
+    def _reset(self, leader: Leader, command: dict[str, Any]) -> dict[str, Any]:
         catalogs = leader.manager.catalogs
         tiers = list(catalogs)
-        if (name := order.get("tier")) is not None:
+        if (name := command.get("tier")) is not None:
             tier = registry.resolve(str(name))
             if tier not in catalogs:
                 hint = "; the engine's own cache is reset by the engine" if tier == DEVICE else ""
-                raise OrderError(f"tier={name!r}: expected one of {', '.join(catalogs)}{hint}")
+                raise CommandError(f"tier={name!r}: expected one of {', '.join(catalogs)}{hint}")
             tiers = [tier]
-        if (blocks := order.get("blocks")) is None:
+        if (blocks := command.get("blocks")) is None:
             return {"reset_blocks": sum(leader.forget(tier) for tier in tiers)}
         if not isinstance(blocks, list):
-            raise OrderError(f"blocks={blocks!r}: expected a list of blocks")
+            raise CommandError(f"blocks={blocks!r}: expected a list of blocks")
         wanted = [_number(block) for block in blocks]
         endings = {block.to_bytes(8, "big") for block in wanted}
         found: set[int] = set()
@@ -131,22 +131,22 @@ class Controller:
 
 
 def _number(block: object) -> int:
-    """A block as events name it: a number of 64 bits, or the whole hash in hexadecimal."""
+    """A block by its name in events: a number of 64 bits, or the whole hash in hexadecimal."""
     if isinstance(block, int) and not isinstance(block, bool):
         return block & (2**64 - 1)
     if isinstance(block, str):
         with contextlib.suppress(ValueError):
             return int(block, 10) & (2**64 - 1) if block.isdigit() and len(block) <= 20 else int(block[-16:], 16)
-    raise OrderError(f"block {block!r}: expected the number of a block as in events, or its hash in hexadecimal")
+    raise CommandError(f"block {block!r}: expected the number of a block as in events, or its hash in hexadecimal")
 
 
 class ControlServer:
-    """Listens at once, in a thread. ``name`` tells the engines of a machine apart."""
+    """Listens in a thread from its construction on. ``name`` is the engine's unique name on this machine."""
 
     def __init__(self, controller: Controller, name: str) -> None:
         self.address = f"{PREFIX}/{os.geteuid()}/{os.getpid()}/{re.sub(_UNSAFE, '_', name)}"[:100]
         self._controller = controller
-        self._pace = Bucket(ORDERS_A_SECOND, ORDER_BURST)
+        self._pace = Bucket(COMMANDS_A_SECOND, COMMAND_BURST)
         self._over = threading.Event()
         self._socket = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._socket.bind(f"\0{self.address}")
@@ -164,7 +164,7 @@ class ControlServer:
                 if (user := user_of(client)) == 0 or _is_us(user):
                     self._answer(client)
                 else:
-                    self._pace.take()  # a connection of a stranger wakes this thread, and so it counts
+                    self._pace.take()  # a foreign connection wakes this thread too, so it counts
 
     def _wait_for_turn(self) -> bool:
         """False when the server is closed."""
@@ -179,8 +179,8 @@ class ControlServer:
         while line := lines.read():
             began = time.thread_time()
             answer = self._carry_out(line)
-            lines.end += time.monotonic() - lines.read_at  # an order may have waited for the engine
-            self._pace.take(REST * (time.thread_time() - began) * ORDERS_A_SECOND)
+            lines.end += time.monotonic() - lines.read_at  # the wait for the engine does not count
+            self._pace.take(REST * (time.thread_time() - began) * COMMANDS_A_SECOND)
             lines.send(msgspec.json.encode(answer) + b"\n")
             if not self._wait_for_turn():
                 return
@@ -188,20 +188,20 @@ class ControlServer:
 
     def _carry_out(self, line: bytes) -> dict[str, Any]:
         try:
-            order = msgspec.json.decode(line, type=dict[str, Any])
-            answer = {"ok": True, **self._controller.carry_out(order)}
-            if order.get("do") != "status":
-                logger.info("ordered to %s: %s", _shown(order), _shown(answer))
-        except (OrderError, msgspec.MsgspecError) as error:
+            command = msgspec.json.decode(line, type=dict[str, Any])
+            answer = {"ok": True, **self._controller.carry_out(command)}
+            if command.get("do") != "status":
+                logger.info("control command %s: %s", _shown(command), _shown(answer))
+        except (CommandError, msgspec.MsgspecError) as error:
             answer = {"ok": False, "error": str(error)}
         except Exception as error:
-            logger.warning("an order could not be carried out: %s", error, exc_info=True)
+            logger.warning("control command failed: %s", error, exc_info=True)
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         return answer
 
     def close(self) -> None:
         self._over.set()
-        # Closing alone does not wake a thread that waits in accept.
+        # A close alone does not wake a thread that waits in accept.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -209,7 +209,7 @@ class ControlServer:
 
 
 class _Lines:
-    """Lines of a peer that may be slow, endless or silent: bounded in bytes and, until ``end``, in seconds."""
+    """Lines of a peer that may be slow, endless or silent: at most ``max_bytes`` a line, and only until ``end``."""
 
     def __init__(self, peer: socket.socket, end: float, max_bytes: int) -> None:
         self.end = self.read_at = end
@@ -217,7 +217,7 @@ class _Lines:
         self._rest = bytearray()
 
     def read(self) -> bytes:
-        """The next line; nothing when the peer is done. Raises OSError when it takes too long or sends too much."""
+        """The next line; empty when the peer has closed. Raises OSError past the deadline or the maximum size."""
         seen = 0
         while (at := self._rest.find(b"\n", seen)) < 0:
             seen = len(self._rest)
@@ -232,7 +232,7 @@ class _Lines:
         line, is_last = bytes(self._rest[:at]), at == len(self._rest)
         del self._rest[: at + 1]
         self.read_at = time.monotonic()
-        return line if line or is_last else b" "  # an empty line is an order too, and refused
+        return line if line or is_last else b" "  # an empty line is an invalid command, and not the end
 
     def send(self, data: bytes) -> None:
         self._peer.settimeout(self._left())
@@ -251,18 +251,18 @@ def _shown(what: dict[str, Any]) -> str:
 
 
 def user_of(peer: socket.socket) -> int:
-    """Of a client: its user as it connected. Of a leader: its user as it began to listen."""
+    """The user of a client when it connected, or of a leader when it began to listen."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)
 
 
 def _is_us(user: int) -> bool:
-    """A user namespace that maps only some users shows all others as OVERFLOW_UID, which may be ours as well."""
+    """A user namespace that maps only some users shows all others as OVERFLOW_UID, which can be our own number too."""
     return user == os.geteuid() and (user != OVERFLOW_UID or maps_every_user())
 
 
 def open_control(controller: Controller, name: str) -> ControlServer | None:
-    """None, with a sentence in the log, when it cannot be had: no engine ends for that."""
+    """None, with a log line, when the socket is unavailable: the engine runs without it."""
     try:
         return ControlServer(controller, name)
     except OSError as error:
@@ -270,22 +270,23 @@ def open_control(controller: Controller, name: str) -> ControlServer | None:
         return None
 
 
-# -- the other end ----------------------------------------------------------------------------------------------------
+# -- the client -------------------------------------------------------------------------------------------------------
 
-# Any user of the machine can listen on any name, and answer anything.
+# Any user of the machine can listen on any name and answer anything.
 _UNSAFE = r"[^A-Za-z0-9_.:+-]"
 _ADDRESS = re.compile(rf"@({PREFIX}/(?:0|[1-9][0-9]{{0,9}})/[1-9][0-9]{{0,9}}/[A-Za-z0-9_.:+-]{{1,100}})")
 _LOOK_SECONDS = 2.0
 
 
 def addresses() -> list[str]:
-    """Leaders of this user on this machine that listen."""
+    """The addresses of this user's leaders on this machine."""
     return [address for address, user in look() if user is not None and _is_us(user)]
 
 
 def look() -> list[tuple[str, int | None]]:
-    """Sockets on this machine that are named as leaders name theirs, each with the user that listens there, which the
-    kernel says; None when that cannot be found out in time. Nothing is sent to any of them."""
+    """Sockets on this machine that have the name of a control socket, each with the user that listens there.
+
+    The kernel reports the user; it is None if the socket accepts no connection in time. Nothing is sent to a socket."""
     found = set()
     with open("/proc/net/unix", encoding="ascii", errors="replace") as sockets:
         for line in sockets:
@@ -298,13 +299,13 @@ def look() -> list[tuple[str, int | None]]:
     end = time.monotonic() + _LOOK_SECONDS
     while found:
         for address in list(found):
-            with contextlib.suppress(BlockingIOError):  # it has no room for one more client right now
+            with contextlib.suppress(BlockingIOError):  # its backlog is full
                 users[address] = _listener(address)
                 found.discard(address)
         if time.monotonic() > end:
             break
         time.sleep(0.01 if found else 0)
-    # One that has ended meanwhile is not there.
+    # Sockets that were closed in the meantime are left out.
     return sorted((address, user) for address, user in users.items() if user != _GONE)
 
 
@@ -323,36 +324,37 @@ def _listener(address: str) -> int:
             return _GONE
 
 
-def ask(address: str, order: dict[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-    """Give an order and wait for the answer. Raises OSError when there is none, or when another user listens there;
-    OrderError when the order is refused."""
+def ask(address: str, command: dict[str, Any], timeout: float = 60.0) -> dict[str, Any]:
+    """Send a command and wait for its answer.
+
+    Raises OSError if there is no answer or another user listens there, and CommandError if the command is refused."""
     end = time.monotonic() + timeout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leader:
         _connect(leader, address, timeout)
         if not _is_us(user := user_of(leader)):
             raise PermissionError(
-                f"{address} belongs to user {user}, and this is user {os.geteuid()}: give orders as the engine's user"
+                f"{address} belongs to user {user}, and this is user {os.geteuid()}: run this as the engine's user"
             )
         lines = _Lines(leader, end, MAX_ANSWER_BYTES)
-        lines.send(msgspec.json.encode(order) + b"\n")
+        lines.send(msgspec.json.encode(command) + b"\n")
         line = lines.read()
     if not line:
         raise ConnectionError(f"{address} does not answer")
     try:
         answer = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ConnectionError(f"{address} gave no answer that can be read: {error}") from error
+        raise ConnectionError(f"{address} gave an invalid answer: {error}") from error
     if not answer.pop("ok", False):
-        raise OrderError(str(answer.get("error", "refused without a reason")))
+        raise CommandError(str(answer.get("error", "refused without a reason")))
     return answer
 
 
 def _connect(leader: socket.socket, address: str, timeout: float) -> None:
-    """Wait in line: a connect that does not block fails at once while the leader has eight clients waiting."""
+    """Connect with the kernel's timeout: a non-blocking connect fails at once while the backlog is full."""
     seconds = int(timeout)
     limit = struct.pack("ll", seconds, int(1e6 * (timeout - seconds)))
     leader.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     try:
         leader.connect(f"\0{address}")
     except BlockingIOError as error:
-        raise TimeoutError(f"{address} has not taken the connection for {timeout:g} s") from error
+        raise TimeoutError(f"{address} did not accept the connection for {timeout:g} s") from error

@@ -1,19 +1,20 @@
-"""What is wrong with this machine, this set-up or a running engine, and what to do about it.
+"""`kvbm doctor`: find faults of this machine, of the settings and of a running engine, each with a cure.
 
-A *check* looks at one thing and gives findings (:class:`kvbm.observe.snapshot.Finding`), good ones too. Checks are
-small classes: ``name``, and ``run`` with the :class:`Examination` that all of them share. A check that cannot look says
-so in a note, and one that breaks is a finding itself: whoever asks what is wrong is owed an answer.
+A *check* examines one thing and yields findings (:class:`kvbm.observe.snapshot.Finding`), good ones included. A check
+is a small class with a ``name`` and a method ``run``, which takes the :class:`Examination` that all checks share. If a
+check cannot examine its subject, it yields a note. An exception in a check becomes a finding, and the others go on.
 """
 
 from kvbm.doctor.base import Check, Examination, examine
 from kvbm.doctor.gpu import Bandwidth, Gpu
 from kvbm.doctor.memory import HostMemory
 from kvbm.doctor.running import Running
-from kvbm.doctor.setup import Connector, Engine, Ports, Settings, Sizes
+from kvbm.doctor.setup import Connector, Engine, Ports, Settings, Shortcuts, Sizes, Versions
 from kvbm.doctor.tiers import Disk
 
 CHECKS: tuple[Check, ...] = (
-    Settings(), Engine(), Connector(), Gpu(), HostMemory(), Bandwidth(), Disk(), Sizes(), Ports(), Running(),
+    Versions(), Settings(), Engine(), Shortcuts(), Connector(), Gpu(), HostMemory(), Bandwidth(), Disk(), Sizes(),
+    Ports(), Running(),
 )  # fmt: skip
 
 __all__ = ["CHECKS", "Check", "Examination", "examine"]

@@ -1,4 +1,4 @@
-"""The contract of a check, and what checks know when they look."""
+"""The contract of a check, and the facts that checks share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from importlib import metadata
 from typing import Any, Literal, Protocol
 
 from kvbm.config import Config, ConfigError, load
@@ -21,10 +22,10 @@ class Check(Protocol):
 
 
 class Examination:
-    """What is asked for, and what several checks want to know; each thing is found out once.
+    """The options of the command, and the facts that several checks need, each determined once.
 
-    ``url``: of a running engine's metrics port; ``asked``: the user named it. ``quick``: measure nothing.
-    ``transfer``: the JSON of --kv-transfer-config. ``device_gb``: size of the engine's own cache, if the user knows it.
+    ``url``: of a running engine's metrics port; ``asked``: the user named it. ``quick``: skip the measurements.
+    ``transfer``: the JSON of --kv-transfer-config. ``device_gb``: size of the engine's own cache, if the user gave it.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Examination:
             return error
 
     def _extra_config(self) -> dict[str, Any]:
-        """Settings in --kv-transfer-config, which win over all others. What is wrong with it another check says."""
+        """The settings in --kv-transfer-config, which override all others. Another check reports its faults."""
         with contextlib.suppress(ValueError):
             extra = our_part(json.loads(self.transfer or "{}")).get("kv_connector_extra_config")
             return extra if isinstance(extra, dict) else {}
@@ -59,7 +60,7 @@ class Examination:
 
     @property
     def config(self) -> Config | None:
-        """None when the settings cannot be used; another check says why."""
+        """None if the settings are invalid; another check reports why."""
         return self.settings if isinstance(self.settings, Config) else None
 
     @cached_property
@@ -76,7 +77,7 @@ class Examination:
 
 
 def our_part(transfer: object) -> dict[str, Any]:
-    """KVBM's own part of --kv-transfer-config: all of it, or the first of a PdConnector's two, or nothing."""
+    """KVBM's part of --kv-transfer-config: all of it, or the first connector of a PdConnector, or nothing."""
     if not isinstance(transfer, dict):
         return {}
     if transfer.get("kv_connector") != "PdConnector":
@@ -86,15 +87,23 @@ def our_part(transfer: object) -> dict[str, Any]:
     return our_part(children[0]) if isinstance(children, list) and children else {}
 
 
+def installed_version(package: str) -> str:
+    """The version of a package, without importing it; empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def examine(case: Examination, checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
-    """(name of the check, finding), as they are found."""
+    """Run the checks. Yields (name of the check, finding)."""
     for check in checks:
         try:
             for finding in check.run(case):
                 yield check.name, finding
         except Exception as error:
             text = f"The check itself failed: {type(error).__name__}: {error}"
-            yield check.name, bad("check-failed", text, "Please report this, with the line above.")
+            yield check.name, bad("check-failed", text, "Please report this as a bug, with this line.")
 
 
 def good(name: str, text: str) -> Finding:

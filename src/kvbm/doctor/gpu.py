@@ -1,4 +1,4 @@
-"""The GPU, and how fast bytes get to it."""
+"""Checks of the GPU and of the bandwidth between it and host memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from functools import cache
-from importlib import metadata
 from typing import Any, NamedTuple
 
-from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.base import Examination, bad, good, installed_version, note
 from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
 
@@ -27,7 +26,7 @@ class Card(NamedTuple):
 
 @cache
 def gpus() -> tuple[Card, ...]:
-    """Without torch, which takes seconds to import; empty where there is no NVIDIA driver."""
+    """The GPUs that nvidia-smi lists, without an import of torch, which takes seconds; empty without a driver."""
     query = "name,memory.total,driver_version,pcie.link.width.current,pcie.link.width.max"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
@@ -52,11 +51,11 @@ class Gpu:
     def run(self, case: Examination) -> Iterator[Finding]:
         cards = gpus()
         if not cards:
-            cpu_engine = "cpu" in _version("vllm")
+            cpu_engine = "cpu" in installed_version("vllm")
             yield note(
                 "no-gpu",
                 "nvidia-smi shows no GPU" + (", and vLLM is a build for CPUs." if cpu_engine else "."),
-                "" if cpu_engine else "Where there should be one: install the driver, or give the container its GPUs.",
+                "" if cpu_engine else "If the machine has one: install the driver, or give the container its GPUs.",
             )
             return
         for card in cards:
@@ -64,9 +63,9 @@ class Gpu:
             if 0 < card.width < card.most_width:
                 yield bad(
                     "pcie-narrow",
-                    f"{card.name} uses {card.width} of the {card.most_width} PCIe lanes it could: loads take "
+                    f"{card.name} uses {card.width} of its {card.most_width} PCIe lanes: loads take "
                     f"{card.most_width // card.width} times as long.",
-                    "Put the card into a slot with all lanes, or look for a riser or a BIOS setting that splits them.",
+                    "Put the card into a slot with all lanes, or check for a riser or a BIOS setting that splits them.",
                 )
         if not case.quick:
             yield from self._torch()
@@ -75,21 +74,14 @@ class Gpu:
         try:
             import torch
         except ImportError:
-            yield note("no-torch", "torch is not installed here, so the GPU was not tried.")
+            yield note("no-torch", "torch is not installed, so the GPU was not tested.")
             return
         if not torch.cuda.is_available():
             yield bad(
                 "torch-without-cuda",
                 f"torch {torch.__version__} cannot use the GPU.",
-                "Install the CUDA build of torch that the engine asks for, and a driver that is new enough for it.",
+                "Install the CUDA build of torch that the engine requires, and a driver that supports it.",
             )
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 class Bandwidth:
@@ -113,8 +105,7 @@ class Bandwidth:
                 yield bad(
                     "pinning-failed",
                     f"GPU {device}: {size(PROBE)} of host memory could not be pinned and copied: {error}",
-                    "Free GPU memory if that is what is missing; else look at `ulimit -l` and the container's memory "
-                    "limit.",
+                    "Free GPU memory if it is full; otherwise check `ulimit -l` and the container's memory limit.",
                 )
                 continue
             text = f"GPU {device}: {up / 1e9:.1f} GB/s from pinned host memory, {down / 1e9:.1f} GB/s to it"
@@ -123,18 +114,22 @@ class Bandwidth:
                     "bus-slow", f"{text}.", "Expected 12 to 55 GB/s: check the PCIe slot, its lanes and its generation."
                 )
             elif min(up, down) < SLOW:
-                yield note("bus-slow", f"{text}.", "PCIe 4 x16 carries 25, PCIe 5 x16 55. Short prefixes may not pay.")
+                yield note(
+                    "bus-slow",
+                    f"{text}.",
+                    "PCIe 4 x16 reaches 25, PCIe 5 x16 55. Short loads may not pay off.",
+                )
             else:
                 yield good("bandwidth", f"{text}.")
 
 
 def measure(torch: Any, device: int) -> tuple[float, float]:
-    """(bytes a second to the device, from it), the best of three."""
+    """(bytes a second to the device, from the device), each the best of three."""
     with torch.cuda.device(device):
         host = torch.empty(PROBE, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(PROBE, dtype=torch.uint8, device="cuda")
         best = [0.0, 0.0]
-        for _ in range(4):  # the first one warms up
+        for _ in range(4):  # the first round warms up
             for direction, (target, source) in enumerate(((there, host), (host, there))):
                 torch.cuda.synchronize()
                 began = time.perf_counter()

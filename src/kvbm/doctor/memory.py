@@ -1,4 +1,4 @@
-"""The host tier's memory: is there enough, and how long does it take to get?"""
+"""Checks of the host tier's memory: its size, and the time to fault it in."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class HostMemory:
         if config.cpu_cache_override_num_blocks:
             yield note(
                 "memory-unknown",
-                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks}: how much memory that "
-                "takes depends on the model.",
-                "The engine refuses to start, and says what would fit, when it is too much.",
+                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks}: its size in memory "
+                "depends on the model.",
+                "If it does not fit, the engine refuses to start and reports the size that fits.",
             )
             return
         wanted, available, kept = config.cpu_cache_gb * 1e9, available_memory(), kept_bytes(config.host_persist_dir)
         if kept:
             yield note(
                 "memory-kept",
-                f"{size(kept)} of memory are kept at {config.host_persist_dir} by engines that have ended.",
+                f"Host tiers of engines that have ended hold {size(kept)} of memory at {config.host_persist_dir}.",
                 "An engine with the same model takes it over. `kvbm cache ls` shows it, `kvbm cache clear` frees it.",
             )
         if config.host_persist:
@@ -80,19 +80,19 @@ class HostMemory:
             yield bad(
                 "memory-not-kept",
                 f"KVBM_HOST_PERSIST keeps {size(wanted)} at {folder}, which has room for {size(room)}: the host tier "
-                "would end with the engine.",
+                "would not survive a restart.",
                 f"Make it larger: mount -o remount,size={wanted / 1e9 + 1:.0f}G {folder}; in a container --shm-size.",
             )
 
     def _start_time(self, case: Examination, wanted: float) -> Iterator[Finding]:
-        """Memory is written to once before the engine serves; an engine that waits too long for it gives up."""
+        """The host tier is faulted in before the engine serves; vLLM gives up an engine that takes too long."""
         threads = min(16, len(os.sched_getaffinity(0)))
         takes = wanted / (fault_in_speed() * threads)
         limit = float(case.environ.get(READY_VARIABLE) or READY_DEFAULT)
         if takes > 0.8 * limit:
             yield bad(
                 "start-too-slow",
-                f"Getting {size(wanted)} of memory ready takes about {seconds(takes)} on this machine, and vLLM gives "
+                f"Faulting in {size(wanted)} of memory takes about {seconds(takes)} on this machine, and vLLM gives "
                 f"its engine {seconds(limit)} to start.",
                 f"Set {READY_VARIABLE}={int(2 * takes) + 600}; for other engines "
                 "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS.",
@@ -100,7 +100,7 @@ class HostMemory:
 
 
 def kept_bytes(folder: Path) -> int:
-    """What host tiers of this user that have outlived their engines take."""
+    """The memory of this user's host tiers that have survived their engines."""
     found = 0
     for slab in slabs_in(folder):
         with contextlib.suppress(OSError):
@@ -109,7 +109,7 @@ def kept_bytes(folder: Path) -> int:
 
 
 def fault_in_speed() -> float:
-    """Bytes a second that one thread gets ready."""
+    """Bytes a second that one thread faults in."""
     with mmap.mmap(-1, PROBE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             area.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""A running engine: is it helping, and if not, why?"""
+"""Whether KVBM helps a running engine and, if not, why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Running:
         engine = case.engine
         if isinstance(engine, NotReachableError):
             if case.asked:
-                yield bad("engine-not-reachable", f"{engine}", "Nothing can be said of an engine that cannot be asked.")
+                yield bad("engine-not-reachable", f"{engine}", "Start the engine with metrics, or correct --url.")
             else:
                 yield note("no-engine-running", f"No engine with metrics runs here ({case.url}).")
             return

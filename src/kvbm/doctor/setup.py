@@ -1,19 +1,21 @@
-"""Checks that only read: settings, packages, ports, sizes."""
+"""Checks that measure nothing: versions, settings, packages, ports, sizes."""
 
 from __future__ import annotations
 
 import json
+import platform
 import re
 import socket
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
+import kvbm
 from kvbm.config import Config, ConfigError, require_tier
-from kvbm.doctor.base import Examination, bad, good, note, our_part
+from kvbm.doctor.base import Examination, bad, good, installed_version, note, our_part
 from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES
+from kvbm.engines.vllm import shortcuts
 from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
 from kvbm.runtime.channel import local
@@ -26,21 +28,37 @@ EXAMPLE = json.dumps(
 )  # fmt: skip
 
 
+class Versions:
+    """First, because every report of a fault needs them."""
+
+    name = "versions"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        packages = ("torch", *RELEASES)
+        installed = [f"{name} {version}" for name in packages if (version := installed_version(name))]
+        here = f"KVBM {kvbm.__version__}, Python {platform.python_version()}, {', '.join(installed) or 'no torch'}"
+        running = ""
+        if case.snapshot is not None:
+            engine = case.snapshot.identity
+            running = f" The running engine: {engine.engine} {engine.engine_version} with KVBM {engine.kvbm}."
+        yield good("versions", f"{here} in {sys.prefix}.{running}")
+
+
 class Settings:
     name = "settings"
 
     def run(self, case: Examination) -> Iterator[Finding]:
         if isinstance(case.settings, ConfigError):
             for problem in case.settings.problems:
-                yield bad("setting-refused", problem, "The engine would refuse to start with it; correct or remove it.")
+                yield bad("setting-refused", problem, "The engine refuses to start with it; correct or remove it.")
             return
         config = case.settings
         for warning in config.warnings:
             yield note("setting-odd", warning)
         if config.unused:
-            yield note("setting-unused", f"Known, not used yet: {', '.join(config.unused)}.")
+            yield note("setting-unused", f"Accepted, not used: {', '.join(config.unused)}.")
         if case.snapshot is not None and not (config.has_host_tier or config.has_disk_tier):
-            yield good("settings", "No tier is set in this shell; the running engine has its own settings.")
+            yield good("settings", "This shell sets no tier; the running engine has its own settings.")
             return
         try:
             require_tier(config)
@@ -63,19 +81,17 @@ class Engine:
     def run(self, case: Examination) -> Iterator[Finding]:
         found = False
         for package, releases in RELEASES.items():
-            try:
-                version = metadata.version(package)
-            except metadata.PackageNotFoundError:
+            if not (version := installed_version(package)):
                 continue
             found = True
             release = re.match(r"\d+\.\d+", version)
             if release and release[0] in releases:
-                yield good("engine", f"{package} {version} is installed, a release KVBM is made for.")
+                yield good("engine", f"{package} {version} is installed, a release that KVBM supports.")
             else:
                 yield note(
                     "engine-untested",
-                    f"{package} {version} is installed; KVBM is made for {releases[0]} to {releases[-1]}.",
-                    "It will run and may miss what is new. Prefer one of those.",
+                    f"{package} {version} is installed; KVBM supports {releases[0]} to {releases[-1]}.",
+                    "KVBM is not tested with this release. Prefer a supported one.",
                 )
         if not found and case.snapshot is None:
             yield bad(
@@ -85,8 +101,33 @@ class Engine:
             )
 
 
+class Shortcuts:
+    """The loops of vLLM that KVBM replaces."""
+
+    name = "shortcuts"
+
+    def run(self, case: Examination) -> Iterator[Finding]:
+        version = installed_version("vllm")
+        found = shortcuts.describe(version) if version else ()
+        if case.config is None or not found:
+            return
+        listed = "; ".join(f"{each.name} ({each.replaces}): {each.gain}" for each in found)
+        if case.config.fast_prompts:
+            yield good(
+                "shortcuts",
+                f"KVBM_FAST_PROMPTS replaces loops of vLLM {version}, for 32,768 tokens: {listed}. The engine's log "
+                "names those that passed their self-test.",
+            )
+        else:
+            yield note(
+                "shortcuts-off",
+                f"KVBM_FAST_PROMPTS=0: long prompts take vLLM {version}'s own loops. Not used: {listed}.",
+                "Remove the setting, unless you look for a fault in these loops.",
+            )
+
+
 class Connector:
-    """What is handed to vLLM as --kv-transfer-config."""
+    """The JSON of vLLM's --kv-transfer-config."""
 
     name = "connector"
 
@@ -119,11 +160,11 @@ class Connector:
             yield note(
                 "failure-policy",
                 f'"kv_load_failure_policy" is {config.get("kv_load_failure_policy", "not set, which means fail")!r}: a '
-                "block that cannot be brought back ends its request with an error.",
-                'Set "kv_load_failure_policy": "recompute", and it is computed again instead.',
+                "failed load ends its request with an error.",
+                'Set "kv_load_failure_policy": "recompute": the engine then recomputes the missing blocks.',
             )
         if not wrong:
-            yield good("connector", "--kv-transfer-config names KVBM as it should.")
+            yield good("connector", "--kv-transfer-config names KVBM correctly.")
 
 
 class Ports:
@@ -147,8 +188,8 @@ class Ports:
             yield note(
                 "leader-port-taken",
                 f"{env}={port} is taken on {config.leader_zmq_host}.",
-                "Engines whose leader talks to its workers over ZeroMQ need a pair of ports of their own; vLLM does "
-                "not use them.",
+                "vLLM does not use it. Every engine whose leader talks to its workers over ZeroMQ needs its own "
+                "pair of ports.",
             )
         if not taken:
             yield good("leader-ports", "The leader's ports are free.")
@@ -157,14 +198,13 @@ class Ports:
         if _is_free(config.metrics_host, config.metrics_port):
             return good("metrics-port", f"Port {config.metrics_port} for metrics is free.")
         if case.snapshot is not None and case.url.endswith(f":{config.metrics_port}"):
-            who = case.snapshot.identity
-            return good("metrics-port", f"KVBM of {who.model} answers on port {config.metrics_port}.")
+            model = case.snapshot.identity.model
+            return good("metrics-port", f"KVBM of {model} answers on port {config.metrics_port}.")
         return bad(
             "metrics-port-taken",
-            f"DYN_KVBM_METRICS_PORT={config.metrics_port} is taken on {config.metrics_host} by something that is not "
-            "KVBM.",
-            "Every engine on a host needs its own: set DYN_KVBM_METRICS_PORT to a free port. The engine would start "
-            "without metrics.",
+            f"DYN_KVBM_METRICS_PORT={config.metrics_port} is taken on {config.metrics_host} by another program: the "
+            "engine would start without metrics.",
+            "Set DYN_KVBM_METRICS_PORT to a free port. Every engine on a host needs its own.",
         )
 
 
@@ -190,7 +230,7 @@ class Sizes:
 
     def run(self, case: Examination) -> Iterator[Finding]:
         config = case.config
-        if config is None or case.snapshot is not None:  # of a running engine the real sizes are known
+        if config is None or case.snapshot is not None:  # another check reports the sizes of a running engine
             return
         host, disk = _tier_bytes(config)
         if host and disk and disk < host:
@@ -208,7 +248,7 @@ class Sizes:
                 yield bad(
                     "host-smaller-than-device" if host else "disk-smaller-than-device",
                     f"{setting}={first / 1e9:g} is less than the engine's own cache ({case.device_gb:g} GB): the tier "
-                    "forgets before the engine does, and brings nothing back.",
+                    "evicts blocks before the engine does, and gives no hits.",
                     f"Set {setting} to at least {case.device_gb:g}, better several times that.",
                 )
             else:
@@ -216,14 +256,14 @@ class Sizes:
         elif (cards := gpus()) and first < 0.5 * sum(card.memory for card in cards):
             yield note(
                 "host-maybe-smaller-than-device",
-                f"{setting}={first / 1e9:g}, and the GPUs here have {size(sum(card.memory for card in cards))}, of "
-                "which an engine takes what its weights leave for its own cache.",
+                f"{setting}={first / 1e9:g}, and the GPUs here have {size(sum(card.memory for card in cards))}. An "
+                "engine uses the memory beside its weights for its own cache.",
                 "vLLM logs the size of its cache at start; the tier should be larger. `--gpu-cache-gb` compares them.",
             )
 
 
 def _tier_bytes(config: Config) -> tuple[float, float]:
-    """(host, disk) in bytes; 0 where there is none, or where it is given in blocks, whose size the engine knows."""
+    """(host, disk) in bytes; 0 without the tier, and for a size in blocks, whose bytes only the engine knows."""
     host = 0.0 if config.cpu_cache_override_num_blocks else config.cpu_cache_gb * 1e9
     disk = 0.0 if config.disk_cache_override_num_blocks else config.disk_cache_gb * 1e9
     return host, disk

@@ -1,4 +1,4 @@
-"""The disk tier's place: can it be written, has it room, what does the filesystem support, how fast is it?"""
+"""Checks of the disk tier's directory: permissions, free space, features of the filesystem, speed."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Disk:
         if not os.access(where, os.W_OK | os.X_OK):
             yield bad(
                 "disk-not-writable",
-                f"{_DIRECTORY}={folder} cannot be written to by this user.",
+                f"{_DIRECTORY}={folder} is not writable for this user.",
                 f"Change its owner, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
         try:
             os.close(open_trusted(where))
         except CacheRefused as error:
-            # Nor is a file probed there: other users could put a link in its place.
-            yield bad("disk-not-private", f"{error.strerror}.", "Until then the engine runs without a disk tier.")
+            # No probe file either: other users could replace it with a link.
+            yield bad("disk-not-private", f"{error.strerror}.", "Until then, the engine runs without a disk tier.")
             return
         except OSError as error:
             yield bad(
@@ -69,7 +69,7 @@ class Disk:
         except OSError as error:
             yield bad(
                 "disk-not-writable",
-                f"{_DIRECTORY}={folder}: no file can be made there ({error.strerror}).",
+                f"{_DIRECTORY}={folder}: cannot create a file there ({error.strerror}).",
                 f"Choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
@@ -96,10 +96,10 @@ class Disk:
         if free - held < wanted <= free:
             yield note(
                 "disk-kept",
-                f"{size(held)} at {config.disk_cache_dir} are held by caches that are there already. An engine takes "
-                "over its own; beside one of another model, or of another release of the engine, there is no room for "
-                f"{size(wanted)}, and it would be refused.",
-                "`kvbm cache ls` shows them, `kvbm cache clear` removes those that are not wanted any more.",
+                f"Existing caches hold {size(held)} at {config.disk_cache_dir}. An engine reuses its own cache. A "
+                f"cache of another model or engine release leaves no room for {size(wanted)}, and the engine would run "
+                "without a disk tier.",
+                "`kvbm cache ls` shows them, `kvbm cache clear` removes those that you no longer need.",
             )
         if wanted > free:
             yield bad(
@@ -116,15 +116,15 @@ class Disk:
                 f"{probe.folder} cannot preallocate files (fallocate is not supported).",
             )
             if config.disk_zerofill_fallback:
-                yield good(finding[0], f"{finding[1]} DYN_KVBM_DISK_ZEROFILL_FALLBACK is on, so it is filled instead.")
+                yield good(finding[0], f"{finding[1]} DYN_KVBM_DISK_ZEROFILL_FALLBACK is on, so KVBM writes zeros.")
             else:
                 yield bad(
                     *finding,
-                    "Set DYN_KVBM_DISK_ZEROFILL_FALLBACK=1: the file is written full of zeros once. Without it, it is "
-                    "sparse, and the disk may turn out to be full later.",
+                    "Set DYN_KVBM_DISK_ZEROFILL_FALLBACK=1: KVBM then fills the file with zeros once. Without it, the "
+                    "file is sparse, and the disk may be full later.",
                 )
         if config.disk_disable_o_direct:
-            yield note("o-direct-off", "O_DIRECT is switched off: the page cache takes memory from the host tier.")
+            yield note("o-direct-off", "O_DIRECT is off: the page cache competes with the host tier for memory.")
             return
         at_open, later = probe.takes_direct(at_open=True), probe.takes_direct(at_open=False)
         if at_open and not later and config.disk_allocator_type == "default":
@@ -156,17 +156,17 @@ class Disk:
         if speed.read < VERY_SLOW:
             yield bad(
                 "disk-slow",
-                f"{text}{how}: computing again is nearly always faster.",
-                f"Choose a local NVMe drive: {_DIRECTORY}. KVBM will load from this one only where that pays.",
+                f"{text}{how}: recomputing is nearly always faster.",
+                f"Choose a local NVMe drive: {_DIRECTORY}. KVBM loads from this one only if that is faster.",
             )
         elif speed.read < SLOW:
-            yield note("disk-slow", f"{text}{how}.", "Only models that compute slowly gain from a disk like this.")
+            yield note("disk-slow", f"{text}{how}.", "Only models with a slow prefill gain from this disk.")
         else:
             yield good("disk-speed", f"{text}{how}.")
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the closest one above it that is there."""
+    """The folder, or its closest parent that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -174,7 +174,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _held(folder: Path) -> int:
-    """What caches of this user take there already, in use or not."""
+    """Bytes of this user's caches there, in use or not."""
     found = 0
     for slab in slabs_in(folder):
         with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ def _held(folder: Path) -> int:
 
 
 def _filesystem(path: Path) -> str:
-    """Its type, from the longest mount point above the path."""
+    """The type of the filesystem, from the longest mount point above the path."""
     best, kind = Path("/"), ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, name, *_ = line.split()
@@ -199,7 +199,7 @@ class Speed(NamedTuple):
 
 
 class _Probe:
-    """A file of our own in the folder; nobody finds it, and it is gone when it is closed."""
+    """A temporary file in the folder, which :meth:`close` removes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -211,7 +211,7 @@ class _Probe:
         self._path.unlink()
 
     def fallocates(self) -> bool:
-        # Not posix_fallocate: where the filesystem cannot, the C library writes zeros and says that it could.
+        # Not posix_fallocate: without support of the filesystem the C library writes zeros and reports success.
         libc = ctypes.CDLL(None, use_errno=True)
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         if libc.fallocate(self._fd, 0, 0, 1 << 20) == 0:
@@ -219,7 +219,7 @@ class _Probe:
         return ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS)
 
     def takes_direct(self, at_open: bool) -> bool:
-        """Whether a write with O_DIRECT works: some filesystems take the flag and ignore it, or refuse the write."""
+        """Whether a write with O_DIRECT works: some filesystems ignore the flag, or refuse the write."""
         import fcntl
 
         fd = -1
@@ -238,7 +238,7 @@ class _Probe:
                 os.close(fd)
 
     def speed(self, direct: bool) -> Speed:
-        """Of several threads, as the tier has them, for about two seconds each way at most."""
+        """The speed with several threads, as in the disk tier, in about two seconds for each direction at most."""
         fd = os.open(self._path, os.O_RDWR | (os.O_DIRECT if direct else 0))
         try:
             pieces = range(min(PROBE, shutil.disk_usage(self.folder).free // 4) // PIECE)

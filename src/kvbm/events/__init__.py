@@ -1,6 +1,6 @@
-"""Block events: what the tiers hold, told to routers and whoever else wants to know.
+"""Block events: routers and other subscribers learn which blocks each tier holds.
 
-``ledger`` keeps account of what subscribers have been told and what they are still owed; an engine's adapter takes the
-difference from it and hands it to the engine's own publisher. ``consolidator`` merges several such streams into one,
-for set-ups that expect that.
+``ledger`` records the events that subscribers have received and those that they are still owed. An engine's adapter
+takes the owed events and passes them to the engine's own publisher. ``consolidator`` merges several streams into one,
+for deployments that expect one.
 """

@@ -2,11 +2,11 @@
 
     python -m kvbm.events.consolidator --engine tcp://127.0.0.1:20081 --output tcp://127.0.0.1:57001 --mode dedup
 
-Not needed with vLLM, whose own publisher carries the events of all tiers; it is there for set-ups that expect it, and
-for engines that cannot carry ours. A process of its own, because the engine would have to wait for what it computes.
+vLLM does not need it, because vLLM's publisher carries the events of all tiers. It serves engines whose publisher
+cannot, and deployments that expect it. It is a separate process, so that its work does not delay the engine.
 
 Input: two frames [topic, payload] or three [topic, number, payload]; payload is msgpack [time, [events], rank].
-Output: three frames ["", number, payload], every 50 ms if there is anything.
+Output: three frames ["", number, payload], every 50 ms if there are events.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvbm.events.merge import Merge
 logger = logging.getLogger("kvbm")
 
 FLUSH_SECONDS = 0.05
-# Messages that may wait for us, or for a subscriber of ours; beyond it they are dropped, as vLLM's publisher does.
+# Messages in a queue, of an input or for a subscriber. Beyond it ZeroMQ drops messages, as with vLLM's publisher.
 MAX_WAITING = 100_000
 
 
 class Consolidator:
-    """``inputs``: endpoint -> whose events come from there. Binds at once; raises zmq.ZMQError when it cannot."""
+    """``inputs``: endpoint -> name of its stream. Binds its output; raises zmq.ZMQError if it cannot."""
 
     def __init__(self, inputs: dict[str, str], output: str, mode: str) -> None:
         self._mode = mode
@@ -71,7 +71,7 @@ class Consolidator:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         stream = self._in[socket]
-        for _ in range(1000):  # then the other streams have their turn
+        for _ in range(1000):  # then it reads the other streams
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -83,7 +83,7 @@ class Consolidator:
                     self._count(stream, int.from_bytes(frames[1], "big"))
                 self._pending.setdefault(rank, []).extend(self._merge(rank).apply(stream, events))
             except (msgspec.DecodeError, ValueError, TypeError) as error:
-                logger.warning("a message of %s is left out: %s", stream, error)
+                logger.warning("skipped an invalid message of %s: %s", stream, error)
 
     def _merge(self, rank: int) -> Merge:
         if rank not in self._ranks:
@@ -91,12 +91,12 @@ class Consolidator:
         return self._ranks[rank]
 
     def _count(self, stream: str, number: int) -> None:
-        """Messages that were lost may have been removals: rather too little is believed than too much."""
+        """Lost messages may have been removals, so the stream's blocks are dropped: a missing block is harmless."""
         last = self._numbers.get(stream)
         self._numbers[stream] = number
         if last is None or number == last + 1:
             return
-        logger.warning("messages %d to %d of %s are missing: its blocks are forgotten", last + 1, number - 1, stream)
+        logger.warning("messages %d to %d of %s are missing: its blocks are dropped", last + 1, number - 1, stream)
         for rank, merge in self._ranks.items():
             self._pending.setdefault(rank, []).extend(merge.clear(stream))
 
@@ -116,9 +116,9 @@ class Consolidator:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engine", metavar="ENDPOINT", action="append", default=[], help="where the engine publishes")
-    parser.add_argument("--kvbm", metavar="ENDPOINT", help="where KVBM publishes, if not with the engine")
-    parser.add_argument("--output", metavar="ENDPOINT", required=True, help="where to publish")
+    parser.add_argument("--engine", metavar="ENDPOINT", action="append", default=[], help="of the engine's events")
+    parser.add_argument("--kvbm", metavar="ENDPOINT", help="of KVBM's events, if it is another one")
+    parser.add_argument("--output", metavar="ENDPOINT", required=True, help="of the merged events")
     parser.add_argument("--mode", choices=("dedup", "passthrough"), default="dedup")
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
     options = parser.parse_args(arguments)
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         consolidator = Consolidator(inputs, options.output, options.mode)
     except zmq.ZMQError as error:
         logger.error(
-            "no consolidated events: %s cannot be listened on (%s). It is DYN_KVBM_LEADER_ZMQ_PUB_PORT + 1000; every "
+            "no consolidated events: cannot listen on %s (%s). The port is DYN_KVBM_LEADER_ZMQ_PUB_PORT + 1000; every "
             "engine on a host needs its own.", options.output, error,
         )  # fmt: skip
         return 1

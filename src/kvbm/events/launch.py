@@ -1,4 +1,4 @@
-"""Starts the consolidator beside an engine, and ends it with it."""
+"""Starts the consolidator beside an engine, and ends it with the engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvbm.config import Config
 
 logger = logging.getLogger("kvbm")
 
-# As when a terminal or a supervisor ends the engine with all its processes.
+# A terminal or a supervisor ends the engine with all its processes.
 _ASKED_TO_END = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 
 
 def output_endpoint(config: Config, rank: int = 0) -> str:
-    """Where the consolidator of a data-parallel rank publishes: on this machine only, as all who need it are here."""
+    """The endpoint of a data-parallel rank's consolidator: on loopback, because its subscribers run on this machine."""
     return f"tcp://127.0.0.1:{config.consolidator_port + rank}"
 
 
@@ -32,8 +32,8 @@ class ConsolidatorProcess:
         kvbm: str | None = None,
         count: Callable[[str], None] | None = None,
     ) -> None:
-        """``engine``: where the engine publishes; ``kvbm``: where our own events come from, if not from there too;
-        ``count``: hears of its end if nobody has asked for it."""
+        """``engine``: endpoints of the engine's events; ``kvbm``: endpoint of KVBM's own events, if it is another one;
+        ``count``: called if the process ends unexpectedly."""
         self._output, self._count, self._closing = output_endpoint(config, rank), count, False
         command = [sys.executable, "-m", "kvbm.events.consolidator", "--parent", str(os.getpid())]
         command += ["--output", self._output, "--mode", config.kv_events_consolidator_mode]
@@ -49,8 +49,8 @@ class ConsolidatorProcess:
         if self._closing or status in _ASKED_TO_END:
             return
         logger.error(
-            "the consolidator of KV events has ended (status %d): nobody hears of this engine's blocks on %s any more, "
-            "until the engine is started anew. The engine goes on.", status, self._output,
+            "the consolidator of KV events has ended (status %d): no more events of this engine on %s. The engine goes "
+            "on; restart it to have events again.", status, self._output,
         )  # fmt: skip
         if self._count is not None:
             self._count("the consolidator of KV events has ended")
@@ -72,9 +72,9 @@ def start(
     kvbm: str | None = None,
     count: Callable[[str], None] | None = None,
 ) -> ConsolidatorProcess | None:
-    """None, with a sentence in the log, when it cannot be started: no engine ends for that."""
+    """None, with a log line, when the process cannot be started: the engine runs without it."""
     try:
         return ConsolidatorProcess(config, engine, rank, kvbm, count)
     except OSError as error:
-        logger.warning("no consolidated events: their process cannot be started (%s)", error)
+        logger.warning("no consolidated events: cannot start the consolidator's process (%s)", error)
         return None

@@ -1,15 +1,15 @@
-"""What subscribers have been told of each tier, and what they are still owed.
+"""The events that subscribers have received of each tier, and those that they are still owed.
 
-Subscribers count: Dynamo's publisher forgets a block when it has been removed as often as it was stored, and its index
-ends a removal at the first block it does not know. So every change of a pool is told exactly once and in order. Changes
-wait in a journal until somebody takes them. When it has grown larger than the pools are, it is cut down to the
-difference between what was told and what is: it stays bounded, and nothing is lost however late anybody takes.
+Subscribers count: Dynamo's publisher drops a block after as many removals as stores, and its index stops a removal at
+the first unknown block. So the ledger announces every change of a pool exactly once and in order. Changes wait in a
+journal until the adapter takes them. A journal that outgrows the pools is compacted to the difference between the
+announced state and the current one, so it stays bounded and loses nothing, however late the adapter comes.
 
-A block can be announced once somebody has *described* it: which tokens it holds and what comes before it. Blocks that
-nobody has described yet, of a cache that a restart has found again say, are announced when a request brings them along.
+A block can be announced once it is *described*: its tokens and the block before it are known. Blocks without a
+description, for example those of a cache that a restart has found again, are announced when a request names them.
 
-Called from the scheduler's thread. A block costs few lookups and no object of its own: with 100,000 blocks coming and
-going every second that decides (benchmarks/events.py). A million blocks take about 200 MB.
+All methods are called from the scheduler's thread. A block costs a few lookups and no object of its own, because up to
+100,000 blocks change in a second (benchmarks/events.py). A million blocks take about 200 MB.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key
 from kvbm.plans import TierName
 
-Name = bytes  # what the engine's own events call a block
+Name = bytes  # a block in the engine's own events
 
-# Blocks of a tier that one call takes at most: one or two milliseconds of work.
+# Blocks of a tier in one call: one or two milliseconds of work.
 MAX_AT_ONCE = 4096
-# Blocks in a run at most: as long as one of them is kept, so are the tokens of all.
+# Blocks in a run: while the ledger knows one of them, it holds the tokens of all.
 MAX_IN_RUN = 64
 
 
@@ -40,16 +40,16 @@ class Run(msgspec.Struct, eq=False, gc=False):
     """Consecutive blocks of one request, described."""
 
     keys: tuple[Key, ...]
-    names: tuple[Name, ...]  # the very same tuple where the engine calls blocks by their keys
-    parent: Name | None  # of the block in front of the first one
-    tokens: list[int] | bytes  # a list until it has been told; then four bytes each, which take an eighth of the memory
-    # What else the engine says of them; ``each`` has an entry a block, if there is anything to say.
+    names: tuple[Name, ...]  # the same tuple as ``keys`` where the engine names blocks by their keys
+    parent: Name | None  # the block before the first one
+    tokens: list[int] | bytes  # a list until the first event; then four bytes each, an eighth of the memory
+    # Further fields of the engine's events; ``each`` has one entry a block.
     about: Any = None
     each: Sequence[Any] | None = None
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """These blocks, each the parent of the next, can be found in the tier from now on."""
+    """The tier now holds these blocks. Each is the parent of the next."""
 
     tier: TierName
     names: Sequence[Name]
@@ -60,7 +60,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """These blocks, in no particular order, can no longer be found in the tier."""
+    """The tier no longer holds these blocks, which are in no particular order."""
 
     tier: TierName
     names: Sequence[Name]
@@ -69,12 +69,12 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 class _Change(Enum):
     CAME = 1
     WENT = 2
-    DESCRIBED = 3  # those among them that had come before anybody described them can be told now
-    AGAIN = 4  # somebody has lost track: removed and stored once more
+    DESCRIBED = 3  # those that came without a description can be announced now
+    AGAIN = 4  # a subscriber is out of sync: announce a removal and a store
 
 
 class _Book:
-    """One tier's journal. What was told of the tier is what it held where the journal begins, less ``untold``."""
+    """One tier's journal. Subscribers know the blocks at the journal's beginning, without those in ``untold``."""
 
     __slots__ = ("arriving", "findable", "journal", "most", "pending", "tier", "untold")
 
@@ -85,7 +85,7 @@ class _Book:
         self.journal: deque[tuple[_Change, Sequence[Key]]] = deque()
         self.pending = 0  # blocks in it
         self.most = 4 * pool.size + MAX_AT_ONCE
-        self.untold: set[Key] = set()  # came, and nobody had described them
+        self.untold: set[Key] = set()  # came without a description
 
     def note(self, change: _Change, keys: Sequence[Key]) -> None:
         self.pending += len(keys)
@@ -105,14 +105,14 @@ class _Book:
             yield change, keys
 
     def clear(self) -> list[Key]:
-        """Tell nothing of all this. Returns the blocks that were in it."""
+        """Discard the journal. Returns the blocks that were in it."""
         keys = list(dict.fromkeys(key for _, keys in self.journal for key in keys))
         self.journal.clear()
         self.pending = 0
         return keys
 
     def cut(self) -> list[Key]:
-        """Leave nothing in the journal but what makes a difference. Returns the blocks that were in it."""
+        """Compact the journal to the changes that make a difference. Returns the blocks that were in it."""
         first: dict[Key, _Change] = {}
         for change, keys in self.journal:
             for key in keys:
@@ -127,7 +127,7 @@ class _Book:
 
 
 class Ledger:
-    """Watches the pools from now on. What they hold already is owed."""
+    """Follows the pools from now on. The blocks that they already hold are owed."""
 
     def __init__(self, pools: Mapping[TierName, Catalog], block_size: int) -> None:
         self._block_size = block_size
@@ -150,9 +150,9 @@ class Ledger:
     # -- describing ---------------------------------------------------------------------------------------------------
 
     def undescribed(self, keys: Sequence[Key]) -> list[tuple[int, int]]:
-        """Which of the consecutive blocks ``keys`` some tier has, or is about to have, and nobody has described.
+        """Those of the consecutive blocks ``keys`` that a tier holds or receives and that have no description.
 
-        As (first, end) of stretches that make good runs.
+        Returned as (first, end) of stretches, each of the right length for a run.
         """
         runs = self._runs
         views = [view for book in self._books for view in (book.arriving, book.findable)]
@@ -170,7 +170,7 @@ class Ledger:
         return [(at, min(at + MAX_IN_RUN, end)) for first, end in stretches for at in range(first, end, MAX_IN_RUN)]
 
     def describe(self, run: Run) -> None:
-        """The blocks are those of a stretch that :meth:`undescribed` has named."""
+        """Add the description of a stretch that :meth:`undescribed` has returned."""
         runs = self._runs
         for key in run.keys:
             runs[key] = run
@@ -184,11 +184,11 @@ class Ledger:
 
     @property
     def owed(self) -> bool:
-        """Whether there may be something to tell."""
+        """Whether :meth:`take` may return events."""
         return any(book.journal for book in self._books)
 
     def take(self) -> list[Stored | Removed]:
-        """What has changed, or as much of it as should be told at once. Whoever takes it must deliver it."""
+        """The next owed events, at most MAX_AT_ONCE blocks a tier. The caller must deliver them."""
         events: list[Stored | Removed] = []
         passed: list[Key] = []
         for book in self._books:
@@ -225,7 +225,7 @@ class Ledger:
                 book.untold.add(keys[at])
                 at += 1
                 continue
-            # Usually all of the run has come, in order.
+            # Usually the whole run has come, in order.
             end = at + len(run.keys)
             if tuple(keys[at:end]) == run.keys:
                 events.append(self._event(book.tier, run, 0, len(run.keys)))
@@ -251,13 +251,13 @@ class Ledger:
         return Stored(tier, run.names[first:end], run.names[first - 1] if first else run.parent, part, run.about, each)
 
     def _forget(self, keys: Sequence[Key]) -> None:
-        """Drop the descriptions of blocks that no tier has, nor is about to have."""
+        """Drop the descriptions of blocks that no tier holds or receives."""
         for book in self._books:
             for view in (book.findable, book.arriving):
                 if view:
                     keys = [key for key in keys if key not in view]
         if self._names:
-            # What is still to be told of them goes by their names.
+            # Owed events need the names of their blocks.
             owed = {key for book in self._books for _, changed in book.journal for key in changed}
             keys = [key for key in keys if key not in owed]
             for key in keys:
@@ -268,24 +268,24 @@ class Ledger:
     # -- starting over ------------------------------------------------------------------------------------------------
 
     def subscribers_forgot(self) -> None:
-        """Every subscriber has been made to forget all it knew: all blocks are told anew."""
+        """Every subscriber has dropped its state: announce all blocks again."""
         for book in self._books:
             self._forget(book.clear())
             book.untold.clear()
             book.note(_Change.CAME, list(book.findable))
 
     def tell_again(self) -> None:
-        """One subscriber has lost track, others have not: every block is removed and stored once more."""
+        """One subscriber is out of sync: announce the removal and the store of every block."""
         for book in self._books:
             book.note(_Change.AGAIN, list(book.findable))
 
     def withdraw(self) -> None:
-        """The tiers are not to be counted on any more: subscribers shall forget them."""
+        """The tiers are out of use: announce the removal of every block."""
         for book in self._books:
             book.note(_Change.WENT, list(book.findable))
         self.stop()
 
     def stop(self) -> None:
-        """Hear of no more changes."""
+        """Stop following the pools."""
         for pool in self._pools.values():
             pool.on_change = None

@@ -1,10 +1,10 @@
-"""Several streams of block events made into one.
+"""Merges several streams of block events into one.
 
-``dedup``: a block is stored when the first place has it and removed when the last one has lost it; whoever listens
-need know nothing of tiers. ``passthrough``: every event as it comes, with the tier's name as routers know it.
+``dedup``: a block is stored when the first place holds it and removed when the last place drops it, so subscribers need
+no notion of tiers. ``passthrough``: every event as it comes, with the tier's name as routers know it.
 
-What a block is, is told by its tokens and by those before it, not by its name: an engine and KVBM may call the same
-block differently. The name that was heard first is the one that is published. Nothing here touches a socket or a clock.
+A block is identified by its tokens and by those before it, and not by its name, because an engine and KVBM may name the
+same block differently. The first name is the one that is published. This module uses no socket and no clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import xxhash
 logger = logging.getLogger("kvbm")
 
 GPU = "GPU"
-# What the two lower tiers are called on the way out.
+# Routers' names of the two tiers.
 _MEDIA = {"CPU": "CPU_TIER1", "STORAGE": "CPU_TIER2"}
-# Of a stored event: whatever else tells its blocks apart, or is of use to a router.
+# Fields of a stored event that distinguish its blocks or help a router.
 _PASSED_ON = ("lora_id", "lora_name", "extra_keys", "cache_salt", "block_mm_infos", "group_idx", "kv_cache_spec_kind")
 _SCOPE = ("lora_name", "cache_salt", "extra_keys", "block_mm_infos")
 
@@ -35,7 +35,7 @@ class _Block:
 
     def __init__(self, name: int) -> None:
         self.name = name
-        self.places: set[tuple[_Place, int]] = set()  # and what it is called there: it may have two names
+        self.places: set[tuple[_Place, int]] = set()  # with its name there: a block may have two names
 
 
 class Merge:
@@ -44,11 +44,11 @@ class Merge:
     def __init__(self, mode: str) -> None:
         self._dedup = mode == "dedup"
         self._blocks: dict[bytes, _Block] = {}
-        # By place and name: which block, and how often it was stored there. An engine may hold a block twice.
+        # place -> name -> [content of the block, number of stores]. An engine may hold a block twice.
         self._known: dict[_Place, dict[int, list[Any]]] = {}
 
     def apply(self, stream: str, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Events of a stream, as they were decoded. What cannot be understood is left out."""
+        """Apply the decoded events of a stream. Invalid events are skipped."""
         found: list[dict[str, Any]] = []
         for event in events:
             try:
@@ -60,11 +60,11 @@ class Merge:
                 elif kind == "BlockRemoved":
                     found += self._removed(stream, event)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                logger.warning("an event of %s is left out: %s: %s", stream, type(error).__name__, error)
+                logger.warning("skipped an invalid event of %s: %s: %s", stream, type(error).__name__, error)
         return found
 
     def clear(self, stream: str) -> list[dict[str, Any]]:
-        """The stream has started over, or was lost: nothing that it told holds any longer."""
+        """The stream has restarted or lost messages: drop all its blocks."""
         gone: list[dict[str, Any]] = []
         for place in [place for place in self._known if place[0] == stream]:
             names = self._known[place]
@@ -89,7 +89,7 @@ class Merge:
             return [{**event, "block_hashes": names, "parent_block_hash": parent, "medium": _outside(place[1])}]
         size, tokens = int(event["block_size"]), event["token_ids"]
         if size < 1 or len(tokens) != size * len(names):
-            return []  # a placeholder, which says nothing that a router could use
+            return []  # a placeholder without tokens, of no use to a router
         content = self._content_of(place, parent)
         fresh: list[dict[str, Any]] = []
         for i, name in enumerate(names):
@@ -116,7 +116,7 @@ class Merge:
         return fresh
 
     def _content_of(self, place: _Place, name: int | None) -> bytes:
-        """Of the block in front of a stretch, of which this place may have told, or another, or nobody."""
+        """The content of a parent block, from the events of this place or of another; a stand-in if it is unknown."""
         if name is None:
             return b""
         for known in (self._known.get(place, {}), *self._known.values()):
@@ -160,7 +160,7 @@ def _outside(medium: str) -> str:
 
 
 def _number(name: object) -> int:
-    """Names are numbers of 64 bits, some write them signed; or whole hashes, of which the end counts."""
+    """A name is a number of 64 bits, signed or not, or a whole hash, of which the last 8 bytes count."""
     if isinstance(name, bytes):
         return int.from_bytes(name[-8:], "big")
     if isinstance(name, int):

@@ -1,7 +1,7 @@
-"""Our tiers' events on a socket of our own, for engines whose publisher cannot carry them; the consolidator listens.
+"""Publishes the events of KVBM's tiers for engines whose own publisher cannot; the consolidator subscribes.
 
-In vLLM's format. Called from the engine's scheduler thread; a socket that drops rather than waits. Events carry the
-tokens of prompts and the names of tenants: only processes of the same user are let in.
+The messages have vLLM's format. The engine's scheduler thread sends them, so the socket drops instead of waiting.
+Events contain the tokens of prompts and the names of tenants, so the socket admits processes of the same user only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from kvbm.tiers.registry import TIERS
 
 logger = logging.getLogger("kvbm")
 
-# As vLLM says them. Dynamo's router takes them for host memory, disk and what is further away.
 MAX_WAITING = 100_000  # messages
 
 
 class ZmqPublisher:
-    """Binds at once; raises zmq.ZMQError when it cannot."""
+    """Binds its socket; raises zmq.ZMQError if it cannot."""
 
     def __init__(self, pools: Mapping[TierName, Catalog], block_size: int, rank: int = 0) -> None:
-        # A socket without a file: it disappears with the process.
+        # An abstract socket has no file and disappears with the process.
         self.endpoint = f"ipc://@kvbm-events-{os.getpid()}-{rank}"
         self._block_size = block_size
         self._rank = rank
@@ -48,7 +47,7 @@ class ZmqPublisher:
             raise
 
     def follow(self, keys: Sequence[Key], tokens: Sequence[int], first: int, end: int, scope: Scope) -> None:
-        """Some tier may now have, or be about to have, blocks ``first`` to ``end`` of a request."""
+        """Describe blocks ``first`` to ``end`` of a request, which a tier may hold or receive."""
         size = self._block_size
         for start, stop in self._ledger.undescribed(keys[first:end]):
             start, stop = start + first, stop + first
@@ -58,7 +57,7 @@ class ZmqPublisher:
             self._ledger.describe(Run(run_keys, run_keys, parent, text, (scope.lora, scope.cache_salt)))
 
     def pump(self) -> None:
-        """Send what has changed."""
+        """Send the events that are owed."""
         while self._ledger.owed:
             events = [self._translate(event) for event in self._ledger.take()]
             if events:

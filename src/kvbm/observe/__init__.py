@@ -1,1 +1,1 @@
-"""How KVBM lets itself be watched. Nothing here decides anything, and nothing here may cost an engine's step time."""
+"""Metrics, page, records and terminal output. Nothing here makes a decision or takes time of an engine's step."""

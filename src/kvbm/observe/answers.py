@@ -1,7 +1,7 @@
-"""What the metrics port answers: the page, and renderings of the last snapshot, each made once for all clients.
+"""The answers of the metrics port: the page, and renderings of the last snapshot, each made once for all clients.
 
 /            the page                 /metrics      Prometheus text
-/api/state   a snapshot as JSON (?requests=N for so many of the latest requests)
+/api/state   a snapshot as JSON (?requests=N adds the N latest requests)
 /healthz     "ok"; 503 while the engine does not answer
 """
 
@@ -55,14 +55,14 @@ def refusal(status: int, text: str) -> Answer:
 
 
 class Wanted(NamedTuple):
-    """A snapshot that a client wants rendered, with so many of the latest requests."""
+    """A request for a rendered snapshot with this many of the latest requests."""
 
     path: str
     requests: int = 0
 
 
 def find(target: str) -> Answer | Wanted:
-    """What a GET of this target is answered with. /healthz is answered by the caller, which knows the engine."""
+    """The answer to a GET of this target. The caller answers /healthz, because it knows the state of the engine."""
     path = urlsplit(target)
     if path.path == "/metrics":
         return Wanted(path.path)
@@ -74,7 +74,7 @@ def find(target: str) -> Answer | Wanted:
     if path.path in _PAGE:
         name, kind = _PAGE[path.path]
         return Answer(200, _file(name), kind)
-    return refusal(404, f"there is nothing at {path.path[:80]}; try / or /metrics\n")
+    return refusal(404, f"no page at {path.path[:80]}; try / or /metrics\n")
 
 
 _files: dict[str, bytes] = {}
@@ -88,7 +88,7 @@ def _file(name: str) -> bytes:
 
 
 class Renderings:
-    """Of one snapshot."""
+    """The renderings of one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = msgspec.structs.replace(snapshot, findings=explain(snapshot))

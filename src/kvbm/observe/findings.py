@@ -1,7 +1,7 @@
-"""Is it helping, and if not, why? Read off a snapshot, in sentences, each with what to do.
+"""Whether KVBM helps and, if not, why: findings from a snapshot, each with a cure.
 
-The page, `kvbm top` and `kvbm doctor` say the same because they all ask here. Every rule is a small function of a
-snapshot; the first that explains why nothing is gained is enough, as one cause usually hides the others.
+The page, `kvbm top` and `kvbm doctor` show the same findings, because they all come from here. Each rule is a small
+function of a snapshot. The first rule that explains a missing gain is enough, because one cause usually hides others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvbm.observe.snapshot import (
 )  # fmt: skip
 from kvbm.tiers.registry import NEAR, TIERS
 
-FEW_REQUESTS = 10  # before these, nothing can be said
+FEW_REQUESTS = 10  # too few for a judgement
 LITTLE = 0.02  # a hit rate below this is no gain
-MANY_MISSED = 0.1  # of the blocks that were looked up in vain had once been kept
+MANY_MISSED = 0.1  # fraction of the misses that were evictions
 
 
 def explain(snapshot: Snapshot) -> list[Finding]:
-    """What stands out, the most important first."""
+    """The findings, the most important first."""
     gain = _gain(snapshot)
     found = [finding for rule in _TROUBLES if (finding := rule(snapshot)) is not None]
     if gain is not None:
@@ -45,19 +45,19 @@ def _gain(s: Snapshot) -> Finding | None:
     if not s.matched_tokens or not s.hit_rates.blocks or hits / s.hit_rates.blocks < LITTLE:
         return None
     found = f"It helps: {hits / s.hit_rates.blocks:.0%} of the blocks that the engine did not have were found"
-    if not s.saved.loads:  # not every engine lets its speed be measured
+    if not s.saved.loads:  # the speed of some engines is unknown
         return Finding(
             name="gain", level="good", text=f"{found}; {s.matched_tokens:,} tokens were loaded and not computed."
         )
     net = s.saved.saved_seconds - s.saved.lost_seconds
     if net <= 0:
         return None
-    how = "" if s.saved.measured else " (by a guess of the speed of prefill, which has not been measured yet)"
+    how = "" if s.saved.measured else " (the speed of prefill is a guess and not measured yet)"
     text = f"{found}, and loading them saved about {seconds(net)} of waiting in {s.saved.loads} loads{how}."
     return Finding(name="gain", level="good", text=text)
 
 
-# -- why nothing is gained --------------------------------------------------------------------------------------------
+# -- reasons for a missing gain ---------------------------------------------------------------------------------------
 
 
 def _too_early(s: Snapshot) -> Finding | None:
@@ -67,7 +67,7 @@ def _too_early(s: Snapshot) -> Finding | None:
     return Finding(
         name="too-early",
         level="note",
-        text="No request has been let in yet." if not seen else f"Only {seen} requests so far: too few to judge.",
+        text="The engine has admitted no request yet." if not seen else f"Only {seen} requests: too few to judge.",
         cure="Send traffic in which prompts come back, for example with `kvbm bench`.",
     )
 
@@ -92,7 +92,7 @@ def _on_device(s: Snapshot) -> Finding | None:
     return Finding(
         name="on-device",
         level="note",
-        text=f"The engine's own cache has what most requests need ({s.outcomes[ON_DEVICE]} of {seen}).",
+        text=f"The engine's own cache has all blocks of most requests ({s.outcomes[ON_DEVICE]} of {seen}).",
         cure="Nothing is wrong: KVBM takes over when the load outgrows the GPU.",
     )
 
@@ -106,8 +106,8 @@ def _not_loaded(s: Snapshot) -> Finding | None:
         return Finding(
             name="never-load",
             level="bad",
-            text=f"{refused} blocks were found and not loaded, because KVBM_LOAD=never says so.",
-            cure="Take KVBM_LOAD away, or set it to auto.",
+            text=f"{refused} blocks were found but not loaded, because KVBM_LOAD is never.",
+            cure="Remove KVBM_LOAD, or set it to auto.",
         )
     speeds = ", ".join(f"{tier.tier} {tier.bytes_per_second / 1e9:.2g} GB/s" for tier in s.tiers)
     slow = next((tier for tier in s.tiers if tier.tier != NEAR.name and tier.measured), None)
@@ -115,7 +115,7 @@ def _not_loaded(s: Snapshot) -> Finding | None:
     return Finding(
         name="slow-tier",
         level="bad" if slow else "note",
-        text=f"{refused} blocks were found and not loaded: {reason}. Loads were measured at {speeds} a rank, prefill "
+        text=f"{refused} blocks were found but not loaded: {reason}. Loads were measured at {speeds} a rank, prefill "
         f"at {s.saved.prefill_tokens_per_second:,.0f} tokens/s.",
         cure=f"Make the slow tier faster{f' ({advice})' if advice else ''}, or give the {NEAR.name} tier more memory "
         f"({NEAR.size_setting}). `kvbm doctor` measures both.",
@@ -123,7 +123,7 @@ def _not_loaded(s: Snapshot) -> Finding | None:
 
 
 def _evicted(s: Snapshot) -> Finding | None:
-    """Blocks are asked for that were there once: the tiers are too small."""
+    """Lookups miss blocks that were evicted: the tiers are too small."""
     evicted = s.missed.get(EVICTED, 0)
     if not evicted or evicted < MANY_MISSED * sum(s.missed.values()):
         return None
@@ -133,8 +133,8 @@ def _evicted(s: Snapshot) -> Finding | None:
     return Finding(
         name="tier-too-small",
         level="bad",
-        text=f"{evicted} of {sum(s.missed.values())} lookups missed a block that had been kept and was evicted: the "
-        f"{last.tier} tier ({_size(last)}) is too small for what comes back.",
+        text=f"{evicted} of {sum(s.missed.values())} lookups missed a block that was kept and then evicted: the "
+        f"{last.tier} tier ({_size(last)}) is too small for this traffic.",
         cure=f"Raise {_size_setting(last)}.{more}",
     )
 
@@ -145,9 +145,9 @@ def _no_repeats(s: Snapshot) -> Finding | None:
     return Finding(
         name="no-repeats",
         level="note",
-        text=f"Prompts do not repeat: {s.missed.get(NEW, 0)} of {sum(s.missed.values())} lookups asked for a block "
-        "that nobody had computed before.",
-        cure="Nothing to reuse, nothing to gain. If prompts should share a beginning, look for what differs early in "
+        text=f"Prompts do not repeat: {s.missed.get(NEW, 0)} of {sum(s.missed.values())} lookups ended at a "
+        "block that was never computed before.",
+        cure="There is nothing to reuse. If prompts should share a beginning, look for an early difference between "
         "them: a date or an id at the front, another cache salt, another LoRA adapter.",
     )
 
@@ -157,11 +157,11 @@ def _little(s: Snapshot) -> Finding | None:
     return Finding(
         name="little",
         level="note",
-        text=f"Little is gained so far: {found} of {sum(s.outcomes.values())} requests had blocks brought back.",
+        text=f"The gain is small so far: {found} of {sum(s.outcomes.values())} requests loaded blocks.",
     )
 
 
-# -- what is wrong whether or not something is gained -----------------------------------------------------------------
+# -- faults, with or without a gain -----------------------------------------------------------------------------------
 
 
 def _failures(s: Snapshot) -> Finding | None:
@@ -184,7 +184,7 @@ def _slower(s: Snapshot) -> Finding | None:
         name="loads-too-slow",
         level="bad",
         text=f"Loads took {seconds(s.saved.lost_seconds - s.saved.saved_seconds)} longer than computing would have.",
-        cure="KVBM_LOAD=auto loads only what pays; it is set otherwise, or the machine has become slower lately.",
+        cure="Set KVBM_LOAD=auto, which loads only what is faster. If it is auto, the machine has become slower.",
     )
 
 
@@ -197,7 +197,7 @@ def _smaller_than_device(s: Snapshot) -> Finding | None:
         name=f"{first.tier}-smaller-than-device",
         level="bad",
         text=f"The {first.tier} tier ({_size(first)}) is smaller than the engine's own cache ({needed:.2f} GB): it "
-        "forgets before the engine does.",
+        "evicts blocks before the engine does.",
         cure=f"Set {_size_setting(first)} to at least {needed:.2f}, better several times that.",
     )
 
@@ -239,8 +239,8 @@ def _overrun(s: Snapshot) -> Finding | None:
     return Finding(
         name="queue-full",
         level="note",
-        text=f"{refused} blocks were not kept because too many were on their way already; {stored} were.",
-        cure="The engine computes faster than blocks can be copied out. KVBM_MAX_PENDING_OFFLOADS lets more wait.",
+        text=f"{refused} blocks were not kept because the offload queue was full; {stored} were kept.",
+        cure="The engine computes blocks faster than they are offloaded. Raise KVBM_MAX_PENDING_OFFLOADS.",
     )
 
 

@@ -1,10 +1,12 @@
-"""Figures and names as people read them."""
+"""Figures, names and tables as text."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 
 def size(number: float) -> str:
-    """Bytes, in powers of ten as everywhere in KVBM."""
+    """Bytes, in powers of ten."""
     for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= one:
             return f"{number / one:.3g} {unit}" if number < 1000 * one else f"{number / one:.0f} {unit}"
@@ -21,9 +23,20 @@ def seconds(number: float) -> str:
 
 
 def printable(text: object, longest: int = 200) -> str:
-    """A name or text from a file, for a terminal: one line, no control character and none that changes the direction of
-    the text, of bounded length."""
+    """Text from a file, a socket or a port, for a terminal: one line of bounded length.
+
+    Control characters and those that change the direction of text are escaped.
+    """
     shown = str(text)
     if len(shown) > longest:
         shown = f"{shown[: longest - 3]}..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows as lines of aligned columns; those of ``right`` are aligned at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{'>' if at in right else '<'}{widths[at]}}" for at, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-"""A line with the hit rates in the engine's log, every few seconds, when they have changed."""
+"""Logs the hit rates every few seconds if they have changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("kvbm")
 
 
 class HitRateLine:
-    """``tiers``: those of which something is said. ``who``: tells engines apart that share a log."""
+    """``tiers``: the tiers in the line. ``who``: the engine's name in a shared log."""
 
     def __init__(self, who: str, tiers: list[str], read: Callable[[], HitRates], interval: float) -> None:
         self._who = who

@@ -1,9 +1,9 @@
-"""Every metric, once: its name, what it counts and where in a snapshot it is found.
+"""Every metric, declared once: its name, its meaning and the place of its value in a snapshot.
 
-Two readers: the metrics port writes all of them as Prometheus text, and the engine's own hooks (vLLM's connector stats)
-take the same table to show them on the engine's page. The first part has the names that dashboards for KVBM know: no
-labels and, against the custom of Prometheus, no ``_total``. The client library cannot write such a counter, hence the
-few lines of text format here. The second part says the same and more in the customary way.
+The table has two readers: the metrics port writes all metrics as Prometheus text, and the engine's own hooks (vLLM's
+connector stats) show them on the engine's page. The first part has the names of existing dashboards for KVBM: no labels
+and, against Prometheus' convention, no ``_total``. Prometheus' client library cannot write such a counter, so this
+module writes the text format itself. The second part follows the convention and has more metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Metric(NamedTuple):
     help: str
     read: Callable[[Snapshot], Series]
     labels: Labels = ()
-    customary: bool = True  # False: one of the names without labels that existing dashboards know
+    customary: bool = True  # False: a name of existing dashboards, without labels
 
 
 def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Series]:
@@ -35,14 +35,14 @@ def _one(read: Callable[[Snapshot], float]) -> Callable[[Snapshot], Series]:
 
 
 def _by_name(read: Callable[[Snapshot], Mapping[str, float]]) -> Callable[[Snapshot], Series]:
-    # list(): a reason may be added by the engine's thread meanwhile.
+    # list(): the engine's thread may add a reason during the iteration.
     return lambda snapshot: [((name,), value) for name, value in list(read(snapshot).items())]
 
 
 def _flow(
     source: str, target: str, figure: Callable[[Flow], float] = lambda flow: flow.blocks
 ) -> Callable[[Snapshot], Series]:
-    """A figure of the flow from one place to another; an empty source stands for any."""
+    """A figure of the flow from one place to another; an empty source means any."""
 
     def read(snapshot: Snapshot) -> Series:
         flows = (flow for flow in snapshot.flows if flow.target == target and source in ("", flow.source))
@@ -62,7 +62,7 @@ def _slots(snapshot: Snapshot) -> Iterator[tuple[Labels, float]]:
 
 
 def _upstream(tier: Tier) -> Iterator[Metric]:
-    """The metrics of a tier under the names that existing dashboards know."""
+    """The metrics of a tier under the names of existing dashboards."""
     for ending, source in tier.offload_metrics.items():
         way = f"from {source} to {tier.name}" if source else f"to {tier.name}"
         yield Metric(f"kvbm_offload_blocks_{ending}", "counter", f"Blocks offloaded {way}", _flow(source, tier.name))
@@ -75,7 +75,7 @@ def _upstream(tier: Tier) -> Iterator[Metric]:
     yield Metric(
         f"kvbm_{tier.name}_cache_hit_rate",
         "gauge",
-        f"Part of the latest requests' blocks that the {tier.name} tier had (0 to 1)",
+        f"Fraction of the latest requests' blocks that the {tier.name} tier had (0 to 1)",
         _one(lambda s: s.hit_rates.rate(tier.name)),
     )
     if tier.counts_failures:
@@ -101,47 +101,47 @@ _CUSTOMARY = (
            _flows(lambda f: f.blocks), _WAY),
     Metric("kvbm_transfer_bytes_total", "counter", "Bytes moved between tiers, all ranks together",
            _flows(lambda f: f.bytes), _WAY),
-    Metric("kvbm_transfer_seconds_total", "counter", "Time that transfers took, each as long as its slowest rank",
+    Metric("kvbm_transfer_seconds_total", "counter", "Duration of transfers, each on its slowest rank",
            _flows(lambda f: f.seconds), _WAY),
-    Metric("kvbm_transfer_failed_blocks_total", "counter", "Blocks that did not arrive and were computed or forgotten",
+    Metric("kvbm_transfer_failed_blocks_total", "counter", "Blocks that did not arrive, and were recomputed or dropped",
            _flows(lambda f: f.failed_blocks), _WAY),
-    Metric("kvbm_transfer_queued_blocks", "gauge", "Blocks whose transfer is planned and not over yet",
+    Metric("kvbm_transfer_queued_blocks", "gauge", "Blocks whose transfer is planned or running",
            _flows(lambda f: f.queued_blocks), _WAY),
     Metric("kvbm_slots", "gauge", "Slots of a tier by state: free, writing, idle (hold a block), pinned (being read)",
            _slots, ("tier", "state")),
     Metric("kvbm_capacity_bytes", "gauge", "Size of a tier, all ranks together",
            lambda s: [((tier.tier,), tier.slots * tier.block_bytes) for tier in s.tiers], ("tier",)),
-    Metric("kvbm_evictions_total", "counter", "Blocks that had to make room for others",
+    Metric("kvbm_evictions_total", "counter", "Blocks evicted to make room for others",
            lambda s: [((tier.tier,), tier.evictions) for tier in s.tiers], ("tier",)),
     Metric("kvbm_lookups_total", "counter", "Requests whose prefix was looked up", _one(lambda s: s.lookups)),
-    Metric("kvbm_lookup_blocks_total", "counter", "Blocks looked up, beyond those the engine had itself",
+    Metric("kvbm_lookup_blocks_total", "counter", "Blocks looked up, beyond those in the engine's own cache",
            _one(lambda s: s.looked_up_blocks)),
     Metric("kvbm_matched_blocks_total", "counter", "Blocks found and loaded, by the tier that had them",
            _by_name(lambda s: s.matched_blocks), ("tier",)),
-    Metric("kvbm_missed_lookups_total", "counter", "Lookups that ended at a block no tier has: one nobody had computed "
-           "before (new), or one that was kept and had to make room (evicted)",
+    Metric("kvbm_missed_lookups_total", "counter", "Lookups that ended at a block that no tier has: never computed "
+           "before (new), or evicted (evicted)",
            _by_name(lambda s: s.missed), ("why",)),
-    Metric("kvbm_requests_total", "counter", "Requests the engine let in, by what became of their lookup",
+    Metric("kvbm_requests_total", "counter", "Requests that the engine admitted, by the outcome of their lookup",
            _by_name(lambda s: s.outcomes), ("outcome",)),
-    Metric("kvbm_refused_blocks_total", "counter", "Blocks that were not kept, or not handed on to disk, by reason",
+    Metric("kvbm_refused_blocks_total", "counter", "Blocks not kept, or not moved to the next tier, by reason",
            _by_name(lambda s: s.refused_blocks), ("reason",)),
-    Metric("kvbm_refused_load_blocks_total", "counter", "Blocks that were found and not loaded, by reason",
+    Metric("kvbm_refused_load_blocks_total", "counter", "Blocks found but not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),
     Metric("kvbm_failures_total", "counter", "Faults inside KVBM that cost a hit, or events, by reason",
            _by_name(lambda s: s.failures), ("reason",)),
-    Metric("kvbm_ttft_saved_seconds_total", "counter", "Time to first token spared, estimated: what the loaded tokens "
-           "would have taken at the measured speed of prefill, less what their loads took",
+    Metric("kvbm_ttft_saved_seconds_total", "counter", "Time to first token saved, estimated: the time to compute the "
+           "loaded tokens at the measured speed of prefill, less the time of their loads",
            _one(lambda s: s.saved.saved_seconds)),
-    Metric("kvbm_ttft_lost_seconds_total", "counter", "The same for loads that came out slower than computing",
+    Metric("kvbm_ttft_lost_seconds_total", "counter", "The same for loads that took longer than computing",
            _one(lambda s: s.saved.lost_seconds)),
     Metric("kvbm_prefill_tokens_per_second", "gauge", "Speed of prefill as measured, for the first tokens of a prompt",
            _one(lambda s: s.saved.prefill_tokens_per_second)),
     Metric("kvbm_load_bytes_per_second", "gauge", "Speed of loads from a tier as measured, on one rank",
            lambda s: [((tier.tier,), tier.bytes_per_second) for tier in s.tiers], ("tier",)),
-    Metric("kvbm_record_dropped_total", "counter", "Lines that the record of decisions had no room for",
+    Metric("kvbm_record_dropped_total", "counter", "Lines that the record of decisions dropped",
            _one(lambda s: s.record_dropped)),
     Metric("kvbm_start_time_seconds", "gauge", "When KVBM started, in Unix time", _one(lambda s: s.started)),
-    Metric("kvbm_info", "gauge", "1, labelled with what is running",
+    Metric("kvbm_info", "gauge", "1, labelled with versions, engine and model",
            lambda s: [((s.identity.kvbm, s.identity.engine, s.identity.engine_version, s.identity.model,
                         str(s.identity.ranks)), 1)],
            ("version", "engine", "engine_version", "model", "ranks")),
@@ -166,7 +166,7 @@ def render(snapshot: Snapshot) -> bytes:
 _headers = {
     metric.name: f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n" for metric in METRICS
 }
-# What stands before the figure in a line. There are as many as there are series, and they never change.
+# The part of a line before its value: one for each series, and constant.
 _starts: dict[tuple[str, Labels], str] = {}
 
 

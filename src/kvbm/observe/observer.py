@@ -1,8 +1,8 @@
-"""All that can be seen of one engine's KVBM: the request log, the record, the metrics port and the log line.
+"""The observers of one engine's KVBM: the request log, the record, the metrics port and the log line.
 
-The engine's half makes an :class:`Observer`, gives its ``log`` to the leader and tells it of requests, calls
-:meth:`Observer.start` when the leader begins and :meth:`Observer.close` at the end. Nothing here raises into an engine:
-what cannot be had is said in the log and done without.
+The engine's adapter makes an :class:`Observer`, gives its ``log`` to the leader, reports requests to it, and calls
+:meth:`Observer.start` at the leader's start and :meth:`Observer.close` at its end. Nothing here raises into an engine:
+if a part is unavailable, the log says so and the engine runs without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("kvbm")
 
 
 class Observer:
-    """``failures``: reason -> how often, kept by the engine's half."""
+    """``failures``: reason -> count, maintained by the engine's adapter."""
 
     def __init__(self, config: Config, failures: Mapping[str, int]) -> None:
         self.log = RequestLog(config.cache_stats_max_requests)
@@ -38,7 +38,7 @@ class Observer:
     def start(
         self, identity: Identity, leader: Callable[[], Leader | None], cost: CostModel, who: str, replica: int = 0
     ) -> None:
-        """``who`` tells engines apart that share a log; ``replica`` those that share their settings."""
+        """``who`` names the engine in a shared log; ``replica`` numbers engines that share their settings."""
         config = self._config
         self.source = LeaderSource(identity, leader, self.log, cost, self._failures)
         state = self.source.snapshot()
@@ -68,7 +68,7 @@ class Observer:
             logger.info("decisions are recorded in %s", self._record.path)
         except OSError as error:
             logger.warning(
-                "nothing is recorded: KVBM_RECORD_DIR=%s cannot be written to (%s). Choose another directory.",
+                "recording is off: cannot write to KVBM_RECORD_DIR=%s (%s). Choose another directory.",
                 self._config.record_dir, error.strerror or error,
             )  # fmt: skip
 
@@ -80,6 +80,6 @@ class Observer:
 
 
 def settings_given(config: Config) -> dict[str, str]:
-    """The settings that somebody set, by variable, as text; secrets are hidden."""
+    """The settings that are not at their default, by variable, as text; secrets are hidden."""
     rows = (row for row in SETTINGS if not row.retired and config.sources[row.key] != DEFAULT)
     return {row.env: row.show(getattr(config, row.key)) for row in rows}

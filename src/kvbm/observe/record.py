@@ -1,22 +1,22 @@
-"""A record of what the leader decided, one JSON object a line, to look at and to replay.
+"""A record of the leader's decisions, one JSON object a line, for analysis and replay.
 
-The engine's thread hands lines over and never waits: the queue is bounded, and what does not fit is dropped and
-counted. A thread writes them. The file, too, is bounded: at ``max_bytes`` the record ends with a line that says so.
+The engine's thread puts lines into a bounded queue and never waits: a line that does not fit is dropped and counted. A
+writer thread empties the queue. The file is bounded too: at ``max_bytes`` the record ends with a line that says so.
 
-Every line has ``event`` and ``at`` (milliseconds since the start of the record, when the line was handed over):
+Every line has ``event`` and ``at`` (milliseconds from the start of the record to the moment it entered the queue):
 
 ``start``
-    the first line: what is needed to replay the record (block size, bytes of a block, slots of each tier, blocks of the
+    the first line: the facts that a replay needs (block size, bytes of a block, slots of each tier, blocks of the
     engine's own cache), and ``time``, the Unix time at 0
 ``request``
-    a request is over. ``timestamp`` (milliseconds, when it was first let in), ``input_length``, ``output_length`` and
-    ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for those read it too once it
-    is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's first and the answer's after them, with
-    52 bits of their keys, which say nothing of the tokens. Besides: what was found where, how much was loaded and why
+    a request has ended. ``timestamp`` (milliseconds, of its first admission), ``input_length``, ``output_length`` and
+    ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for such traces read it once
+    it is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's and then the answer's, with 52 bits
+    of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason
 ``load``, ``store``
-    a transfer is over on all ranks: tier, blocks, seconds, and whether any of it was lost
+    a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
 ``end``
-    the last line, if there was time for one: why the record ends, and how many lines were dropped
+    the last line of a record that was closed: why it ends, and the number of dropped lines
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Sink(Protocol):
-    """What the engine's thread sees of a record."""
+    """The part of a record that the engine's thread uses."""
 
     dropped: int
 
@@ -50,7 +50,7 @@ class Sink(Protocol):
 
 
 class NoRecord:
-    """When nothing is to be recorded."""
+    """Recording is off."""
 
     dropped = 0
 
@@ -59,7 +59,7 @@ class NoRecord:
 
 
 class Record:
-    """Raises OSError when the file cannot be made. ``add`` is for one thread."""
+    """Raises OSError if it cannot create the file. Only one thread may call ``add``."""
 
     def __init__(self, folder: Path, max_bytes: int, **header: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -70,7 +70,7 @@ class Record:
         self._started = time.monotonic()
         self._full = False
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]] | None] = queue.SimpleQueue()
-        # Nobody else's business, and never somebody else's file: O_EXCL follows no link.
+        # Only this user can read it. O_EXCL follows no link and opens no existing file.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 16)
         self._epoch = time.time()
@@ -79,7 +79,7 @@ class Record:
         self._thread.start()
 
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
-        """Hand a line over. ``keys`` become ``hash_ids``, on the writer's time. Never waits, never raises."""
+        """Queue a line. The writer thread turns ``keys`` into ``hash_ids``. Never waits, never raises."""
         if self._full:
             return
         if self._queue.qsize() >= QUEUE:
@@ -91,7 +91,7 @@ class Record:
         self._queue.put(({"event": event, "at": at, **fields}, keys))
 
     def close(self) -> None:
-        """Write what is there and end."""
+        """Write the queued lines and end."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(timeout=5)
@@ -114,7 +114,7 @@ class Record:
             self._file.write(_encode({"event": "end", "why": why, "dropped": self.dropped}) + b"\n")
             self._file.close()
         except Exception as error:
-            # A full disk, say. The engine has nothing to do with it.
+            # For example a full disk. The engine goes on.
             self._full = True
             logger.warning("the record %s ends here: %s", self.path, error)
 
@@ -127,7 +127,7 @@ class Record:
 
 
 def hash_ids(keys: Sequence[bytes]) -> list[int]:
-    """52 bits of each key: enough to tell millions of blocks apart, and a number that JSON readers take exactly."""
+    """52 bits of each key: distinct for millions of blocks, and exact in every JSON reader."""
     words = np.frombuffer(b"".join([key[:8] for key in keys]), dtype=">u8")
     ids: list[int] = (words >> np.uint64(12)).tolist()
     return ids

@@ -1,4 +1,4 @@
-"""Snapshots of an engine that runs elsewhere, over its metrics port."""
+"""Snapshots of another process's engine, from its metrics port."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import Any
 
 import msgspec
 
+from kvbm.observe.format import printable
 from kvbm.observe.snapshot import Snapshot, from_json
 
 MAX_BYTES = 8 << 20
+MAX_TEXT = 2000  # characters of one text of a snapshot
 
-# A proxy of the user's environment must not see what goes to this machine.
+# Requests to this machine must not go through a proxy of the user's environment.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NotReachableError(Exception):
-    """Nothing that can be read was had from the port; the text says why and what to do."""
+    """The port gave no valid snapshot; the text says why and what to do."""
 
 
 def normal_url(text: str) -> str:
-    """`6880`, `host:6880` and `http://host:6880/` are all understood."""
+    """The URL of `6880`, `host:6880` or `http://host:6880/`."""
     text = text.strip().rstrip("/")
     if text.isdigit():
         return f"http://127.0.0.1:{text}"
@@ -31,7 +33,7 @@ def normal_url(text: str) -> str:
 
 
 def _read(response: http.client.HTTPResponse, timeout: float) -> bytes:
-    """Any user of the machine may have taken the port: no more bytes than a snapshot has, and not for ever."""
+    """Read the answer with bounds on bytes and seconds: any user of the machine may have taken the port."""
     body = bytearray()
     end = time.monotonic() + timeout
     while part := response.read1(65536):
@@ -42,9 +44,9 @@ def _read(response: http.client.HTTPResponse, timeout: float) -> bytes:
 
 
 def _printable(value: Any) -> Any:
-    """Texts without what a terminal would act on."""
+    """The same value with every text in it printable: any user of the machine may have taken the port."""
     if isinstance(value, str):
-        return "".join(sign if sign.isprintable() else "\ufffd" for sign in value)
+        return printable(value, MAX_TEXT)
     if isinstance(value, list):
         return [_printable(each) for each in value]
     if isinstance(value, dict):
@@ -53,20 +55,20 @@ def _printable(value: Any) -> Any:
 
 
 def fetch(url: str, requests: int = 0, timeout: float = 5.0) -> Snapshot:
-    """The state of the engine whose metrics port is at ``url``; raises `NotReachableError`."""
+    """The state of the engine with its metrics port at ``url``; raises `NotReachableError`."""
     try:
         with _OPENER.open(f"{url}/api/state?requests={requests}", timeout=timeout) as response:
             return from_json(msgspec.json.encode(_printable(msgspec.json.decode(_read(response, timeout)))))
     except urllib.error.HTTPError as error:
         raise NotReachableError(
-            f"{url} answered with {error.code}: this is not a metrics port of KVBM. Name the one that the engine's log "
-            "names, DYN_KVBM_METRICS_PORT."
+            f"{url} answered with {error.code}: this is not a metrics port of KVBM. Use the port in the engine's log, "
+            "DYN_KVBM_METRICS_PORT."
         ) from error
     except http.client.InvalidURL as error:
         raise NotReachableError(f"{url}: {error}. Expected a port, host:port or a URL, for example 6880.") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, msgspec.DecodeError):
-            raise NotReachableError(f"{url} gave no snapshot that this kvbm understands: {error}") from error
+            raise NotReachableError(f"{url} gave no snapshot that this release can read: {error}") from error
         reason = getattr(error, "reason", error) or type(error).__name__
         raise NotReachableError(
             f"nothing answers at {url} ({reason}). Start the engine with DYN_KVBM_METRICS=1; the port is "

@@ -1,7 +1,7 @@
-"""The latest requests, and how many of their blocks were found: what was matched where, and why not.
+"""The latest requests: the blocks that each tier had for them, and the reason for every load or its absence.
 
-Filled by the engine's thread, a few microseconds a request; read by any thread. Bounded: the oldest are forgotten.
-What happens is handed on to the record, if there is one.
+The engine's thread writes, in a few microseconds a request; any thread reads. The log is bounded and drops the oldest
+requests. It also passes each event to the record, if there is one.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ WHY = {
 
 
 class Admission(NamedTuple):
-    """The engine lets a request in: what was looked up for it and what came of that. Counted in blocks."""
+    """The engine admits a request: its lookup and the result, counted in blocks."""
 
     request: str
     prompt_tokens: int
     device_tokens: int
-    looked_up: int  # blocks that were asked for
-    missing: bytes | None  # the key at which the lookup ended; None when all of them were found
+    looked_up: int
+    missing: bytes | None  # the key at which the lookup ended; None if all were found
     found: Mapping[TierName, int]
     loaded: int
     block_tokens: int
     outcome: str = NOT_FOUND
     why: str = ""
     in_step: bool = False
-    compute_seconds: float | None = None  # what computing the loaded tokens would take, if known
+    compute_seconds: float | None = None  # time to compute the loaded tokens, if known
     expected_seconds: float = 0.0  # until the prompt is computed, with the load
     recompute_seconds: float = 0.0  # the same without it
 
@@ -63,7 +63,7 @@ class Admission(NamedTuple):
 def looked_up(
     request: str, prompt_tokens: int, device_tokens: int, limit: int, found: Match, loaded: int, block_tokens: int
 ) -> Admission:
-    """Of a request whose blocks were looked up as far as block ``limit``."""
+    """The admission of a request whose blocks were looked up as far as block ``limit``."""
     tiers: dict[TierName, int] = {}
     for tier, slots in found.runs:
         tiers[tier] = tiers.get(tier, 0) + len(slots)
@@ -82,12 +82,12 @@ def looked_up(
 
 
 def passed_over(request: str, prompt_tokens: int, device_tokens: int, block_tokens: int, outcome: str) -> Admission:
-    """Of a request for which nothing was looked up."""
+    """The admission of a request without a lookup."""
     return Admission(request, prompt_tokens, device_tokens, 0, None, {}, 0, block_tokens, outcome)
 
 
 class _Entry:
-    """A request as it is known so far. Its load may end later."""
+    """A request so far. Its load may end later."""
 
     __slots__ = ("admission", "at", "failed_tokens", "load_seconds", "saved")
 
@@ -100,16 +100,16 @@ class _Entry:
 
 
 class Seen:
-    """Remembers which blocks there once were: four million or so, the latest, in 16 MiB.
+    """Remembers the last four million or so blocks that were computed, in 16 MiB.
 
-    A table of fingerprints; a key that falls on another's place takes it over. So it may forget a block, and it takes a
-    new one for an old one once in four billion times.
+    A table of fingerprints, in which a key overwrites another one in the same place. So it may forget a block, and it
+    mistakes a new block for an old one once in four billion times.
     """
 
     _PLACES = 1 << 22
 
     def __init__(self) -> None:
-        self._prints = np.full(self._PLACES, 0, dtype=np.uint32)  # touched here: later a step would wait for it
+        self._prints = np.full(self._PLACES, 0, dtype=np.uint32)  # faulted in now, not in a step
 
     def add(self, keys: Sequence[bytes]) -> None:
         if keys:
@@ -128,11 +128,11 @@ class Seen:
 
 
 class RequestLog:
-    """``window``: hit rates are over this many of the latest requests that looked anything up."""
+    """``window``: number of the latest lookups over which hit rates are computed."""
 
     def __init__(self, window: int = 1000, record: Sink | None = None, latest: int = LATEST) -> None:
-        self.changes = 0  # goes up with everything that happens, so that whoever reports can tell whether anything did
-        # All of them from the start: a dashboard needs its zeros.
+        self.changes = 0  # counts all events, so that a reporter sees whether there were any
+        # All labels from the start: a dashboard needs its zeros.
         self.outcomes = dict.fromkeys((LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED), 0)
         self.missed = dict.fromkeys((NEW, EVICTED), 0)
         self.lookups = 0
@@ -145,14 +145,14 @@ class RequestLog:
         self.record: Sink = NoRecord() if record is None else record
         self._seen = Seen()
         self._latest: deque[_Entry] = deque(maxlen=latest)
-        self._running: dict[str, _Entry] = {}  # by request, from the first time it was let in until it is over
+        self._running: dict[str, _Entry] = {}  # by request, from its first admission to its end
         self._loading: dict[int, _Entry] = {}  # by plan
         self._window: deque[tuple[int, dict[TierName, int]]] = deque(maxlen=window)
         self._blocks = 0
         self._hits: Counter[TierName] = Counter()
 
     def admitted(self, admission: Admission, plan_id: int | None = None) -> None:
-        """``plan_id``: of the load that was planned for it."""
+        """``plan_id``: the load that the leader has planned for it."""
         self.changes += 1
         self.outcomes[admission.outcome] += 1
         entry = _Entry(admission)
@@ -168,7 +168,7 @@ class RequestLog:
             self._count(admission.looked_up, dict(admission.found))
 
     def finished(self, request: str, output_tokens: int, keys: Sequence[bytes]) -> None:
-        """A request is over. ``keys`` of all its full blocks, those of its answer included."""
+        """A request has ended. ``keys``: of all its full blocks, including those of its answer."""
         self._seen.add(keys)
         entry = self._running.pop(request, None)
         if entry is None:
@@ -216,8 +216,8 @@ class RequestLog:
         entry.load_seconds = seconds
         if known.compute_seconds is None:
             return
-        # After a failure the engine goes back to the first block that is missing: what the load was worth then, nobody
-        # can tell, only what it cost.
+        # After a failure the engine recomputes from the first missing block on. How much the load saved is then
+        # unknown, so only its cost counts.
         entry.saved = (0.0 if bad else known.compute_seconds) - entry.load_seconds
         self.loads += 1
         if entry.saved >= 0:

@@ -1,13 +1,13 @@
-"""The engine's end of the metrics port: it owns the port and makes snapshots; a process of its own answers clients.
+"""The engine's end of the metrics port: it owns the port and makes snapshots; a child process answers clients.
 
-Every user of the machine can reach the port, and a thread that answers there takes the interpreter from the engine's
-scheduler. So the engine binds the port, hands it to a child process (:mod:`kvbm.observe.web`) and keeps one thread that
-waits on a socket to that child. The child asks for a snapshot when a client wants one; the thread makes at most
-``SNAPSHOTS_A_SECOND``, after a burst of ``SNAPSHOT_BURST``, whatever the child or its clients do. Without clients the
-thread sleeps. The child renders, so a snapshot costs the engine the reading of its counters and no text.
+Every user of the machine can reach the port, and a thread that answers clients would take the interpreter from the
+engine's scheduler. So the engine binds the port, passes it to a child process (:mod:`kvbm.observe.web`) and keeps one
+thread that waits on a socket to that child. The child requests a snapshot when a client needs one; the thread makes at
+most ``SNAPSHOTS_A_SECOND``, after a burst of ``SNAPSHOT_BURST``, at any rate of requests. Without clients
+the thread sleeps. The child renders the text, so a snapshot costs the engine only the reading of its counters.
 
-Messages: the child sends the number of latest requests it wants, in two bytes. The engine answers with a byte (``S``: a
-snapshot in MessagePack, ``E``: the text of an error), the length in four bytes, and the content.
+Messages: the child sends the number of latest requests that it needs, in two bytes. The engine answers with a byte
+(``S``: a snapshot in MessagePack, ``E``: the text of an error), the length in four bytes, and the content.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from kvbm.pacing import Bucket
 
 logger = logging.getLogger("kvbm")
 
-# Of 100 decode steps of 10 ms a snapshot a second lies in one: more, and the p99 of a step shows them.
+# One snapshot a second falls into one of 100 decode steps of 10 ms. More would show in the p99 of a step.
 SNAPSHOTS_A_SECOND = 1
-SNAPSHOT_BURST = 4  # a page that loads, or `kvbm top --once`, need not wait
+SNAPSHOT_BURST = 4  # the page and `kvbm top --once` do not wait
 MAX_STARTS = 5  # in a row, of processes that end within SHORT_LIFE_SECONDS
 SHORT_LIFE_SECONDS = 60.0
 RESTART_SECONDS = 1.0
-BACKLOG = 1024  # the child accepts in bursts; a full backlog drops a scraper's SYN for a second
+BACKLOG = 1024  # the child accepts in bursts; a full backlog delays a scraper by a second
 
 _encode = msgspec.msgpack.Encoder().encode
 
-# -I and -S: nothing of the working directory, which another user may write to, is imported. The import path is the
-# engine's own, handed over as it is.
+# -I and -S: the child imports nothing from the working directory, which another user may write to. It gets the engine's
+# own import path.
 _PROGRAM = "import sys; sys.path[:] = sys.argv.pop().split(':'); from kvbm.observe.web import main; main()"
 
 
 class Server:
-    """Binds at once; raises OSError when it cannot. ``port`` 0 takes any that is free."""
+    """Binds its port; raises OSError if it cannot. ``port`` 0 takes any free port."""
 
     def __init__(self, source: Source, host: str, port: int) -> None:
         self._source = source
@@ -61,7 +61,7 @@ class Server:
             raise
         self._host, self.port = self._socket.getsockname()[:2]
         self._pace = Bucket(SNAPSHOTS_A_SECOND, SNAPSHOT_BURST)
-        self._lock = threading.Lock()  # closing does not miss a child that is being started
+        self._lock = threading.Lock()  # so that close does not miss a child that is starting
         self._over = threading.Event()
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,12 +75,12 @@ class Server:
 
     @property
     def child(self) -> int | None:
-        """The process that answers; None while there is none."""
+        """The child's process; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Returns at once; a client that connects now is answered as soon as the child runs."""
+        """Return at once; clients that connect now get their answer as soon as the child runs."""
         self._thread = threading.Thread(target=self._keep, name="kvbm-metrics", daemon=True)
         self._thread.start()
 
@@ -117,7 +117,7 @@ class Server:
             logger.warning("the process that answers on the metrics port has ended (%s) after %.0f s", status, lived)
             if self._over.wait(RESTART_SECONDS):
                 return
-        self._socket.close()  # clients are refused, and do not wait in the backlog
+        self._socket.close()  # so that clients are refused instead of waiting in the backlog
         logger.error(
             "No metrics on %s: the process that answers there ended %d times in a row. The engine goes on; restart it "
             "to have metrics again.", self.url, MAX_STARTS,
@@ -147,7 +147,7 @@ class Server:
     def _end_child(self) -> int:
         process = self._process
         assert process is not None
-        process.kill()  # it holds nothing that has to be put away
+        process.kill()  # it has no state to save
         status = process.wait()
         self._process = None
         return status
@@ -173,13 +173,13 @@ class Server:
 
 
 def open_server(source: Source, host: str, port: int) -> Server | None:
-    """A server that runs; None, with a sentence in the log, when the port cannot be had: no engine ends for that."""
+    """A running server; None, with a log line, if the port is unavailable: the engine runs without it."""
     try:
         server = Server(source, host, port)
     except OSError as error:
         logger.warning(
-            "no metrics: %s:%d cannot be listened on (%s). Every engine on a host needs its own DYN_KVBM_METRICS_PORT; "
-            "the address is KVBM_METRICS_HOST.", host, port, error.strerror or error,
+            "no metrics: cannot listen on %s:%d (%s). Every engine on a host needs its own DYN_KVBM_METRICS_PORT; the "
+            "address is KVBM_METRICS_HOST.", host, port, error.strerror or error,
         )  # fmt: skip
         return None
     server.start()

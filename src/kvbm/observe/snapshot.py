@@ -1,9 +1,8 @@
-"""What can be seen of a running KVBM at one moment: the one contract between the engine and whoever looks at it.
+"""The state of a running KVBM at one moment: the contract between the engine and the metrics port, page and commands.
 
-A *source* makes a :class:`Snapshot` when it is asked to and at no other time, so nobody pays while nobody looks. It is
-asked by threads of its own (the metrics server, the log line), never waits, and takes numbers that the engine's thread
-goes on changing: each of them was true a moment ago, and two of them need not be of the same moment. Nothing here holds
-what was said: no tokens, no texts, no keys.
+A *source* makes a :class:`Snapshot` on request only, so an engine without observers pays nothing. Threads other than
+the engine's call it. It never waits, and reads numbers while the engine's thread changes them: each number is a moment
+old, and two may be of different moments. A snapshot contains no content of requests: no tokens, texts or keys.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from kvbm.plans import DEVICE
 
 __all__ = ["DEVICE", "Finding", "Flow", "HitRates", "Identity", "Request", "Saved", "Snapshot", "Source", "TierState"]
 
-# Raised when a field changes its meaning or goes; `kvbm top` and `kvbm doctor` look at engines of other releases.
+# Incremented when a field changes its meaning or goes: `kvbm top` and `kvbm doctor` read engines of other releases.
 FORMAT = 1
 
-# What becomes of a lookup, as a label.
+# The outcome of a lookup, as a label.
 LOADED, REFUSED, NOT_FOUND, ON_DEVICE, TOO_SHORT, SKIPPED = (
     "loaded", "found, not loaded", "not found", "on the device", "too short", "not looked up",
 )  # fmt: skip
@@ -29,7 +28,7 @@ NEW, EVICTED = "new", "evicted"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while the engine runs."""
+    """Facts that are constant while the engine runs."""
 
     kvbm: str  # version
     engine: str  # for example "vllm"
@@ -49,17 +48,17 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     free: int
     writing: int
-    idle: int  # hold a block that nobody is reading; these may be evicted
-    pinned: int  # somebody is reading them
+    idle: int  # hold a block that no transfer reads; these can be evicted
+    pinned: int  # hold a block that a transfer reads
     block_bytes: int
     evictions: int = 0
-    # What the cost model believes a load from here takes; 0 where it has no say.
+    # The cost model's estimate for loads from this tier; 0 without a cost model.
     bytes_per_second: float = 0.0
-    measured: bool = False  # False: nothing has been measured yet, the number is a guess
+    measured: bool = False  # False: the number is the tier's prior
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that went from one place to another since the start. Bytes are those of all ranks together."""
+    """Blocks that moved from one place to another since the start. Bytes are summed over all ranks."""
 
     source: str
     target: str
@@ -67,11 +66,11 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     seconds: float = 0.0  # of the slowest rank, summed over transfers
     failed_blocks: int = 0
-    queued_blocks: int = 0  # planned and not over yet
+    queued_blocks: int = 0  # planned or running
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Over the latest requests: of the blocks that were looked up, how many each tier had."""
+    """Blocks that each tier had, of those that the latest requests looked up."""
 
     requests: int = 0
     blocks: int = 0
@@ -82,42 +81,42 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds to first token that loading has spared requests, as an estimate.
+    """An estimate of the seconds to first token that loads have saved.
 
-    For every load: what computing its tokens would have taken at the speed that prefill was measured to have, less what
-    the load took. A load that ran under a forward pass is counted in full, so this is rather too little. Loads that
-    came out slower than computing are summed up apart.
+    For every load: the time to compute its tokens at the measured speed of prefill, less the time of the load. The time
+    of a load that overlaps a forward pass counts in full, so the estimate is low. Loads that took longer than computing
+    are summed separately.
     """
 
     saved_seconds: float = 0.0
     lost_seconds: float = 0.0
     loads: int = 0
     prefill_tokens_per_second: float = 0.0
-    measured: bool = False  # False: the speed of prefill is a guess so far
+    measured: bool = False  # False: the speed of prefill is still a guess
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that stands out. ``name`` is the same for the same thing whatever the numbers, for scripts."""
+    """A fault, a note or a success. ``name`` identifies the kind of finding, for scripts."""
 
     name: str
     level: Literal["good", "note", "bad"]
     text: str
-    cure: str = ""  # what to do about it
+    cure: str = ""  # the action to take
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request when the engine let it in."""
+    """One request: its lookup and its load."""
 
     id: str
     at: float  # Unix time
     prompt_tokens: int
-    device_tokens: int  # the engine had them itself
-    found: dict[str, int]  # tier -> tokens that were there
+    device_tokens: int  # found in the engine's own cache
+    found: dict[str, int]  # tier -> tokens
     loaded_tokens: int
     why: str  # a sentence: why so many were loaded, or why none
     in_step: bool = False
-    load_seconds: float | None = None  # None until the load is over, or when there was none
-    failed_tokens: int = 0  # of the loaded ones: did not arrive and were computed
+    load_seconds: float | None = None  # None while the load runs, and without a load
+    failed_tokens: int = 0  # tokens of the load that did not arrive and were recomputed
     saved_seconds: float | None = None
 
 
@@ -133,12 +132,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     matched_blocks: dict[str, int]  # tier -> blocks
     hit_rates: HitRates
     refused_blocks: dict[str, int]  # not kept, by reason
-    refused_loads: dict[str, int]  # blocks that were found and not loaded, by reason
-    outcomes: dict[str, int]  # requests by what became of them
-    missed: dict[str, int]  # lookups that ended at a block which is "new", or was kept once and "evicted"
+    refused_loads: dict[str, int]  # blocks found but not loaded, by reason
+    outcomes: dict[str, int]  # requests by outcome
+    missed: dict[str, int]  # lookups that ended at a "new" or at an "evicted" block
     failures: dict[str, int]  # by reason
     saved: Saved
-    record_dropped: int = 0  # lines that the record had no room for
+    record_dropped: int = 0  # lines that the record dropped
     requests: list[Request] = []  # the latest, newest first
     findings: list[Finding] = []
     format: int = FORMAT
@@ -146,7 +145,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 class Source(Protocol):
     def snapshot(self, requests: int = 0) -> Snapshot:
-        """The state of affairs, with so many of the latest requests. Called from any thread; never waits."""
+        """The current state, with this many of the latest requests. Called from any thread; never waits."""
         ...
 
 
@@ -159,8 +158,8 @@ def to_json(snapshot: Snapshot) -> bytes:
 
 
 def from_json(data: bytes) -> Snapshot:
-    """Raises msgspec.DecodeError when this is no snapshot, or one of a format that is not known here."""
+    """Raises msgspec.DecodeError for invalid data and for an unknown format."""
     snapshot = _decode(data)
     if snapshot.format != FORMAT:
-        raise msgspec.DecodeError(f"a snapshot of format {snapshot.format}, and only {FORMAT} is known here")
+        raise msgspec.DecodeError(f"the snapshot has format {snapshot.format}; this release reads format {FORMAT}")
     return snapshot

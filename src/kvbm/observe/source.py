@@ -12,7 +12,7 @@ from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, TierState
 from kvbm.plans import LoadPlan, TierName
 from kvbm.runtime.leader import Leader
 
-# Kinds of failures that are told apart: each becomes a time series.
+# Each kind of failure becomes a time series.
 _MAX_KINDS = 32
 _OTHER = "other"
 
@@ -20,8 +20,8 @@ _OTHER = "other"
 class LeaderSource:
     """Reads a leader's numbers from any thread, while its own thread changes them.
 
-    The interpreter reads a number and copies a dict atomically; dicts are copied before they are walked through.
-    ``leader``: returns the leader, or None once KVBM is disabled; its counts stay. ``failures``: reason -> how often.
+    The interpreter reads a number and copies a dict atomically, so dicts are copied before iteration.
+    ``leader``: returns the leader, or None once KVBM is disabled; its counts stay. ``failures``: reason -> count.
     """
 
     def __init__(
@@ -68,7 +68,10 @@ class LeaderSource:
 
     def _tiers(self, leader: Leader) -> list[TierState]:
         states = []
+        is_bypassed = any(edge.bypass for edge in leader.edges)
         for tier, catalog in leader.manager.catalogs.items():
+            if is_bypassed and tier == leader.manager.near_tier:
+                continue  # the staging buffer of another tier
             free, writing, pinned = catalog.free, catalog.writing, catalog.pinned
             states.append(
                 TierState(
@@ -76,7 +79,7 @@ class LeaderSource:
                     slots=catalog.size,
                     free=free,
                     writing=writing,
-                    # Derived, so that the four add up although each was read at another moment.
+                    # Derived, so that the four add up although each is read at another moment.
                     idle=max(0, catalog.size - free - writing - pinned),
                     pinned=pinned,
                     block_bytes=self.identity.block_bytes,
@@ -88,7 +91,7 @@ class LeaderSource:
         return states
 
     def _flows(self, leader: Leader) -> list[Flow]:
-        """Every way that blocks can go, also those that no block has gone yet: a dashboard needs its zeros."""
+        """Every possible flow, including those without blocks so far: a dashboard needs its zeros."""
         counts, log = leader.counts, self._log
         loading: Counter[TierName] = Counter()
         storing: Counter[TierName] = Counter()
@@ -151,7 +154,7 @@ def _refused(leader: Leader) -> dict[str, int]:
 
 
 def kinds(failures: Mapping[str, int]) -> dict[str, int]:
-    """Failures by kind: reasons without what an error's text says, which may be anything."""
+    """Failures by kind: reasons without the text of an error, which is unbounded."""
     found: Counter[str] = Counter()
     for reason, times in dict(failures).items():
         parts = reason.split(": ")

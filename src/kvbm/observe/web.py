@@ -1,13 +1,13 @@
-"""The process that answers clients of the metrics port, beside the engine and never in its interpreter.
+"""The web server of the metrics port: a process beside the engine, outside its interpreter.
 
-One thread over non-blocking sockets. Clients are strangers: any user of the machine, or of the network if the port is
-open to it. Bounds hold for connections, for the bytes and seconds of a request, for the seconds of an answer and for
-answers a second. When all connections are taken, a new client replaces the connection that has been idle or slow for
-the longest; a connection that waits for its answer is not replaced. So slow clients cannot keep a scraper out.
+One thread serves non-blocking sockets. Clients are not trusted: any user of the machine can connect, or of the network
+if the port is open to it. There are bounds on connections, on the bytes and seconds of a request, on the seconds of an
+answer and on answers a second. When all connections are taken, a new client replaces the connection that has been idle
+or slow for the longest, but never one that waits for its answer. So slow clients cannot keep a scraper out.
 
-Each answer uses a snapshot taken after its request arrived; requests that arrive together share one. The engine bounds
-how often it makes one. If the engine does not answer in time, clients get the last one, and /healthz says so. The
-process ends when the engine's process does.
+Each answer uses a snapshot from after the arrival of its request; requests that arrive together share one. The engine
+limits how often it makes one. If the engine does not answer in time, clients get the last snapshot, and /healthz
+reports it. The process ends when the engine's process does.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kvbm.observe.snapshot import Snapshot
 from kvbm.pacing import Bucket
 
 MAX_HEADER_BYTES = 16_384
-MAX_ACCEPTS = 128  # in one go, so that those who are here get their turn
-SWEEP_SECONDS = 0.25  # between looks for connections past their deadline, and for the engine's process
+MAX_ACCEPTS = 128  # in a row, before the server serves its connections
+SWEEP_SECONDS = 0.25  # between checks of the deadlines and of the engine's process
 
 _END_OF_HEADER = re.compile(rb"\r?\n\r?\n")
 _decode = msgspec.msgpack.Decoder(Snapshot).decode
@@ -42,10 +42,10 @@ _decode = msgspec.msgpack.Decoder(Snapshot).decode
 class Limits(NamedTuple):
     connections: int = 256
     answers_a_second: int = 500
-    idle_seconds: float = 75.0  # longer than a minute, the slowest scrape interval that is usual
+    idle_seconds: float = 75.0  # more than a minute, the longest usual scrape interval
     header_seconds: float = 10.0  # from the first byte of a request to its last
-    send_seconds: float = 10.0  # until an answer has been taken
-    engine_seconds: float = 2.0  # until the last snapshot is served in place of a new one
+    send_seconds: float = 10.0  # until the client has received an answer
+    engine_seconds: float = 2.0  # until the last snapshot replaces a new one
 
 
 class Request(NamedTuple):
@@ -61,10 +61,10 @@ class Connection:
 
     def __init__(self, client: socket.socket, now: float) -> None:
         self.socket = client
-        self.since = now  # when what it is doing began: being idle, a request, an answer
+        self.since = now  # start of the current phase: idle, request or answer
         self.received = b""
         self.request: Request | None = None
-        self.waits = False  # for an answer of ours; not to be dropped
+        self.waits = False  # for its answer; then it is not replaced
         self.output = memoryview(b"")
         self.is_open = True
 
@@ -78,14 +78,14 @@ class Web:
         self._listening, self._channel, self._parent = listening, channel, parent
         self._limits = limits or Limits()
         self._connections: dict[int, Connection] = {}
-        self._unasked: list[Connection] = []  # want a snapshot that the engine has not been asked for
-        self._asked: list[Connection] = []  # those that the snapshot which is being made is for
-        self._ready: deque[Connection] = deque()  # have an answer, to be sent at a bounded rate
+        self._unasked: list[Connection] = []  # wait for a snapshot that is not requested yet
+        self._asked: list[Connection] = []  # wait for the snapshot that the engine is making
+        self._ready: deque[Connection] = deque()  # have their answer, which is sent at a bounded rate
         self._pace = Bucket(self._limits.answers_a_second, self._limits.answers_a_second // 5)
         self._asked_at: float | None = None
         self._incoming = bytearray()
         self._renderings: Renderings | None = None
-        self._failure: Answer | None = None  # what the engine said in place of its last snapshot
+        self._failure: Answer | None = None  # the engine's error, in place of its last snapshot
         self._is_accepting = True
         self._selector = selectors.DefaultSelector()
         for each in (listening, channel):
@@ -93,8 +93,9 @@ class Web:
             self._selector.register(each, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Until the engine closes the channel, or is gone. A process that was forked from the engine may hold the
-        channel open beyond its end, hence the look at the parent."""
+        """Serve until the engine closes the channel or ends.
+
+        A process forked from the engine may hold the channel open after its end, so this checks the parent as well."""
         sweep = 0.0
         while True:
             for key, _ in self._selector.select(self._patience()):
@@ -136,7 +137,7 @@ class Web:
                 self._channel.send(requests.to_bytes(2, "big"))
 
     def _hear(self) -> bool:
-        """Take what the engine sends. False when it has closed the channel."""
+        """Receive from the engine. False when it has closed the channel."""
         try:
             part = self._channel.recv(1 << 20)
         except BlockingIOError:
@@ -166,14 +167,14 @@ class Web:
         for _ in range(MAX_ACCEPTS):
             slowest = self._slowest() if len(self._connections) >= self._limits.connections else None
             if slowest is None and len(self._connections) >= self._limits.connections:
-                # All wait for answers, which takes no longer than engine_seconds.
+                # All connections wait for answers, for engine_seconds at most.
                 self._selector.unregister(self._listening)
                 self._is_accepting = False
                 return
             try:
                 client, _ = self._listening.accept()
-            except OSError as error:  # none is left, or it is gone already
-                if error.errno in (errno.EMFILE, errno.ENFILE):  # the client stays in the backlog, and would wake us
+            except OSError as error:  # no client is left, or it has disconnected
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # the client stays in the backlog and would wake us
                     self._selector.unregister(self._listening)
                     self._is_accepting = False
                 return
@@ -215,7 +216,7 @@ class Web:
             self._is_accepting = True
 
     def _go_on(self, connection: Connection) -> None:
-        """Read or write as much as there is."""
+        """Read or write as much as possible."""
         try:
             if connection.output:
                 self._write(connection)
@@ -237,12 +238,12 @@ class Web:
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
-        """Begin with the next request, if all of it is here."""
+        """Begin with the next request if it has arrived completely."""
         end = _END_OF_HEADER.search(connection.received)
         if end is None and len(connection.received) < MAX_HEADER_BYTES:
             return
         if end is None or end.end() > MAX_HEADER_BYTES:
-            text = "the request is too long or broken off\n"
+            text = "the request is too long or incomplete\n"
             connection.request = Request(is_head=False, keep=False, answer=refusal(400, text))
         else:
             connection.request = self._parse(connection.received[: end.start()])
@@ -264,25 +265,25 @@ class Web:
             if name == "connection":
                 keep = "close" not in value and (keep or "keep-alive" in value)
             elif (name == "content-length" and value.strip() != "0") or name == "transfer-encoding":
-                keep = False  # a body follows, which is not read
+                keep = False  # the server does not read the body that follows
         if not version.startswith("HTTP/1.") or not target.startswith("/"):
-            return Request(is_head=False, keep=False, answer=refusal(400, "this is no HTTP request\n"))
+            return Request(is_head=False, keep=False, answer=refusal(400, "this is not an HTTP request\n"))
         answer: Answer | Wanted
         try:
             if method not in ("GET", "HEAD"):
-                answer = refusal(405, "only GET and HEAD are understood here\n")
+                answer = refusal(405, "only GET and HEAD are supported\n")
             elif target.partition("?")[0] == "/healthz":
                 answer = self._health()
             else:
                 answer = find(target)
-        except ValueError as error:  # a target that is no URL
+        except ValueError as error:  # the target is not a URL
             answer = refusal(400, f"{error}\n")
         return Request(method == "HEAD", keep, answer)
 
     def _health(self) -> Answer:
         late = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
         if late > self._limits.engine_seconds:
-            return refusal(503, f"the engine has not answered for {late:.0f} s; metrics are of its last answer\n")
+            return refusal(503, f"the engine has not answered for {late:.0f} s; the metrics are of its last answer\n")
         return Answer(200, b"ok\n")
 
     def _send_ready(self) -> None:
@@ -291,7 +292,7 @@ class Web:
             self._pace.take()
             request = connection.request
             assert request is not None
-            if not self._is_accepting:  # a client that always has one more request must let the others in
+            if not self._is_accepting:  # a busy client must make room for others
                 connection.request = request = request._replace(keep=False)
             answer = request.answer
             if isinstance(answer, Wanted):
