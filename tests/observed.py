@@ -30,7 +30,7 @@ FLOWS = [
 ]
 REQUEST = Request(
     id="cmpl-1", at=1000.0, prompt_tokens=330, device_tokens=16, found={"host": 160, "disk": 80}, loaded_tokens=240,
-    why="in the step: nobody else is running", in_step=True, load_seconds=0.01, saved_seconds=0.2,
+    why="loaded in the step (no other requests running)", in_step=True, load_seconds=0.01, saved_seconds=0.2,
 )  # fmt: skip
 SNAPSHOT = Snapshot(
     at=1060.0, started=1000.0, identity=IDENTITY, tiers=[HOST, DISK], flows=FLOWS, lookups=30, looked_up_blocks=120,

@@ -10,7 +10,7 @@ import sys
 from dynamo.runtime import DistributedRuntime
 
 from kvbm.control.dynamo import BlockManagerClient
-from kvbm.control.socket import OrderError
+from kvbm.control.socket import CommandError
 
 
 async def main(expected: int) -> None:
@@ -26,7 +26,7 @@ async def main(expected: int) -> None:
         try:
             await leader.reset_pool("tape")
             refused = ""
-        except OrderError as error:
+        except CommandError as error:
             refused = str(error)
         dropped = await leader.reset_pool("G2")
         after = await leader.status("host")

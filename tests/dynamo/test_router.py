@@ -74,7 +74,7 @@ def test_requests_follow_what_lies_in_host_memory_and_survive_its_loss(stack):
     assert figures["events removed ok"] > 0
     assert [name for name, count in figures.items() if name.endswith("refused") and count] == []
 
-    check_orders(stack.env)
+    check_commands(stack.env)
 
     lost, other = instances
     before = stack.figures(places[other])["kvbm_requests_total"]
@@ -92,8 +92,8 @@ def longer(seed: int) -> str:
     return f"{prompt(seed)} {prompt(50 + seed)}"
 
 
-def check_orders(env: dict[str, str]) -> None:
-    """Both leaders are found where Dynamo's parts find each other, and take orders through it."""
+def check_commands(env: dict[str, str]) -> None:
+    """Both leaders are found where Dynamo's parts find each other, and take commands through it."""
     assert cards(env) == ["leader", "leader", "worker", "worker"]
     path = f"{PROJECT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     asked = subprocess.run(

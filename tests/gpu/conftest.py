@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "engine"), str(TESTS.parent / "scripts"), str(TESTS / "gpu"), str(TESTS / "engines")]
+FOLDERS = (TESTS / "engines/vllm", TESTS / "engines/trtllm", TESTS / "gpu", TESTS.parent / "scripts")
+sys.path[:0] = map(str, FOLDERS)
 
 from devices import DEVICE, ON_CUDA, why_not  # noqa: E402
 from engines import Driver, Outcome  # noqa: E402
