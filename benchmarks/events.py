@@ -28,7 +28,7 @@ from kvbm.core.pool import Pool
 from kvbm.tiers.registry import NEAR
 
 BLOCKS_A_SECOND = 100_000
-MOST_PERCENT = 10.0  # of a core, for that many blocks a second
+MAX_PERCENT = 10.0  # of a core, for that many blocks a second
 
 
 class Bench:
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 above {MOST_PERCENT:g} %% of a core")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 above {MAX_PERCENT:g} %% of a core")
     options = parser.parse_args(arguments)
     rounds = [
         Bench(options.blocks, options.block_size, options.step, options.steps).run() for _ in range(options.rounds)
@@ -148,14 +148,14 @@ def main(arguments: list[str] | None = None) -> int:
         f"({figures['of_that_encoding']:.2f} of it to encode {figures['bytes_a_block']:.0f} bytes)\n"
         f"  {figures['step_milliseconds']:.2f} ms in the scheduler's thread a step\n"
         f"  {BLOCKS_A_SECOND:,} blocks a second cost {figures['percent_of_a_core']:.1f} % of a core "
-        f"(at most {MOST_PERCENT:g})"
+        f"(at most {MAX_PERCENT:g})"
     )
     if options.json:
         with open(options.json, "w") as file:
             sizes = {name: value for name, value in vars(options).items() if name not in ("json", "check")}
             json.dump({"settings": sizes, "machine": machine(), "figures": figures, "rounds": rounds}, file, indent=2)
             file.write("\n")
-    return 1 if options.check and figures["percent_of_a_core"] > MOST_PERCENT else 0
+    return 1 if options.check and figures["percent_of_a_core"] > MAX_PERCENT else 0
 
 
 if __name__ == "__main__":

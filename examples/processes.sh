@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Starts processes and ends them again, whatever happens. Sourced by the launch scripts, not run.
+# Starts processes and stops all of them on exit. The launch scripts source this file.
 #
 #   DYN_HTTP_HOST   address of the frontend (127.0.0.1; 0.0.0.0 opens it to the network)
 #   DYN_HTTP_PORT   port of the frontend (8000)
@@ -7,8 +7,8 @@
 #   DEVICES         GPUs of the workers in order, separated by commas (0,1,2,...)
 #   PYTHON          interpreter with Dynamo, the engine and KVBM (python3)
 #   KVBM_DRY_RUN    1 prints the commands instead of running them
-# Where Dynamo's parts find each other is Dynamo's own business: ETCD_ENDPOINTS and NATS_SERVER, or, on one machine
-# without either, DYN_DISCOVERY_BACKEND=file and DYN_EVENT_PLANE=zmq.
+# Dynamo reads its own variables for service discovery: ETCD_ENDPOINTS and NATS_SERVER, or DYN_DISCOVERY_BACKEND=file
+# and DYN_EVENT_PLANE=zmq on one machine without etcd and NATS.
 
 set -euo pipefail
 
@@ -21,14 +21,14 @@ read -r -a frontend_args <<<"${FRONTEND_ARGS:-}"
 IFS=, read -r -a devices <<<"$DEVICES"
 
 started=()
-folder=/nonexistent # of sockets; only its owner can enter
+folder=/nonexistent # for sockets; mode 0700
 [ "$KVBM_DRY_RUN" = 1 ] || folder=$(mktemp -d)
 
-# Ends whatever was started. Each is the head of a process group of its own.
+# Stops every started process. Each one leads a process group of its own.
 clean_up() {
   trap - EXIT INT TERM
   local pid
-  # A signal may have come between the start of a process and the note of it, or before it has made its group.
+  # A signal can arrive before a started process is in the list, or before it has made its group.
   for pid in $(jobs -p); do started+=("$pid"); done
   for pid in "${started[@]}"; do
     kill -TERM -- "-$pid" "$pid" 2>/dev/null || true
@@ -77,7 +77,7 @@ device() {
   echo "${devices[$1]}"
 }
 
-# Waits until the process that was started first has ended, which is the frontend if there is one, or all others have.
+# Waits until the first process (the frontend, if there is one) has ended, or all others have.
 wait_for_all() {
   [ "$KVBM_DRY_RUN" = 1 ] && return
   local status pid left

@@ -3,7 +3,7 @@
 
     python scripts/dashboard.py            # what `make dashboard` does
 
-A list of panels is easier to keep right than the thousand lines of JSON that Grafana wants.
+A list of panels is easier to maintain than the thousand lines of JSON that Grafana needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TARGET = Path(__file__).resolve().parent.parent / "deploy/observability/grafana/dashboards/kvbm.json"
-# That of the dashboard for KVBM which people have had so far: imported, this one takes its place and links still work.
+# The uid of upstream's KVBM dashboard: an import replaces that dashboard, and existing links still work.
 UID = "3f679257-70a5-402c-92b4-05382337b548"
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24  # columns of Grafana's grid
@@ -45,81 +45,80 @@ def way(expr: str) -> Query:
     return Query(expr, "{{source}} → {{target}}")
 
 
-# The eight panels under the titles that guides to KVBM name; their queries are bare metric names, so that they show the
-# same as they always did.
+# Eight panels have the titles and the plain metric names of upstream's dashboard, so they show the same figures.
 ROWS = [
     Row("Is it helping?", [
-        Panel("Hit rate", "Part of the blocks that the engine did not have itself and one of the tiers had, over the "
+        Panel("Hit rate", "Share of the blocks missing from the engine's cache that a tier held, over the "
               "latest requests (DYN_KVBM_CACHE_STATS_MAX_REQUESTS).", "percentunit",
               [Query("kvbm_host_cache_hit_rate + kvbm_disk_cache_hit_rate + kvbm_object_cache_hit_rate",
                      "{{instance}}")], "stat", 6, most=1),
-        Panel("Time to first token saved", "Seconds a second, summed over requests. Estimated: what computing the "
-              "loaded tokens would have taken at the measured speed of prefill, less what their loads took.", "s",
+        Panel("Time to first token saved", "Seconds per second, over all requests. Estimate: prefill time of the "
+              "loaded tokens at the measured speed, minus their load time.", "s",
               [Query("rate(kvbm_ttft_saved_seconds_total[1m]) - rate(kvbm_ttft_lost_seconds_total[1m])",
                      "{{instance}}")], "stat", 6),
-        Panel("Tokens brought back", "Tokens a second that were loaded instead of computed.", "short",
+        Panel("Tokens loaded", "Tokens per second that were loaded instead of computed.", "short",
               [Query("rate(kvbm_matched_tokens[1m])", "{{instance}}")], "stat", 6),
-        Panel("Faults", "Faults inside KVBM in the last hour. Each cost a hit and nothing else.", "short",
+        Panel("Faults", "Exceptions inside KVBM in the last hour. Each cost a hit, or block events.", "short",
               [Query("sum by (instance) (increase(kvbm_failures_total[1h])) or 0 * kvbm_matched_tokens",
                      "{{instance}}")], "stat", 6),
     ]),
     Row("Cache Hit", [
-        Panel("Host Cache Hit Rate", "Part of the latest requests' blocks that the host tier had.", "percentunit",
+        Panel("Host Cache Hit Rate", "Share of the latest requests' blocks that the host tier held.", "percentunit",
               [Query("kvbm_host_cache_hit_rate")], most=1),
-        Panel("Disk Cache Hit Rate", "Part of the latest requests' blocks that the disk tier had.", "percentunit",
+        Panel("Disk Cache Hit Rate", "Share of the latest requests' blocks that the disk tier held.", "percentunit",
               [Query("kvbm_disk_cache_hit_rate")], most=1),
         Panel("Matched Tokens", "Tokens that were found in KVBM's tiers, beyond the engine's own cache, and loaded.",
               "short", [Query("kvbm_matched_tokens")]),
     ]),
     Row("Offload", [
-        Panel("Offload Blocks - Device to Host", "Grows with every block that is computed and not held yet.", "short",
+        Panel("Offload Blocks - Device to Host", "Blocks copied from the engine's cache to host memory.", "short",
               [Query("kvbm_offload_blocks_d2h")]),
-        Panel("Offload Blocks - Host to Disk", "Blocks that passed the disk tier's filter and were written.", "short",
+        Panel("Offload Blocks - Host to Disk", "Blocks that the admission filter let through to disk.", "short",
               [Query("kvbm_offload_blocks_h2d")]),
-        Panel("Offload Blocks - Device to Disk (Bypass Host)", "Only without a host tier.", "short",
+        Panel("Offload Blocks - Device to Disk (Bypass Host)", "Blocks written to disk without a host tier.", "short",
               [Query("kvbm_offload_blocks_d2d")]),
     ]),
     Row("Onboard", [
-        Panel("Onboard Blocks - Host to Device", "Grows when a prompt comes back that the engine has dropped. A large "
-              "number means that the cache is used.", "short", [Query("kvbm_onboard_blocks_h2d")], width=12),
-        Panel("Onboard Blocks - Disk to Device", "The same from disk.", "short", [Query("kvbm_onboard_blocks_d2d")],
-              width=12),
+        Panel("Onboard Blocks - Host to Device", "Blocks loaded from host memory. Grows when a prompt returns after "
+              "the engine has evicted it.", "short", [Query("kvbm_onboard_blocks_h2d")], width=12),
+        Panel("Onboard Blocks - Disk to Device", "Blocks loaded from disk.", "short",
+              [Query("kvbm_onboard_blocks_d2d")], width=12),
     ]),
     Row("Transfers", [
         Panel("Bytes moved", "All ranks together.", "Bps", [way("rate(kvbm_transfer_bytes_total[1m])")]),
-        Panel("Speed while moving", "Bytes over the time transfers took, each as long as its slowest rank.", "Bps",
+        Panel("Speed while moving", "Bytes divided by transfer time, which is that of the slowest rank.", "Bps",
               [way("rate(kvbm_transfer_bytes_total[1m]) / (rate(kvbm_transfer_seconds_total[1m]) > 0)")]),
-        Panel("Waiting to be moved", "Blocks whose transfer is planned and not over yet.", "short",
+        Panel("Waiting to be moved", "Blocks whose transfer is planned or in flight.", "short",
               [way("kvbm_transfer_queued_blocks")]),
     ]),
     Row("Tiers", [
-        Panel("Filled", "Slots that are not free.", "percentunit",
+        Panel("Filled", "Share of slots that hold a block or are being written.", "percentunit",
               [Query('1 - sum by (instance, tier) (kvbm_slots{state="free"}) / sum by (instance, tier) (kvbm_slots)',
                      "{{tier}}")], most=1),
         Panel("Slots by state", "Free, being written, idle (hold a block), pinned (being read).", "short",
               [Query("kvbm_slots", "{{tier}} {{state}}")], stacked=True),
-        Panel("Evictions", "Blocks that had to make room, a second.", "short",
+        Panel("Evictions", "Evicted blocks per second.", "short",
               [Query("rate(kvbm_evictions_total[1m])", "{{tier}}")]),
         Panel("Size", "All ranks together.", "decbytes", [Query("kvbm_capacity_bytes", "{{tier}}")], "stat"),
-        Panel("Speed of loads, as measured", "What the cost model believes, on one rank.", "Bps",
+        Panel("Speed of loads, as measured", "The cost model's estimate for one rank.", "Bps",
               [Query("kvbm_load_bytes_per_second", "{{tier}}")]),
-        Panel("Speed of prefill, as measured", "Tokens a second, for the first tokens of a prompt.", "short",
+        Panel("Speed of prefill, as measured", "Tokens per second, for the first tokens of a prompt.", "short",
               [Query("kvbm_prefill_tokens_per_second", "{{instance}}")]),
     ]),
-    Row("Why not", [
-        Panel("Requests by outcome", "What became of the lookup when a request was let in.", "reqps",
+    Row("Why blocks are not loaded or kept", [
+        Panel("Requests by outcome", "Outcome of the lookup when the engine admitted a request.", "reqps",
               [Query("rate(kvbm_requests_total[1m])", "{{outcome}}")], stacked=True),
-        Panel("Missed lookups", "Ended at a block that nobody had computed before (new: nothing repeats), or at one "
-              "that was kept and had to make room (evicted: the tiers are too small).", "reqps",
+        Panel("Missed lookups", "Lookups that ended at a block that was never computed before (new: prompts do not "
+              "repeat), or at an evicted block (evicted: the tiers are too small).", "reqps",
               [Query("rate(kvbm_missed_lookups_total[1m])", "{{why}}")], stacked=True),
-        Panel("Found and not loaded", "Blocks that would have been slower to load than to compute.", "short",
+        Panel("Found and not loaded", "Blocks whose load would take longer than the prefill, by reason.", "short",
               [Query("rate(kvbm_refused_load_blocks_total[1m])", "{{reason}}"),
                Query("0 * kvbm_matched_tokens", "none")]),
-        Panel("Not kept", "Blocks that were not kept, by reason.", "short",
+        Panel("Not kept", "Blocks that were not offloaded or not moved to disk, by reason.", "short",
               [Query("rate(kvbm_refused_blocks_total[1m])", "{{reason}}")]),
-        Panel("Did not arrive", "Blocks whose transfer failed: computed again, or not kept.", "short",
+        Panel("Did not arrive", "Blocks whose transfer failed. A failed load is recomputed.", "short",
               [way("rate(kvbm_transfer_failed_blocks_total[1m])")]),
-        Panel("Faults by reason", "Each cost a hit and nothing else.", "short",
+        Panel("Faults by reason", "Exceptions inside KVBM. Each cost a hit, or block events.", "short",
               [Query("rate(kvbm_failures_total[1m])", "{{reason}}"), Query("0 * kvbm_matched_tokens", "none")]),
     ]),
 ]  # fmt: skip
@@ -163,7 +162,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": UID,
         "title": "KVBM Dashboard",
-        "description": "What KVBM keeps, brings back and saves",
+        "description": "Tiers, hit rates, transfers and time saved by KVBM",
         "tags": ["kvbm"],
         "editable": True,
         "graphTooltip": 1,
@@ -205,7 +204,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     if panel.most is not None:
         defaults["max"] = panel.most
     if panel.title == "Time to first token saved":
-        del defaults["min"]  # it may be negative, and that must be seen
+        del defaults["min"]  # the value can be negative
     return {
         "id": number,
         "type": panel.kind,

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Show what KVBM does: the same conversations with vLLM alone and with vLLM and KVBM, on this machine's CPU.
+"""Compare the same conversations with vLLM alone and with vLLM and KVBM, on this machine's CPU.
 
     python scripts/demo.py --out demo-results          # what `make demo` does, after it has made the environment
 
 Several users, each with a long text of their own, take turns. Together they need more KV cache than the engine has, so
-by a user's next turn the engine has dropped what it knew: alone it computes the whole conversation again, with KVBM it
-loads it from host memory. Both servers get the same prompts in the same order, one request at a time.
+the engine evicts a user's blocks before that user's next turn. vLLM alone computes the whole conversation again; with
+KVBM it loads the blocks from host memory. Both servers get the same prompts in the same order, one request at a time.
 
 The status is 0 only if every answer had the same tokens in both runs, blocks were loaded from host memory, and the
 first token of a later turn came at least four times sooner than by computing it.
@@ -40,11 +40,11 @@ QUESTIONS = (
     "What did the guests say about the weather?",
     "Write one sentence for the next entry.",
 )
-# What a request meets, in the words of the tables; the order is that of a conversation.
+# Kinds of requests as the tables name them, in the order of a conversation.
 FIRST, NEXT, AGAIN = "first turn", "next turn", "same again"
 MEANING = {
     FIRST: "computed in both (cold)",
-    NEXT: "dropped by the engine: computed / host hit",
+    NEXT: "evicted by the engine: computed / host hit",
     AGAIN: "engine hit in both",
 }
 
@@ -61,7 +61,7 @@ class Exchange:
     text: str
     token_ids: list[int]
     prompt_tokens: int
-    cached_tokens: int  # of the prompt: found by the engine or brought by KVBM
+    cached_tokens: int  # of the prompt: found by the engine or loaded by KVBM
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def guest_book(user: int) -> str:
     names = ["Ada", "Bruno", "Chidi", "Dolores", "Emre", "Freya", "Goran", "Hana", "Ines", "Jonas", "Kavya", "Liam"]
     towns = ["Bergen", "Cusco", "Dakar", "Esfahan", "Galway", "Hobart", "Kyoto", "Lviv", "Mombasa", "Porto", "Quito"]
     skies = ["rain all day", "fog until noon", "a clear sky", "snow on the pass", "a warm wind", "thunder at night"]
-    # The number comes first: a common beginning would fill a block that the engine keeps for everybody.
+    # The number comes first: all users would share the blocks of a common prefix.
     lines = [f"Hut {user + 1}: the guest book."]
     for entry in range(1, 25):
         name, town, sky = chance.choice(names), chance.choice(towns), chance.choice(skies)
@@ -120,7 +120,7 @@ def ask(server: Server, user: int, turn: int, kind: str, messages: list[dict[str
                 token_ids += choice.get("token_ids") or []
             if text and not ttft:
                 ttft = time.perf_counter() - started
-    ttft = ttft or time.perf_counter() - started  # an answer without any text: its end is all there is to time
+    ttft = ttft or time.perf_counter() - started  # an answer without text: time its end
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     exchange = Exchange(user, turn, kind, messages, ttft, text, token_ids, usage["prompt_tokens"], cached)
     print(
@@ -132,7 +132,7 @@ def ask(server: Server, user: int, turn: int, kind: str, messages: list[dict[str
 
 
 def converse(server: Server, users: int, turns: int) -> list[Exchange]:
-    """The users take turns; each goes on from the answers that this server gave."""
+    """The users take turns. Each conversation contains the answers of this server."""
     exchanges = []
     histories: list[list[dict[str, str]]] = [[] for _ in range(users)]
     for turn in range(turns):
@@ -142,7 +142,7 @@ def converse(server: Server, users: int, turns: int) -> list[Exchange]:
             history.append({"role": "user", "content": content})
             exchange = ask(server, user, turn, FIRST if turn == 0 else NEXT, list(history))
             exchanges.append(exchange)
-            if turn == turns - 1:  # the best case, for comparison: nobody came in between
+            if turn == turns - 1:  # the best case, for comparison: no other request in between
                 exchanges.append(ask(server, user, turn, AGAIN, list(history)))
             history.append({"role": "assistant", "content": exchange.text})
     return exchanges
@@ -168,7 +168,7 @@ def send_sample(server: Server) -> str:
 
 
 def answers_that_differ(alone: Run, cached: Run) -> list[str]:
-    """What must not happen; token ids where the server gives them, else the text."""
+    """Reasons why the demonstration has failed. Compares token ids if the server returns them, else the text."""
     return [
         f"user {a.user + 1}, turn {a.turn + 1} ({a.kind}): {a.text!r} alone, {b.text!r} with KVBM"
         for a, b in zip(alone.exchanges, cached.exchanges, strict=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The two models that KVBM is shown and tested with, made once and kept outside the tree.
+"""The two models of the demonstration and the tests. Each is built once and stored outside the tree.
 
     python scripts/models.py smollm2     # SmolLM2-135M-Instruct, real weights, 270 MB: the demonstration
     python scripts/models.py tiny        # random Qwen3 with 4 layers, 54 MB: fast correctness tests
@@ -10,7 +10,7 @@ Prints the model's folder on stdout (progress goes to stderr), so a test needs o
 
 Run it with the Python of the virtual environment: it needs torch, transformers, gguf and accelerate (`make env`).
 Models live under $KVBM_MODEL_CACHE (default ~/.cache/kvbm/models). A model is built in a temporary folder and renamed
-into place, so a folder that exists is complete, and two processes that build the same model do no harm.
+into place, so an existing folder is complete, and two processes can build the same model at once.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _built_once(name: str, build: Callable[[Path], None]) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    # Everything here is local, and a line of ours says more in a log than a progress bar.
+    # All files are local, and progress bars clutter a log.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     # Next to the target: a rename is atomic only inside one file system.
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as work:
         built = Path(work) / name
         built.mkdir()
         build(built)
-        # Fails when another process was faster; its result is as good as ours.
+        # Fails if another process was faster; its result is the same.
         with contextlib.suppress(OSError):
             built.rename(target)
     if not target.is_dir():
@@ -81,7 +81,7 @@ def _build_smollm2(target: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # transformers marks a model read from GGUF as quantised and refuses to save it, although its weights are plain
-    # floats by now. The same weights in a model that never heard of GGUF can be saved.
+    # floats by now. A new model with the same weights can be saved.
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version", "dtype"):
         settings.pop(key, None)
@@ -90,7 +90,7 @@ def _build_smollm2(target: Path) -> None:
     plain.tie_weights()
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise RuntimeError(f"the GGUF file does not fit the model: missing {missing}, unexpected {unexpected}")
-    # The weights were 4 bits wide: bfloat16 loses nothing that matters and halves the file.
+    # The weights were 4 bits wide: bfloat16 halves the file and loses nothing that matters.
     plain.to(torch.bfloat16).save_pretrained(target)
     AutoTokenizer.from_pretrained(**source).save_pretrained(target)
 

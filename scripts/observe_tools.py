@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Fetch what `make test-observe` tests with: a real Prometheus, a real browser, and the schemas of Grafana and Compose.
+"""Fetch the tools of `make test-observe`: Prometheus, a browser, and the schemas of Grafana and Compose.
 
-    python scripts/observe_tools.py            # prints where each of them is, as JSON
+    python scripts/observe_tools.py            # prints the path of each tool, as JSON
 
-Prometheus and Chromium are Debian's packages, taken apart in a folder and not installed; `prometheus`, `promtool` and
-`chromium` that are on the PATH are used as they are. The schemas come from npm. All of it stays in ~/.cache/kvbm/tools
-(KVBM_TOOLS) and is fetched once.
+Prometheus and Chromium are Debian's packages, unpacked into a folder without installation. If `prometheus`, `promtool`
+or `chromium` are on the PATH, the script uses those. The schemas come from npm. The script fetches each tool once, into
+~/.cache/kvbm/tools (KVBM_TOOLS).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(*command: str, cwd: Path | None = None) -> str:
 
 
 def once(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that is there as a whole or not at all."""
+    """Return a folder that is either complete or absent."""
     folder = CACHE / name
     if not folder.exists():
         print(f"fetching {name} into {folder}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Models with random weights whose output depends on their KV cache, written to disk. No network, no tokenizer.
 
-With vLLM's own dummy weights even zeroed KV gives the same tokens: attention hardly matters, and a test or a benchmark
-would praise whoever copies nothing. Here attention is peaked, so that the output depends on which keys are there, and
+With vLLM's own dummy weights even zeroed KV gives the same tokens, because attention hardly matters: a test would pass
+on a cache that copies nothing. Here attention is peaked, so the output depends on the keys in the cache, and attention
 adds as much to a token's state as its embedding does.
 
 Shared by benchmarks/gpu and tests/gpu. Torch is imported when a model is written, not before.
@@ -44,7 +44,7 @@ class Dense(NamedTuple):
         return 2 * self.layers * self.kv_heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
 
     def loaded_bytes(self, length: int) -> int:
-        """What has to come back for a prompt: all whole blocks but the one with the last token."""
+        """Bytes to load for a prompt: all whole blocks but the one with the last token."""
         return (length - 1) // self.block_size * self.block_size * self.token_bytes
 
     def config(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Latent(NamedTuple):
                 "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
                 "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
             },
-            # No layer is late enough to have experts, but vLLM wants to know how many there would be.
+            # No layer has experts, but vLLM requires their number.
             "first_k_dense_replace": self.layers, "n_routed_experts": 2, "n_shared_experts": 1,
             "num_experts_per_tok": 1, "moe_intermediate_size": self.mlp, "moe_layer_freq": 1, "n_group": 1,
             "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
@@ -152,14 +152,14 @@ class Windowed(NamedTuple):
 
 
 class Draw:
-    """Makes weights. ``std`` of 0.02 at a width of 4,096 is what most models begin with; here it is the same for all
-    widths in what comes out of a layer."""
+    """Makes weights. Most models start with a ``std`` of 0.02 at a width of 4,096; here the output of a layer has the
+    same spread at all widths."""
 
     def __init__(self, shape: Shape) -> None:
         import torch
 
         self._torch = torch
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"  # it may be eight billion numbers
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"  # a model may have eight billion numbers
         self._dtype = getattr(torch, shape.dtype)
         self._std = 0.02 * math.sqrt(4096 / shape.hidden)
         torch.manual_seed(0)
@@ -176,7 +176,7 @@ class Draw:
 
 
 def model_folder(shape: Shape, under: Path) -> Path:
-    """The model, made if it is not there yet. Needs torch."""
+    """The folder of the model, which is built if it does not exist. Needs torch."""
     folder = under.expanduser() / shape.name
     if not (folder / COMPLETE).exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

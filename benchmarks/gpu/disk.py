@@ -85,7 +85,8 @@ class Engine:
         """As if the engine had been started with this `KVBM_LOAD`."""
         import msgspec
 
-        self._adapter._config = msgspec.structs.replace(self._adapter._config, load=load)
+        session = self._adapter.session
+        session._config = msgspec.structs.replace(session._config, load=load)
         self._adapter._cost._load = load
 
     def settle(self, seconds: float, source: random.Random) -> float:

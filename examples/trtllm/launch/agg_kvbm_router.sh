@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two TensorRT-LLM workers with KVBM behind a router that knows what each of them holds, on the GPU and below it: their
-# events and KVBM's are merged by a consolidator. Needs two GPUs; EVENT_PORT is the first port of TensorRT-LLM's events
+# Two TensorRT-LLM workers with KVBM behind a router that knows the blocks of each worker in all tiers: a consolidator
+# merges their events and KVBM's. Needs two GPUs; EVENT_PORT is the first port of TensorRT-LLM's events
 # (20081), a worker takes one; other settings: common.sh.
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

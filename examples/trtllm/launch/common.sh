@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# What the launch scripts share. Sourced, not run.
+# The common part of the launch scripts, which source this file.
 #
 # Settings, all of them environment variables, beside those of processes.sh:
 #   MODEL                  model to serve (Qwen/Qwen3-0.6B)
-#   SERVED_MODEL_NAME      what clients call it (MODEL)
+#   SERVED_MODEL_NAME      name of the model for clients (MODEL)
 #   CONFIG                 options of the engine (kvbm_llm_api_config.yaml)
-#   DYN_KVBM_CPU_CACHE_GB  host memory of each worker (20); all other settings of KVBM are handed on as they are
+#   DYN_KVBM_CPU_CACHE_GB  host memory of each worker (20); the worker gets all other settings of KVBM unchanged
 #   PUB_PORT               first port of the leaders; a worker takes two (56001)
 #   METRICS_PORT           first port of KVBM's metrics, if DYN_KVBM_METRICS is on; a worker takes one (6880)
 #   ENGINE_ARGS            more arguments for every worker, separated by blanks

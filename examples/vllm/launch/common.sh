@@ -1,19 +1,19 @@
 # shellcheck shell=bash
-# What the launch scripts share. Sourced, not run.
+# The common part of the launch scripts, which source this file.
 #
 # Settings, all of them environment variables, beside those of processes.sh:
 #   MODEL                  model to serve (Qwen/Qwen3-0.6B)
-#   SERVED_MODEL_NAME      what clients call it (MODEL)
-#   DYN_KVBM_CPU_CACHE_GB  host memory of each worker with KVBM; DYN_KVBM_DISK_CACHE_GB and all other settings of KVBM
-#                          are handed on as they are
+#   SERVED_MODEL_NAME      name of the model for clients (MODEL)
+#   DYN_KVBM_CPU_CACHE_GB  host memory of each worker with KVBM; the worker gets DYN_KVBM_DISK_CACHE_GB and all other
+#                          settings of KVBM unchanged
 #   PUB_PORT               first port of the leaders; a worker takes two (56001)
 #   SIDE_PORT              first port of NIXL's handshakes; a worker takes one (20096)
 #   METRICS_PORT           first port of KVBM's metrics, if DYN_KVBM_METRICS is on; a worker takes one (6880)
-#   EVENT_PORT             first port of vLLM's events, which the whole network can then reach; a worker takes one
-#                          (not set: a socket in a folder that only its owner can enter)
+#   EVENT_PORT             first port of vLLM's events, open to the whole network; a worker takes one
+#                          (not set: a socket in a private folder)
 #   ENGINE_ARGS            more arguments for every worker, separated by blanks
 #   KVBM_DECODE            1 gives decode workers KVBM as well (0)
-#   KVBM_DEVICE            cuda, or cpu to try it all without a GPU (cuda)
+#   KVBM_DEVICE            cuda, or cpu to run without a GPU (cuda)
 
 # shellcheck source-path=SCRIPTDIR source=../../processes.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../processes.sh"
@@ -35,13 +35,13 @@ NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 case $KVBM_DEVICE in
   cuda) ;;
   cpu)
-    # 300 s: on few cores a worker may have no turn for longer than the usual 30 s.
+    # 300 s: on few cores a worker may not run for longer than the usual 30 s.
     NIXL='{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu","kv_connector_extra_config":{"kv_lease_duration":300}}'
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-    export PYTHONPATH=$here/cpu${PYTHONPATH:+:$PYTHONPATH} # NIXL must not take all cores for itself
+    export PYTHONPATH=$here/cpu${PYTHONPATH:+:$PYTHONPATH} # keeps NIXL from using all cores
     # float32: CPUs without AMX compute bfloat16 several times slower. 32: the attention kernel takes no smaller block.
     engine_args=(--dtype float32 --block-size 32 --max-model-len 2048 "${engine_args[@]}")
     ;;
@@ -80,7 +80,7 @@ worker() {
 }
 
 # prefill NUMBER, decode NUMBER
-# Both sides must have the same KV cache manager, and KVBM does not know vLLM's hybrid one.
+# Both sides must use the same KV cache manager, and KVBM does not support vLLM's hybrid one here.
 prefill() {
   worker "$1" "$PD" --disaggregation-mode prefill --disable-hybrid-kv-cache-manager
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# As disagg_kvbm_2p2d.sh, with a router that weighs what prefill workers hold in host memory and on disk.
-# Needs four GPUs; HOST_WEIGHT and DISK_WEIGHT (0 to 1) say what a block there is worth beside one on the GPU; other
+# As disagg_kvbm_2p2d.sh, with a router that also counts blocks of prefill workers in host memory and on disk. Needs four
+# GPUs; HOST_WEIGHT and DISK_WEIGHT (0 to 1) are the weights of such blocks relative to a block on the GPU; other
 # settings: common.sh.
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
