@@ -107,10 +107,28 @@ def test_a_bucket_gives_its_burst_and_then_its_rate():
     assert bucket.delay() == 0.25  # a long rest saves up no more than the burst
 
 
-def test_a_client_gets_no_snapshot_from_before_it_asked(server, source):
-    for lookups in range(31, 40):
+def test_a_client_gets_no_snapshot_from_before_it_asked_within_the_limit(server, source):
+    for lookups in range(31, 31 + module.SNAPSHOT_BURST):
         source.now = observed.snapshot(lookups=lookups)
         assert f"\nkvbm_lookups_total {lookups}\n".encode() in get(server, "/metrics")
+
+
+def test_a_client_gets_the_last_snapshot_while_the_limit_delays_a_new_one(source, monkeypatch):
+    monkeypatch.setattr(module, "SNAPSHOTS_A_SECOND", 0.001)
+    server = observed.Here(source, web.Limits(engine_seconds=600.0))
+    server.start()
+    try:
+        for _ in range(module.SNAPSHOT_BURST):
+            get(server, "/metrics")
+        for _ in range(3):
+            source.now = observed.snapshot(lookups=77)
+            assert b"\nkvbm_lookups_total 77\n" not in get(server, "/metrics")
+        assert source.asked == module.SNAPSHOT_BURST
+        assert get(server, "/healthz") == b"ok\n"
+        with pytest.raises(TimeoutError):  # the last snapshot holds no requests
+            HTTP.open(server.url + "/api/state?requests=5", timeout=1).read()
+    finally:
+        server.close()
 
 
 # -- slow clients -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ most ``SNAPSHOTS_A_SECOND``, after a burst of ``SNAPSHOT_BURST``, at any rate of
 the thread sleeps. The child renders the text, so a snapshot costs the engine only the reading of its counters.
 
 Messages: the child sends the number of latest requests that it needs, in two bytes. The engine answers with a byte
-(``S``: a snapshot in MessagePack, ``E``: the text of an error), the length in four bytes, and the content.
+(``S``: a snapshot in MessagePack, ``E``: the text of an error), the length in four bytes, and the content. If the limit
+delays the snapshot, ``W`` comes first, without content.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ class Server:
 
     def _answer(self, channel: socket.socket) -> None:
         while len(wanted := channel.recv(2, socket.MSG_WAITALL)) == 2:
+            if self._pace.delay() > 0:
+                channel.sendall(b"W" + bytes(4))
             while (delay := self._pace.delay()) > 0:
                 if self._over.wait(delay):
                     return

@@ -6,14 +6,16 @@ answer and on answers a second. When all connections are taken, a new client rep
 or slow for the longest, but never one that waits for its answer. So slow clients cannot keep a scraper out.
 
 Each answer uses a snapshot from after the arrival of its request; requests that arrive together share one. The engine
-limits how often it makes one. If the engine does not answer in time, clients get the last snapshot, and /healthz
-reports it. The process ends when the engine's process does.
+limits how often it makes one. While that limit delays a snapshot, clients get the last one if it is recent: scrapers
+have short timeouts. If the engine does not answer in time, clients get the last snapshot, and /healthz reports it. The
+process ends when the engine's process does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import resource
@@ -83,6 +85,9 @@ class Web:
         self._ready: deque[Connection] = deque()  # have their answer, which is sent at a bounded rate
         self._pace = Bucket(self._limits.answers_a_second, self._limits.answers_a_second // 5)
         self._asked_at: float | None = None
+        self._is_delayed = False  # the engine has said that its limit delays the next snapshot
+        self._heard_at = -math.inf  # when the last snapshot came
+        self._requests = self._asked_requests = 0  # latest requests in that snapshot, and in the one being made
         self._incoming = bytearray()
         self._renderings: Renderings | None = None
         self._failure: Answer | None = None  # the engine's error, in place of its last snapshot
@@ -128,11 +133,14 @@ class Web:
             if now - self._asked_at > self._limits.engine_seconds:
                 self._release([*self._asked, *self._unasked])
                 self._asked, self._unasked = [], []
+            elif self._is_delayed and now - self._heard_at < self._limits.engine_seconds:
+                self._asked = self._serve_recent(self._asked)
+                self._unasked = self._serve_recent(self._unasked)
         elif self._unasked:
             wanted = (each.request.answer for each in self._unasked if each.request is not None)
             requests = max((each.requests for each in wanted if isinstance(each, Wanted)), default=0)
             self._asked, self._unasked = self._unasked, []
-            self._asked_at = now
+            self._asked_at, self._asked_requests = now, requests
             with contextlib.suppress(OSError):  # then reading the channel says so
                 self._channel.send(requests.to_bytes(2, "big"))
 
@@ -145,18 +153,34 @@ class Web:
         except OSError:
             return False
         self._incoming += part
-        size = int.from_bytes(self._incoming[1:5], "big")
-        if len(self._incoming) >= 5 + size and len(self._incoming) >= 5:
-            content, kind = bytes(self._incoming[5 : 5 + size]), self._incoming[:1]
-            self._incoming.clear()
+        while len(self._incoming) >= 5:
+            end = 5 + int.from_bytes(self._incoming[1:5], "big")
+            if len(self._incoming) < end:
+                break
+            content, kind = bytes(self._incoming[5:end]), bytes(self._incoming[:1])
+            del self._incoming[:end]
+            self._is_delayed = kind == b"W"
+            if self._is_delayed:
+                continue
             self._asked_at = None
             if kind == b"S":
                 self._renderings, self._failure = Renderings(_decode(content)), None
+                self._heard_at, self._requests = time.monotonic(), self._asked_requests
             else:
                 self._failure = Answer(500, content + b"\n")
             self._release(self._asked)
             self._asked = []
         return bool(part)
+
+    def _serve_recent(self, connections: list[Connection]) -> list[Connection]:
+        """Answer from the last snapshot. Returns those that want more of the latest requests than it holds."""
+        few: list[Connection] = []
+        more: list[Connection] = []
+        for each in connections:
+            wanted = None if each.request is None else each.request.answer
+            (more if isinstance(wanted, Wanted) and wanted.requests > self._requests else few).append(each)
+        self._release(few)
+        return more
 
     def _release(self, connections: list[Connection]) -> None:
         self._ready.extend(each for each in connections if each.is_open)
