@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -338,13 +339,14 @@ class Clockwork:
         if self._queue:
             self.process()
 
-    def run(self, most: int = 5000) -> None:
-        """Until every request has its answer and every store has ended."""
-        for _ in range(most):
-            if not self._queue and not self.scheduler.has_requests():
-                return
+    def run(self, seconds: float = 120) -> None:
+        """Until every request has its answer and every store has ended. The limit is a time: on a busy machine the
+        threads that copy may take as long as thousands of steps without a token."""
+        limit = time.monotonic() + seconds
+        while self._queue or self.scheduler.has_requests():
+            if time.monotonic() > limit:
+                raise TimeoutError(f"still busy after {seconds} s: {list(self.scheduler.requests)}")
             self.turn()
-        raise TimeoutError(f"still busy: {list(self.scheduler.requests)}")
 
     def forget(self) -> None:
         """vLLM's own prefix cache is emptied; KVBM's is not."""

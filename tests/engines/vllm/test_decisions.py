@@ -245,7 +245,7 @@ def test_only_slots_of_host_memory_are_fetched_ahead(make_engine, monkeypatch, t
     engine.adapter.leader.forget(HOST)
     engine.add("from disk", PROMPT)
     assert not fetched
-    engine.run(50_000)
+    engine.run()
     engine.check()
     assert engine.counts.onboarded_blocks[DISK] == 10
     engine.forget()

@@ -49,7 +49,7 @@ def test_what_was_kept_comes_from_disk_after_a_restart(overlap, ranks, make_engi
     second = make_engine(overlap=overlap, ranks=ranks)
     assert second.pool.published == 0
     second.add("second", PROMPT)
-    second.run(50_000)
+    second.run()
     second.check()
     assert from_disk(second) == second.counts.promoted_blocks == 10
     second.forget()
@@ -69,7 +69,7 @@ def test_what_never_arrives_is_computed_in_the_end(faults, make_engine):
     first.close()
     second = make_engine({"inject_faults": faults, "cpu_cache_override_num_blocks": 14})
     second.add("second", PROMPT)
-    second.run(20_000)
+    second.run()
     second.check()
     second.check_idle()
 
@@ -80,7 +80,7 @@ def test_what_host_memory_has_no_room_for_comes_from_disk(make_engine):
     for name in ("first", "second", "third"):
         for i, tokens in enumerate(prompts):
             engine.add(f"{name}{i}", tokens, 2)
-            engine.run(50_000)
+            engine.run()
         engine.forget()
     engine.check()
     assert from_disk(engine) >= 40
@@ -109,7 +109,7 @@ def test_without_a_host_tier_blocks_go_straight_to_disk(ranks, make_engine):
     engine.close()
     engine = make_engine(kvbm, ranks=ranks)
     engine.add("second", PROMPT)
-    engine.run(50_000)
+    engine.run()
     engine.check()
     assert from_disk(engine) == 10
     engine.check_idle()
@@ -123,7 +123,7 @@ def test_many_requests_with_one_prefix_read_it_once(make_engine):
     engine = make_engine({"inject_faults": "disk-slow-read:seconds=0.1"})
     for i in range(6):
         engine.add(f"r{i}", PROMPT + numbers(20 + i, 9))
-    engine.run(100_000)
+    engine.run()
     engine.check()
     assert from_disk(engine) == 10
     engine.check_idle()
@@ -137,7 +137,7 @@ def test_whoever_has_waited_long_enough_for_another_reads_for_itself(make_engine
     engine = make_engine({"inject_faults": "disk-slow-read:seconds=0.6"})
     for name in ("one", "two"):
         engine.add(name, PROMPT)
-    engine.run(100_000)
+    engine.run()
     engine.check()
     assert from_disk(engine) == 20
     engine.check_idle()
@@ -173,7 +173,7 @@ def test_another_size_of_the_disk_keeps_what_fits(size, make_engine):
     assert second.adapter.leader.manager.catalogs[DISK].published == min(size, 40)
     for i in range(4):
         second.add(f"r{i}", numbers(30 + i, 42), 1)
-    second.run(50_000)
+    second.run()
     second.check()
     assert from_disk(second) > 0
 
@@ -231,7 +231,7 @@ def test_random_histories_with_a_disk_end_with_the_right_tokens(seed, make_engin
                 engine.scheduler.reset_prefix_cache()
             elif chance < 0.43:
                 engine.scheduler.reset_prefix_cache(reset_connector=True)
-        engine.run(400_000)
+        engine.run()
         engine.check()
         served += from_disk(engine)
         engine.close()

@@ -75,7 +75,7 @@ def end(engine, order):
 def lookup_after_restart(make_engine, **options):
     engine = make_engine(**options)
     engine.add("again", PROMPT)
-    engine.run(50_000)
+    engine.run()
     engine.check()
     return engine.counts.onboarded_blocks.get(DISK, 0)
 

@@ -146,10 +146,10 @@ def test_random_histories_of_engines_end_with_the_right_tokens(seed, make_engine
         for i in range(8):
             engine.add(f"{number}-{i}", numbers(chance.randrange(3), chance.randrange(8, 60)), 4)
             if chance.random() < 0.5:
-                engine.run(50_000)
+                engine.run()
             if chance.random() < 0.3:
                 engine.forget()
-        engine.run(50_000)
+        engine.run()
         engine.check()
         engine.check_pool()
         engine.close()
@@ -171,7 +171,7 @@ def test_disk_and_host_are_both_there_again(make_engine, tmp_path):
     assert second.pool.published == 12
     second.add("second", PROMPT)
     second.add("third", numbers(2, 42))
-    second.run(50_000)
+    second.run()
     second.check()
     assert second.counts.onboarded_blocks[DISK] > 0
     assert second.counts.onboarded_blocks[HOST] > 0

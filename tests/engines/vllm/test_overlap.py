@@ -95,12 +95,12 @@ def test_blocks_that_change_hands_are_read_first(mode, make_engine):
     prompts = [numbers(20 + i, 30) for i in range(5)]
     for i, prompt in enumerate(prompts):
         engine.add(f"r{i}", prompt, 4)
-    engine.run(50_000)
+    engine.run()
     engine.check()
     assert engine.pool.published >= 5 * 7
     for i, prompt in enumerate(prompts):
         engine.add(f"again{i}", prompt, 4)
-    engine.run(50_000)
+    engine.run()
     engine.check()
     assert engine.onboarded >= 5 * 7 - 2
     engine.check_idle()
@@ -124,7 +124,7 @@ def test_a_fence_names_the_stores_of_reallocated_blocks_and_no_others(make_engin
     written = set(engine.ranks[0].blocks["fourth"])
     assert engine.ranks[0].plan.fences == [store for store, blocks in stores.items() if blocks & written]
     assert engine.ranks[0].plan.fences
-    engine.run(50_000)
+    engine.run()
     engine.check()
 
 
@@ -161,7 +161,7 @@ def test_a_load_lost_outside_of_a_step_is_computed_again(ranks, overlap, make_en
     engine.run()
     engine.forget()
     engine.add("second", PROMPT + numbers(3, 21), 20)
-    engine.run(50_000)
+    engine.run()
     engine.check()
     assert engine.counts.failed_load_blocks == 3
     engine.check_idle()
@@ -177,10 +177,10 @@ def test_a_request_aborted_while_its_load_is_under_way_keeps_its_blocks_until_it
     engine.abort("doomed")
     assert engine.pool.pinned == 10
     engine.add("other", numbers(6, 60), 4)  # needs the same blocks
-    engine.run(50_000)
+    engine.run()
     engine.check()
     engine.add("again", PROMPT, 4)
-    engine.run(50_000)
+    engine.run()
     engine.check()
     engine.check_idle()
 
@@ -268,7 +268,7 @@ def live(engine, source, seed, resets=0.1):
             engine.scheduler.reset_prefix_cache(reset_connector=True)
         if source.random() < 0.3:
             engine.check_pool()
-    engine.run(100_000)
+    engine.run()
     engine.check()
     engine.check_idle()
 
