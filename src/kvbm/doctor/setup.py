@@ -12,20 +12,14 @@ from typing import Any
 
 import kvbm
 from kvbm.config import Config, ConfigError, require_tier
-from kvbm.doctor.base import Examination, bad, good, installed_version, note, our_part
+from kvbm.doctor.base import Examination, bad, good, installed_version, note
 from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES
 from kvbm.engines.vllm import shortcuts
+from kvbm.engines.vllm.transfer_config import CLASS, EXAMPLE, MODULES, our_part
 from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
 from kvbm.runtime.channel import local
-
-MODULE, CLASS = "kvbm.vllm_integration.connector", "DynamoConnector"
-MODULES = (MODULE, "dynamo.llm.vllm_integration.connector")  # the second is that of older guides
-EXAMPLE = json.dumps(
-    {"kv_connector": CLASS, "kv_connector_module_path": MODULE, "kv_role": "kv_both",
-     "kv_load_failure_policy": "recompute"}
-)  # fmt: skip
 
 
 class Versions:
