@@ -14,6 +14,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from kvbm.cli.arguments import positive, share, whole
 from kvbm.observe.format import columns, size
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvbm.cli.model_kv import DTYPES
 
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("--gpu-memory", type=_positive, metavar="GB", help="memory of one GPU")
-    parser.add_argument("--gpu-memory-utilization", type=_share, default=0.9, metavar="X", help="vLLM's option (0.9)")
-    parser.add_argument("--weights-gb", type=_positive, metavar="GB", help="size of the weights, if it is not known")
-    parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens to keep, of all users together")
-    parser.add_argument("--cpu-gb", type=_positive, metavar="GB", help="how much does a tier of this size hold?")
-    parser.add_argument("--tensor-parallel-size", type=_whole, default=1, metavar="N", help="number of GPUs (1)")
-    parser.add_argument("--block-size", type=_whole, default=16, metavar="N", help="tokens in a block (16)")
+    parser.add_argument("--gpu-memory", type=positive, metavar="GB", help="memory of one GPU")
+    parser.add_argument("--gpu-memory-utilization", type=share, default=0.9, metavar="X", help="vLLM's option (0.9)")
+    parser.add_argument("--weights-gb", type=positive, metavar="GB", help="size of the weights, if it is not known")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="tokens to keep, of all users together")
+    parser.add_argument("--cpu-gb", type=positive, metavar="GB", help="how much does a tier of this size hold?")
+    parser.add_argument("--tensor-parallel-size", type=whole, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--block-size", type=whole, default=16, metavar="N", help="tokens in a block (16)")
     parser.add_argument("--kv-cache-dtype", choices=("auto", *DTYPES), default="auto", help="vLLM's option (auto)")
 
 
@@ -110,22 +111,3 @@ def _advice(args: argparse.Namespace, model: ModelKv, device: float | None, bloc
     if model.stateful:
         lines.append(f"{model.stateful} layers keep a state instead of KV; they are not counted.")
     return lines
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1e15:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return number
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number above 0")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    if not 0 < (share := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0 and up to 1")
-    return share

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
 
+from kvbm.doctor.connector import FIELDS
 from kvbm.engines.vllm import early_check
 from kvbm.engines.vllm.transfer_config import EXAMPLE, TRANSFER, on_command_line, our_part
 
@@ -52,6 +54,11 @@ def test_our_part_is_found_among_others(outer):
     assert (
         our_part({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [whole]}}) == TRANSFER
     )
+
+
+def test_the_doctor_knows_the_fields_of_vllm():
+    config = pytest.importorskip("vllm.config.kv_transfer")
+    assert {field.name for field in dataclasses.fields(config.KVTransferConfig)} <= FIELDS
 
 
 def test_the_message_stands_alone():
