@@ -91,11 +91,17 @@ def free_ports(count: int) -> list[int]:
 
 
 def start_server(
-    start_process, model: str, env: dict[str, str], connector: dict | None = CONNECTOR, options: list[str] | None = None
+    start_process,
+    model: str,
+    env: dict[str, str],
+    connector: dict | None = CONNECTOR,
+    options: list[str] | None = None,
+    program: str = "vllm.entrypoints.cli.main",
 ) -> Server:
-    """A server with the tiny model, under the name "tiny"; ``connector`` None is vLLM alone."""
+    """A server with the tiny model, under the name "tiny"; ``connector`` None is vLLM alone. ``program``: the module
+    whose command `serve` starts it."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "tiny"]
+    command = [sys.executable, "-m", program, "serve", model, "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "1024", "--block-size", "32", "--shutdown-timeout", "20", *(options or [])]
     if not options or "--num-gpu-blocks-override" not in options:
