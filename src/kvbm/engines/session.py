@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import kvbm
 from kvbm.config import Config
-from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision
+from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
@@ -53,6 +53,7 @@ class Lookup(NamedTuple):
     limit: int = 0  # the lookup asked for blocks up to this one
     found: Match | None = None
     decision: Decision | None = None
+    prices: Prices | None = None  # of the decision, if it is recorded
 
 
 class RequestState:
@@ -143,10 +144,17 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def begin(self, hellos: Sequence[Hello], cache: Fingerprint | None) -> Leader:
+    def begin(
+        self,
+        hellos: Sequence[Hello],
+        cache: Fingerprint | None,
+        manager: BlockManager | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> Leader:
         """Every rank has its memory: the leader begins.
 
         ``cache``: describes the KV for tiers that outlive the engine, all but the weights; None where none may.
+        ``manager`` and ``clock``: for a simulation, whose tiers have no bytes.
         """
         config = self._config
         sizes = [hello.block_bytes for hello in hellos]
@@ -156,10 +164,10 @@ class Session:
         if cache is not None:
             weights = agreed_weights(hellos)
             cache = {**cache, "weights": weights} if weights else None
-        self.manager = manager = open_manager(config, hellos, cache)
+        self.manager = manager = open_manager(config, hellos, cache) if manager is None else manager
         log, pending = self.observer.log, config.max_pending_offloads
         leader = Leader(manager, len(hellos), pending, sizes, self.cost, log, self.kept_bytes)
-        connect(config, hellos, leader, self.cost)
+        connect(config, hellos, leader, self.cost, clock)
         self.leader, self.counts = leader, leader.counts
         return leader
 
@@ -224,7 +232,7 @@ class Session:
             state.keep = False
         if self.leader is not None:
             self.leader.reset()
-        self.observer.log.changes += 1
+        self.observer.log.reset()
 
     def close(self, seconds: float | None = None) -> None:
         """``seconds``: how long the catalogs may take to end."""
@@ -263,7 +271,8 @@ class Session:
 
     def consider(self, state: RequestState, found: Match, decision: Decision, tokens: int, limit: int) -> bool:
         """Record a decision, and count refused blocks once for each request. Returns whether it loads anything."""
-        state.lookup = Lookup(tokens, found.start * self.block_size, limit=limit, found=found, decision=decision)
+        prices = self.cost.prices if self.observer.log.is_recording else None
+        state.lookup = Lookup(tokens, found.start * self.block_size, "", limit, found, decision, prices)
         if decision.blocks < found.blocks and not state.declined:
             state.declined = True
             self.cost.observe_refusal(found.beyond(decision.blocks))
@@ -326,7 +335,8 @@ class Session:
             return
         if any(ended.name == state.name for ended in self.ended):
             self.finalize()  # the log goes by names, and knows one request of a name at a time
-        self.observer.log.admitted(self._admission(state.name, lookup, loaded), None if plan is None else plan.id)
+        admission = self._admission(state.name, lookup, loaded)
+        self.observer.log.admitted(admission, None if plan is None else plan.id, lookup.prices)
 
     def _admission(self, name: str, lookup: Lookup, loaded: int) -> Admission:
         tokens, computed, size = lookup.prompt_tokens, lookup.device_tokens, self.block_size
@@ -336,6 +346,7 @@ class Session:
         return looked_up(name, tokens, computed, lookup.limit, found, loaded, size)._replace(
             why=decision.reason if found.runs else "",
             in_step=decision.in_step,
+            others_running=decision.others_running,
             compute_seconds=self.cost.prefill_seconds(computed, loaded * size),
             expected_seconds=decision.seconds,
             recompute_seconds=decision.recompute_seconds,
@@ -365,6 +376,9 @@ class Session:
         plan = self.leader.offload(keys, blocks)
         for part in parts:
             part.state.stored = part.end
+        if self.observer.log.is_recording:
+            planned = 0 if plan is None else plan.id
+            self.observer.log.stores_planned([(part.state.name, part.first, part.end) for part in parts], planned)
         return plan
 
     # -- finished, touch ----------------------------------------------------------------------------------------------

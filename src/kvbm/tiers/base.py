@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -144,6 +144,13 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     def open_catalog(self, context: LeaderContext) -> Catalog | None:
         """The leader's catalog, with the blocks that the tier holds from before."""
         return None
+
+    def simulated_catalog(self, config: Config, slots: int, clock: Callable[[], float]) -> Catalog:
+        """A catalog of so many slots with nothing behind it, for `kvbm simulate`, as :meth:`open_catalog` would make
+        it: with the same eviction policy and quotas."""
+        from kvbm.core.pool import Pool
+
+        return Pool(slots)
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""
