@@ -23,6 +23,7 @@ from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
+from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up, passed_over
@@ -60,7 +61,8 @@ class RequestState:
     """The lifecycle's record of one request. Adapters add what their engine needs."""
 
     __slots__ = (
-        "deadline_seconds", "declined", "found", "in_step", "is_held", "keep", "lookup", "match", "name", "stored"
+        "deadline_seconds", "declined", "found", "in_step", "is_held", "keep", "lookup", "match", "name", "stored",
+        "tenant", "turn",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -74,6 +76,8 @@ class RequestState:
         self.keep = True  # False: its blocks may depend on KV that is gone or wrong, and are not stored
         self.stored = 0  # blocks from the front that need no store
         self.found: int | None = None  # blocks that it did not have to compute when it was first scheduled
+        self.tenant = COMMON
+        self.turn = NO_HINTS  # what the caller says of the request
 
 
 class Completed(NamedTuple):
@@ -94,6 +98,7 @@ class Ended(NamedTuple):
     keys: Sequence[Key]  # of all its full blocks, those of its answer included
     stored: int  # blocks from the front that a tier has, or had
     found: int  # blocks from the front that it did not have to compute
+    turn: Turn = NO_HINTS  # what its caller says of it
 
 
 def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
@@ -387,18 +392,18 @@ class Session:
         """A request has ended. ``later``: another call finalizes it, when the engine's thread has time."""
         self.withdraw(state)
         stored, found = (state.stored, state.found or 0) if keys else (0, 0)
-        self.ended.append(Ended(state.name, output_tokens, keys, stored, found))
+        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn))
         if not later:
             self.finalize()
 
     def finalize(self) -> None:
         """Touch the blocks of requests that have ended, and log the requests. A failure costs one request."""
         ended, self.ended = self.ended, []
-        for name, output_tokens, keys, stored, found in ended:
+        for name, output_tokens, keys, stored, found, turn in ended:
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
-                    self.leader.touch(self._used(keys, stored))
+                    self.leader.touch(self._used(keys, stored), turn._replace(found=found, output_tokens=output_tokens))
                     if found:
                         self.leader.used(self._used(keys, found))
                         self.uses += 1

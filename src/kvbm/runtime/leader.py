@@ -22,6 +22,7 @@ from kvbm.core.cost import CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
+from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.policy.admission import AdmissionRule
 from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
 from kvbm.tiers.edges import Edge
@@ -421,9 +422,9 @@ class Leader:
         for edge in self.edges:
             edge.used(keys)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """A request has used these blocks, wherever it found them: its last ones are the first to go."""
-        self.manager.touch(keys)
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
+        """A request has ended that used these blocks, wherever it found them: its last ones are the first to go."""
+        self.manager.touch(keys, turn)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
