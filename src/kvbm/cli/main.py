@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import kvbm
-from kvbm.cli import bench, cache, config, control, doctor, top
+from kvbm.cli import bench, cache, config, control, doctor, simulate, top
 from kvbm.config import ConfigError
 
 
@@ -29,7 +29,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (config, doctor, top, cache, bench, control)
+COMMANDS: tuple[Command, ...] = (config, doctor, top, cache, bench, simulate, control)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -102,6 +102,14 @@ class Prices(NamedTuple):
     tiers: dict[TierName, tuple[float, float]]  # of a byte, and of a load whatever its size
 
 
+class Terms(NamedTuple):
+    """The engine's terms, which never change; None stands for infinity, which JSON does not have."""
+
+    step_tokens: int
+    layers_from: float | None
+    attention_span: float | None
+
+
 class CostModel:
     """Not thread-safe, like all of ``core``.
 
@@ -182,6 +190,11 @@ class CostModel:
         """The present estimate."""
         known = self._tiers[tier]
         return Rate(1 / known.byte.value, known.fixed.value)
+
+    @property
+    def terms(self) -> Terms:
+        finite = (None if value == inf else value for value in (self._layers_from, self._span))
+        return Terms(self._step_tokens, *finite)
 
     @property
     def prices(self) -> Prices:

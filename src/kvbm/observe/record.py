@@ -7,7 +7,7 @@ Every line has ``event`` and ``at`` (milliseconds from the start of the record t
 
 ``start``
     the first line: the facts that a replay needs (block size, bytes of a block, slots of each tier, blocks of the
-    engine's own cache), and ``time``, the Unix time at 0
+    engine's own cache, terms of the cost model), and ``time``, the Unix time at 0
 ``request``
     a request has ended. ``timestamp`` (milliseconds, of its first admission), ``input_length``, ``output_length`` and
     ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for such traces read it once
@@ -18,12 +18,12 @@ Every line has ``event`` and ``at`` (milliseconds from the start of the record t
     a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
 ``reset``
     the leader has forgotten every block
-
-Where operations of several requests overlap, ``order`` numbers them: every lookup, plan of a store or of a move, end of
-a transfer, end of a request and reset takes the next number. ``ended`` is the number of a request's own end, and ``planned``
-that of a move's plan.
 ``end``
     the last line of a record that was closed: why it ends, and the number of dropped lines
+
+Operations of requests that run side by side overlap. ``order`` numbers them all: each lookup, plan of a store or of a
+move, end of a transfer, end of a request and reset takes the next number. ``ended`` is the number of a request's own
+end, ``planned`` that of a move's plan. `kvbm simulate` replays them in this order.
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from typing import NamedTuple
 
 from kvbm.config import Config
-from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices
+from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.pool import Pool
@@ -40,8 +41,6 @@ from kvbm.simulate.results import TierCounts, Totals
 from kvbm.simulate.trace import Request, Trace, Transfer
 from kvbm.tiers import registry
 
-STEP_TOKENS = 8192
-
 
 class Machine(NamedTuple):
     """Sizes and speeds that a trace does not tell."""
@@ -49,7 +48,7 @@ class Machine(NamedTuple):
     block_bytes: int
     prefill_tokens_per_second: float
     rates: Mapping[TierName, Rate]  # of tiers that differ from their declarations
-    hidden_size: int | None = None
+    terms: Terms
     device_blocks: int = 0  # of the engine's own prefix cache, for traces that do not tell what it had
 
 
@@ -70,8 +69,16 @@ class SimulatedEngine:
         catalogs = {
             name: registry.TIERS[name].simulated_catalog(config, slots, self._clock) for name, slots in sizes.items()
         }
-        self.session = Session("simulator", config, Faults(), trace.block_tokens, STEP_TOKENS, machine.hidden_size)
-        tiers = [TierHello(name, slots, tuple(rates[name])) for name, slots in sizes.items()]
+        terms = machine.terms
+        self.session = Session(
+            "simulator", config, Faults(), trace.block_tokens, terms.step_tokens,
+            hidden_size=None if terms.attention_span is None else round(terms.attention_span / 4),
+            layers_from=inf if terms.layers_from is None else terms.layers_from,
+        )  # fmt: skip
+        tiers = [
+            TierHello(name, slots, (rates[name].bytes_per_second, rates[name].fixed_seconds))
+            for name, slots in sizes.items()
+        ]
         hello = Hello(0, machine.block_bytes, "", tiers)
         self._leader = self.session.begin([hello], None, BlockManager(catalogs), self._clock)
         tiers_seconds = {name: (1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}

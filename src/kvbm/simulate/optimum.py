@@ -7,8 +7,8 @@ is plotted.
 A block is worth nothing without the blocks before it. The rule takes care of that by itself: every request that uses a
 block uses the blocks before it, so these are never needed later than it is. Where both are needed next by the same
 request, the later block of the prefix goes first. So the kept blocks always are whole prefixes, each of them counts,
-and the rule is optimal for prefixes because it is for single blocks. ``tests/simulate/test_optimum.py`` compares it with
-an exhaustive search.
+and the rule is optimal for prefixes because it is for single blocks. ``tests/simulate/test_optimum.py``
+compares it with an exhaustive search.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvbm.core.cost import Terms
 from kvbm.core.keys import KEY_BYTES, Key
 from kvbm.observe.record import LookupLine, StoreLine
 from kvbm.plans import TierName
@@ -62,7 +63,7 @@ class Transfer(NamedTuple):
     planned: int = 0  # of a move: the place in the order at which it was planned
 
 
-class Trace(NamedTuple):
+class Trace(msgspec.Struct, frozen=True):
     """``block_bytes`` and ``slots`` are 0 and empty unless a record has them."""
 
     name: str
@@ -71,6 +72,7 @@ class Trace(NamedTuple):
     block_bytes: int = 0
     slots: dict[TierName, int] = {}
     settings: dict[str, str] = {}
+    terms: Terms | None = None
     transfers: Sequence[Transfer] = ()
     is_exact: bool = False  # one complete record: every operation has its place in the order
     whole_blocks: bool = False  # every block of a prompt counts as full
@@ -111,6 +113,7 @@ class _Line(msgspec.Struct):
     block_bytes: int = 0
     slots: dict[str, int] = {}
     settings: dict[str, str] = {}
+    terms: Terms | None = None
     # of transfers
     plan: int = 0
     order: int = 0
@@ -160,6 +163,7 @@ def read(paths: Sequence[Path], block_tokens: int = 0, whole_blocks: bool = Fals
         block_bytes=max((start.block_bytes for start in starts), default=0),
         slots=first.slots,
         settings=first.settings,
+        terms=first.terms,
         transfers=files[0].transfers if alone else (),
         is_exact=alone and all(request.ended for request in requests),
         whole_blocks=whole_blocks,
@@ -185,7 +189,8 @@ def _read_file(path: Path, limit: int | None) -> _File:
     number = 0
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
+            for text in file:
+                number += 1
                 if not text.strip():
                     continue
                 line = _decode(text)
@@ -196,9 +201,7 @@ def _read_file(path: Path, limit: int | None) -> _File:
                     case "start":
                         start = line
                     case "load" | "store" | "move" | "reset":
-                        transfers.append(
-                            Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned)
-                        )
+                        transfers.append(Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned))
                     case "end":
                         is_complete = line.why == "stopped" and not line.dropped
                 if len(requests) == limit:
@@ -225,9 +228,7 @@ def _check(line: _Line) -> None:
             raise ValueError(f"{name} is {value:g}, expected a number of at least {least}")
 
 
-def _request(
-    line: _Line, shift: float, block_tokens: int, whole: bool, known: dict[tuple[str, int], Key]
-) -> Request:
+def _request(line: _Line, shift: float, block_tokens: int, whole: bool, known: dict[tuple[str, int], Key]) -> Request:
     ids = line.hash_ids or []
     tokens = line.input_length
     if whole:
@@ -239,7 +240,7 @@ def _request(
     for number in ids:
         key = known.get((tenant, number))
         if key is None:
-            key = known[tenant, number] = _key(tenant, number)
+            key = known[tenant, number] = key_of(tenant, number)
         keys.append(key)
     return Request(
         at=line.timestamp / 1e3 + shift,
@@ -257,6 +258,6 @@ def _request(
     )
 
 
-def _key(tenant: str, number: int) -> Key:
+def key_of(tenant: str, number: int) -> Key:
     """A key as an engine's are: evenly distributed, and never that of another tenant's block."""
     return hashlib.blake2b(f"{tenant}\0{number}".encode(), digest_size=KEY_BYTES).digest()

@@ -112,6 +112,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     medium: str  # of its blocks in KV events
     prior: Rate  # of loads, until they are measured
     size_setting: str  # sets how many blocks it holds
+    policy_setting: str = ""  # sets its eviction policy; empty: it has none of its own
     staged: bool = True  # its blocks pass through slots of the near tier; False: it is the near tier
     keyed: bool = False  # addressed by key and not by numbered slots
     persistent: bool = False  # outlives the engine

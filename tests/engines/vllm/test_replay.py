@@ -14,8 +14,8 @@ from kvbm.simulate.trace import read
 
 pytestmark = pytest.mark.engine
 
-HOST_BLOCKS, DISK_BLOCKS = 28, 60
-ENGINE = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 512}
+HOST_BLOCKS, DISK_BLOCKS = 40, 60
+ENGINE = {"num_gpu_blocks_override": 25, "max_model_len": 512, "max_num_batched_tokens": 512}
 
 
 def conversations(seed: int, users: int, turns: int) -> list[list[list[int]]]:
@@ -36,7 +36,7 @@ def conversations(seed: int, users: int, turns: int) -> list[list[list[int]]]:
 @pytest.fixture(scope="module", params=["always", "auto"])
 def record(request, run_scenario, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    steps = [generate(*batch, max_tokens=5) for batch in conversations(7, users=6, turns=8)]
+    steps = [generate(*batch, max_tokens=5) for batch in conversations(7, users=8, turns=8)]
     steps[8:8] = [do("reset", connector=True)]
     kvbm = {
         "cpu_cache_override_num_blocks": HOST_BLOCKS, "disk_cache_override_num_blocks": DISK_BLOCKS,
