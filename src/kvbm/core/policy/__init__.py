@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 from kvbm.core.policy.base import COMMON, NO_HINTS, Clock, EvictionPolicy, Retention, Turn
 from kvbm.core.policy.lru import LRU
+from kvbm.core.policy.session import SessionAware
 
 __all__ = ["COMMON", "LRU", "NO_HINTS", "POLICIES", "Clock", "EvictionPolicy", "Retention", "Turn", "make_policy"]
 
-POLICIES: dict[str, Callable[[int, Clock], EvictionPolicy]] = {"lru": lambda slots, clock: LRU(slots)}
+POLICIES: dict[str, Callable[[int, Clock], EvictionPolicy]] = {
+    "lru": lambda slots, clock: LRU(slots),
+    "session": SessionAware,
+}
 
 
 def make_policy(name: str, slots: int, clock: Clock) -> EvictionPolicy:
