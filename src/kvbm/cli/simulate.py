@@ -106,7 +106,7 @@ def _simulate(args: argparse.Namespace) -> int:
     )
     variants = _variants(args)
     for settings in variants.values():
-        settings_of(trace, settings)  # rejects an invalid one before the first replay
+        settings_of(trace, settings, ())  # rejects an invalid one before the first replay
     sizes = _sizes(args, machine.block_bytes) or [{NEAR.name: slots} for slots in default_sizes(trace)]
     cases = [Case(name, settings, slots) for name, settings in variants.items() for slots in sizes]
     totals = sorted({sum(slots.values()) for slots in sizes})
@@ -243,7 +243,7 @@ def _compare(trace: "Trace") -> tuple[int, int]:
     from kvbm.simulate.engine import SimulatedEngine
     from kvbm.simulate.sweep import machine_of, settings_of
 
-    engine = SimulatedEngine(trace, settings_of(trace, {}), trace.slots, machine_of(trace))
+    engine = SimulatedEngine(trace, settings_of(trace, {}, trace.slots), trace.slots, machine_of(trace))
     engine.run(exact=True)
     lines = sorted((line for request in trace.requests for line in request.lookups), key=lambda line: line.order)
     return len(lines), sum(found == line.found for found, line in zip(engine.found, lines, strict=True))

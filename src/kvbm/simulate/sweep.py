@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from kvbm.simulate.engine import Machine, SimulatedEngine
 from kvbm.simulate.optimum import optimal_hits, possible_hits
 from kvbm.simulate.results import Outcome, outcome
 from kvbm.simulate.trace import Trace
+from kvbm.tiers import registry
 
 # Of Llama 3.1 8B in 16 bits: 32 layers with 8 heads of 128 numbers each, for keys and values.
 BYTES_PER_TOKEN = 131_072
@@ -65,11 +66,13 @@ class Counter:
             self.value.value += requests
 
 
-def settings_of(found: Trace, given: Mapping[str, str]) -> Config:
-    """Those that were recorded with a trace, or else those of this shell; and ``given`` above them."""
+def settings_of(found: Trace, given: Mapping[str, str], tiers: Iterable[TierName]) -> Config:
+    """Those that were recorded with a trace, or else those of this shell; and ``given`` above them. ``tiers`` are on,
+    and no others."""
+    sizes = {tier.size_setting: str(int(name in tiers)) for name, tier in registry.TIERS.items() if not tier.keyed}
     if found.settings:
-        return load({**found.settings, **given}, environ={}, files=())
-    return load(dict(given))
+        return load({**found.settings, **given, **sizes}, environ={}, files=())
+    return load({**given, **sizes})
 
 
 def machine_of(
@@ -96,7 +99,7 @@ def replay(
     exact: bool = False,
 ) -> Outcome:
     began = time.perf_counter()
-    config = settings_of(found, case.settings)
+    config = settings_of(found, case.settings, case.slots)
     engine = SimulatedEngine(found, config, case.slots, machine)
     totals = engine.run(progress, exact)
     return outcome(case.variant, dict(case.slots), machine.block_bytes, totals, time.perf_counter() - began)

@@ -38,7 +38,7 @@ def agents(source: random.Random, blocks: _Blocks, seconds: float = 3000.0) -> I
     kinds = [blocks.new(source.randrange(6, 16)) for _ in range(5)]
     at = 0.0
     while at < seconds:
-        at += source.expovariate(0.25)
+        at += source.expovariate(0.08)
         yield from _agent(source, blocks, at, [*source.choice(kinds), *blocks.new(source.randrange(1, 6))], 2)
 
 

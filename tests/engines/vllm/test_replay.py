@@ -52,7 +52,7 @@ def replay(record: Path, **sizes: int) -> SimulatedEngine:
     trace = read([record])
     assert trace.is_exact
     slots = {**trace.slots, **sizes}
-    engine = SimulatedEngine(trace, settings_of(trace), slots, machine_of(trace))
+    engine = SimulatedEngine(trace, settings_of(trace, {}, slots), slots, machine_of(trace))
     engine.run(exact=not sizes)
     return engine
 
@@ -71,5 +71,5 @@ def test_every_lookup_finds_the_blocks_that_it_found_in_the_engine(record):
 
 def test_a_larger_tier_finds_at_least_as_much_and_a_smaller_one_less(record):
     near = next(iter(read([record]).slots))
-    found = [sum(map(len, replay(record, **{near: slots}).found)) for slots in (4, 2000)]
+    found = [sum(sum(found.values()) for found in replay(record, **{near: slots}).found) for slots in (4, 2000)]
     assert found[0] < found[1]
