@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import kvbm
-from kvbm.cli import bench, cache, config, control, doctor, serve, size, top
+from kvbm.cli import bench, cache, config, control, doctor, serve, simulate, size, top
 from kvbm.config import ConfigError
 
 
@@ -31,7 +31,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (serve, size, config, doctor, top, cache, bench, control)
+COMMANDS: tuple[Command, ...] = (serve, size, config, doctor, top, cache, bench, simulate, control)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from kvbm.core.keys import Key
+from kvbm.core.policy.base import Turn
 
 # Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
 PENDING = -1
@@ -93,9 +94,13 @@ class Catalog(ABC):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         """A place for each key, evicting as needed; None, and nothing changed, when that many cannot be had. Every
-        place ends with :meth:`commit` or :meth:`abandon`."""
+        place ends with :meth:`commit` or :meth:`abandon`. ``tenants``: of each block; None: the common one."""
+
+    def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:
+        """The tenant of each block; None when all are the common one's."""
+        return None
 
     @abstractmethod
     def commit(self, places: Sequence[int]) -> None:
@@ -117,7 +122,11 @@ class Catalog(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[Key]) -> None:
-        """A request has used these blocks, wherever it found them: the last of them is the first to go."""
+        """A request uses these blocks, wherever it found them: the last of them is the first to go."""
+
+    def end_turn(self, keys: Sequence[Key], turn: Turn) -> None:
+        """A request has ended that used this prefix, wherever it found it. Once for each request; counts as a touch."""
+        self.touch(keys)
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from kvbm.core.catalog import PENDING, Catalog
 from kvbm.core.keys import Key
+from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.pool import Pool
 from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan, TierName
 
@@ -366,10 +367,10 @@ class BlockManager:
 
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """A request has used these blocks, wherever it found them."""
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
+        """A request has ended that used this prefix, wherever it found it. Once for each request."""
         for catalog in self.catalogs.values():
-            catalog.touch(keys)
+            catalog.end_turn(keys, turn)
             if catalog.journal is not None and (known := [key for key in keys if key in catalog]):
                 catalog.journal.touch(known)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvbm.core.catalog import Catalog, Journal
 from kvbm.core.keys import Key
-from kvbm.core.policy import LRU, EvictionPolicy
+from kvbm.core.policy import LRU, EvictionPolicy, Turn
 
 _ONE = np.int32(1)  # int32: a Python int takes ufunc.at's slow path
 
@@ -103,7 +103,7 @@ class Pool(Catalog):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         """A slot for each key, evicting as needed; None (and nothing changed) when that many cannot be had.
 
         The caller fills the slots and ends with :meth:`commit` or :meth:`abandon` for every one of them. Raises
@@ -114,13 +114,15 @@ class Pool(Catalog):
             raise ValueError("reserve() of a block that the pool already holds")
         if len(keys) > self.available:
             return None
-        self._make_room(len(keys))
+        self._make_room(len(keys), tenants)
         slots: list[int] = []
         for key in keys:
             slot = self._free.pop()
             self._keys[slot] = key
             self._writing[key] = slot
             slots.append(slot)
+        if tenants is not None:
+            self._policy.assigned(slots, tenants)
         return slots
 
     def commit(self, slots: Sequence[int], journaled: bool = True) -> None:
@@ -179,11 +181,13 @@ class Pool(Catalog):
         self._changed(list(self._published), True)
         return len(self._published)
 
-    def _make_room(self, slots: int) -> None:
-        """Evict until so many are free."""
+    def _make_room(self, slots: int, tenants: Sequence[int] | None = None) -> None:
+        """Evict until so many are free. ``tenants``: of the blocks that need the room."""
         gone: list[Key] = []
-        for _ in range(slots - len(self._free)):
-            slot = self._policy.evict()
+        evict, evict_for = self._policy.evict, self._policy.evict_for
+        missing = slots - len(self._free)
+        for i in range(missing):
+            slot = evict() if tenants is None else evict_for(tenants[i - missing])
             key = self._keys.pop(slot)
             del self._published[key]
             self._free.append(slot)
@@ -231,8 +235,18 @@ class Pool(Catalog):
         self._policy.released(idle[::-1], used)
 
     def touch(self, keys: Iterable[Key]) -> None:
-        found = [slot for slot in map(self._published.get, keys) if slot is not None]
-        some = np.array(found, np.int32)
+        self._touch(np.array([slot for slot in map(self._published.get, keys) if slot is not None], np.int32))
+
+    def end_turn(self, keys: Sequence[Key], turn: Turn) -> None:
+        get = self._published.get
+        slots = np.array([get(key, -1) for key in keys], np.int32)
+        self._touch(slots[slots >= 0])
+        self._policy.turned(keys, slots, turn)
+
+    def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:
+        return self._policy.tenants_of(places)
+
+    def _touch(self, some: np.ndarray) -> None:
         unpinned = self._all_pins[some] == 0
         self._policy.hit(some[unpinned][::-1])
         if not unpinned.all():

@@ -86,7 +86,7 @@ class ObjectCatalog(Catalog):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         if len(keys) > self.available:
             return None
         places = self._presence.place_for_write(keys)
