@@ -25,6 +25,7 @@ from kvbm.core.manager import BlockManager, Match
 from kvbm.core.policy.admission import AdmissionRule
 from kvbm.plans import LoadPlan, LoadResult, MovePlan, Report, StorePlan, TierName
 from kvbm.tiers.edges import Edge
+from kvbm.tiers.fetches import Fetches
 
 __all__ = ["Counts", "Leader"]
 
@@ -108,6 +109,7 @@ class Leader:
         self._late: dict[int, _Load] = {}
         self.edges: list[Edge] = []
         self.breakers = {tier: Breaker() for tier in manager.catalogs if tier != manager.near_tier}
+        self.fetches = Fetches(manager, ranks, self.counts, self.breakers, self._observe_fetch)
         # Stores that are over, and whether they were good: for the workers of a near tier that outlives the engine.
         self._verdicts: dict[int, bool] = {}
         # Loads under way whose blocks the current forward pass computes on.
@@ -182,7 +184,7 @@ class Leader:
             return []
         self._suspend()  # with every step: a breaker closes when its pause is over
         plans = (edge.plan() for edge in self.edges)
-        return [plan for plan in plans if plan is not None]
+        return self.fetches.take_due() + [plan for plan in plans if plan is not None]
 
     def take_verdicts(self) -> dict[int, bool]:
         """For :attr:`kvbm.plans.StepPlan.verdicts` of the next plan, which must reach every rank."""
@@ -212,6 +214,7 @@ class Leader:
             for store in report.stores:
                 self._end_store(report.rank, store.id, store.ok, store.seconds)
             for move in report.moves:
+                self.fetches.end(report.rank, move, time.monotonic())
                 for edge in self.edges:
                     if written := edge.end(report.rank, move):
                         self._arrived(edge.target, written)
@@ -299,6 +302,12 @@ class Leader:
                 if not flight.absent:
                     self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
+    def _observe_fetch(self, tier: TierName, blocks: int, seconds: float) -> None:
+        if self._block_bytes:
+            self.counts.add_loaded(tier, blocks * sum(self._block_bytes), seconds)
+            if self._cost is not None:
+                self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
+
     def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
         flight = self._stores.get(plan_id)
         if flight is None:
@@ -372,6 +381,7 @@ class Leader:
             self._end_store(rank, plan_id, ok=False)
         for edge in self.edges:
             edge.fail_rank(rank)
+        self.fetches.fail_rank(rank, time.monotonic())
         self.manager.clear()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -442,7 +452,7 @@ class Leader:
 
     @property
     def moves_under_way(self) -> bool:
-        return any(edge.under_way for edge in self.edges)
+        return self.fetches.under_way or any(edge.under_way for edge in self.edges)
 
     @property
     def busy(self) -> bool:
