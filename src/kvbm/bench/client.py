@@ -25,10 +25,10 @@ class EndpointError(Exception):
 
 
 class Prompt(NamedTuple):
-    """A conversation (messages of the chat API) or bare tokens (the completions API)."""
+    """A conversation (messages of the chat API), or bare tokens or text (the completions API)."""
 
     messages: list[dict[str, str]] | None = None
-    tokens: list[int] | None = None
+    tokens: list[int] | str | None = None
 
 
 class Answer(msgspec.Struct, kw_only=True):

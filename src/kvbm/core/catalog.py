@@ -50,6 +50,8 @@ class Catalog(ABC):
     changes: int = 0
     size: int = 0  # places; 0: no limit
     evictions: int = 0
+    # Lookups and reads wait for a network: the leader begins both while a request waits in the engine's queue.
+    is_remote: bool = False
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -62,6 +64,10 @@ class Catalog(ABC):
     def find(self, key: Key) -> int | None:
         """The place of a block; None when the tier does not have it, ``PENDING`` while it does not know yet. The tier
         bounds how long it says so: a lookup that is not answered in time finds nothing."""
+
+    def answer_seconds(self, key: Key) -> float | None:
+        """Expected seconds until the tier knows whether it has a block; None unless it is looking for the block."""
+        return None
 
     @abstractmethod
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:

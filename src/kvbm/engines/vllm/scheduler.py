@@ -22,6 +22,7 @@ from kvbm.engines.vllm.groups import Groups, Tables
 from kvbm.engines.vllm.idle import MoveSteps
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.prefetch import Prefetcher
+from kvbm.engines.vllm.queue import QueuedFetches
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.services import Services
 from kvbm.engines.vllm.steps import follow_tables, work_of
@@ -83,6 +84,7 @@ class SchedulerAdapter:
         self._adapters: Adapters | None = None
         self._deferrals: Deferrals | None = None
         self._stores: Stores | None = None
+        self._queue: QueuedFetches | None = None  # where a tier is remote
         self._prefetcher: Prefetcher | None = None  # where the only worker can be reached before the step
         self._only_worker: WorkerAdapter | None = None  # where the thread that schedules steps submits them too
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
@@ -123,6 +125,8 @@ class SchedulerAdapter:
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         self._deferrals = Deferrals(leader.manager, self._cost, self._block_size, self.session.block_bytes)
         self._stores = Stores(self.session, self._keys, self._groups, self._services.describe, self._faults)
+        if leader.manager.has_remote_tiers and not self._groups.apart:
+            self._queue = QueuedFetches(leader, self._keys, self._block_size, self._decide)
         if self._only_worker is not None and self._may_layer:
             self._prefetcher = Prefetcher(
                 leader, self._only_worker, self._keys, self._block_size, self._decide,
@@ -147,6 +151,8 @@ class SchedulerAdapter:
         if self._keys is not None:
             self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
         self._requests[request.request_id] = RequestState(request)
+        if self._queue is not None:
+            self._queue.arrived(request)
         if self._prefetcher is not None:
             self._prefetcher.arrived(request, alone=not self._active)
 
@@ -170,7 +176,7 @@ class SchedulerAdapter:
             state.loaded = range(0)
             self._adapters.refresh()
             weights = self._keys.bind(request)
-        if self._comes_back(state):
+        if state.comes_back():
             return None, False
         if state.put_off and self._deferrals.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
@@ -193,7 +199,8 @@ class SchedulerAdapter:
         if found.pending:
             if self._deferrals.for_block(state, found, request.num_tokens):
                 return None, False
-            found = self._groups.find(self.leader.manager, keys, start, limit, wait_for_writers=False)
+            if not self._deferrals.ends_at(found):
+                found = self._groups.find(self.leader.manager, keys, start, limit, wait_for_writers=False)
         if self._drops_last_block:
             found = found.cut(found.blocks - 1)
         if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
@@ -230,15 +237,6 @@ class SchedulerAdapter:
         if more and more[0].tier == state.match.runs[-1].tier:
             state.match = state.match.extended(more[0], keys)
             state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
-
-    def _comes_back(self, state: RequestState) -> bool:
-        """Whether a load outside of the step has left a request with nothing at all.
-
-        vLLM then puts it first in its queue, before requests that hold blocks and wait to be scheduled. If there is no
-        room for it beside them, none of them proceeds. A deferred request stands behind them.
-        """
-        outside, state.outside = state.outside, False
-        return outside
 
     def _is_stuck(self, state: RequestState) -> bool:
         """Whether vLLM had no room for an offered load outside of the step, and no running request will free any.
@@ -349,6 +347,8 @@ class SchedulerAdapter:
             self._faults.record("planning stores", error)
         self._still_steps = 0 if output.num_scheduled_tokens else self._still_steps + 1
         try:
+            if self._queue is not None and self.leader is not None:
+                self._queue.fetch(self._line())
             if self._prefetcher is not None:
                 self._prefetcher.step_planned(loads, self._line())
         except Exception as error:
@@ -369,9 +369,9 @@ class SchedulerAdapter:
             adapters=uses, wanted=wanted, changes_heard=self._weights.heard(self._ranks),
         )  # fmt: skip
 
-    def _line(self) -> Iterator[Any]:
+    def _line(self) -> Iterator[RequestState]:
         """Requests that have not had a block yet, in the order in which they came."""
-        return (state.request for name, state in self._requests.items() if not state.loads and name not in self._active)
+        return (state for name, state in self._requests.items() if not state.loads and name not in self._active)
 
     def _follow_tables(self, output: Any) -> list[int]:
         """Bring the block tables up to date; returns the copies that must be over before this step writes."""

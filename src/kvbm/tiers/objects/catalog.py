@@ -28,6 +28,7 @@ class ObjectCatalog(Catalog):
     """Places say which object holds a block (:mod:`kvbm.tiers.objects.format`), so pins need not keep anything."""
 
     size = MAX_KEYS
+    is_remote = True
 
     def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
         self._clients = clients
@@ -57,6 +58,9 @@ class ObjectCatalog(Catalog):
                 self._lose([key])
             self._publish([key], [place])
         return place
+
+    def answer_seconds(self, key: Key) -> float | None:
+        return None if self._is_reset or self._is_bad(key) else self._presence.answer_seconds(key)
 
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         places = []

@@ -1,0 +1,60 @@
+"""What begins while a request waits in vLLM's queue: remote tiers look for its blocks, then fetch them to host memory.
+
+vLLM asks a connector only for requests that it is about to admit. The time before that is enough for a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvbm.core.cost import Decision
+from kvbm.core.manager import Match
+from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.engines.vllm.request import RequestState
+from kvbm.runtime.leader import Leader
+
+MAX_REQUESTS = 4  # of the queue's front whose blocks are fetched ahead: host memory is for running requests first
+
+
+class QueuedFetches:
+    """``decide``: how much of a match a request would load."""
+
+    def __init__(
+        self, leader: Leader, keys: RequestKeys, block_size: int, decide: Callable[[Any, Match], Decision]
+    ) -> None:
+        self._leader = leader
+        self._keys = keys
+        self._block_size = block_size
+        self._decide = decide
+
+    def arrived(self, request: Any) -> None:
+        """Remote tiers begin to look for a new request's blocks."""
+        if not compat.needs_every_token(request):
+            self._leader.manager.expect(self._keys.of(request), self._limit(request))
+
+    def fetch(self, line: Iterable[RequestState]) -> None:
+        """Fetch what the first requests of the queue would load, once for each request."""
+        room = self._leader.fetches.max_blocks
+        for state, _ in zip(line, range(MAX_REQUESTS), strict=False):
+            if state.fetched is None:
+                self._look(state, room)
+            room -= state.fetched or 0
+            if room <= 0:
+                return
+
+    def _look(self, state: RequestState, room: int) -> None:
+        request = state.request
+        keys, limit = self._keys.of(request), self._limit(request)
+        if not keys or limit < 1 or compat.needs_every_token(request):
+            state.fetched = 0
+            return
+        found = self._leader.manager.lookup(keys, 0, limit)
+        if found.pending:
+            return  # again in the next step
+        wanted = self._decide(request, found).blocks
+        state.fetched = self._leader.fetches.start(found.cut(min(wanted, room))) if wanted else 0
+
+    def _limit(self, request: Any) -> int:
+        return int(request.num_tokens - 1) // self._block_size
