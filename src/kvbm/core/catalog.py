@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvbm.core.keys import Key
 
 # Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
 PENDING = -1
+
+
+class Hint(NamedTuple):
+    """Where a router says that the first blocks of a request lie. A tier may ask there first, and believes nothing."""
+
+    address: str  # "host:port"
+    blocks: int = 0  # how many of the request's first blocks; 0: not said
 
 
 class Journal(Protocol):
@@ -52,7 +59,7 @@ class Catalog(ABC):
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
         """A request with the prefix ``keys`` is about to look for ``keys[start:]``. A tier with slow lookups starts
         them here."""
         return

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.keys import Key
 from kvbm.core.pool import Pool
 from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan, TierName
@@ -113,7 +113,12 @@ class BlockManager:
     # -- bringing back ------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, keys: Sequence[Key], start: int = 0, limit: int | None = None, wait_for_writers: bool = True
+        self,
+        keys: Sequence[Key],
+        start: int = 0,
+        limit: int | None = None,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """The longest prefix of ``keys[start:limit]`` that can be found, each block in the fastest tier that has it.
 
@@ -141,7 +146,7 @@ class BlockManager:
             if not expected:
                 expected = True
                 for _, catalog in slower:
-                    catalog.expect(wanted, at)
+                    catalog.expect(wanted, at, hint)
             # A hole in the near tier is filled block by block, and no further than it reaches: a slower tier often
             # holds the rest of the prefix as well.
             place = None
