@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.hints import MALFORMED, STALE, UNKNOWN, Address, Hint, parse_envelope, parse_transfer_params
+from kvbm.core.catalog import Hint
+from kvbm.core.hints import MALFORMED, STALE, UNKNOWN, parse_envelope, parse_transfer_params
 
 NAMES = [hashlib.sha256(str(i).encode()).digest() for i in range(20)]
 HASHES = [int.from_bytes(name[-8:], "big") for name in NAMES]
-HERE = Address("10.0.0.4", 23280)
+HERE = "10.0.0.4:23280"
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -128,9 +129,9 @@ def test_no_envelope_raises(anything, body, hashes):
 
 def test_the_source_in_transfer_parameters_is_a_hint_that_introduces_no_address():
     source = {"kv_request_id": "r", "remote_host": "10.0.0.4", "remote_port": 23280}
-    assert parse_transfer_params({"remote_kv_source": source}) == Hint(HERE, None, introduces=False)
+    assert parse_transfer_params({"remote_kv_source": source}) == Hint(HERE, introduces=False)
     six = {"remote_kv_source": {"remote_host": "fd00::4", "remote_port": 1}}
-    assert parse_transfer_params(six) == Hint(Address("fd00::4", 1), None, introduces=False)
+    assert parse_transfer_params(six) == Hint("[fd00::4]:1", introduces=False)
     assert parse_transfer_params(None) is None
     assert parse_transfer_params({"do_remote_decode": True}) is None
     for bad in (
@@ -140,8 +141,3 @@ def test_the_source_in_transfer_parameters_is_a_hint_that_introduces_no_address(
         {"remote_host": "h/x", "remote_port": 1},
     ):
         assert parse_transfer_params({"remote_kv_source": bad}) == MALFORMED
-
-
-def test_addresses_are_shown_as_users_write_them():
-    assert str(HERE) == "10.0.0.4:23280"
-    assert str(Address("fd00::4", 1)) == "[fd00::4]:1"

@@ -155,3 +155,13 @@ def test_a_malformed_update_changes_nothing(update):
     with pytest.raises(ValueError, match=r"update|table|bytes"):
         copy.apply(update)
     assert all(found(copy, keys(4)))
+
+
+def test_an_owner_may_hand_over_its_keys_as_they_are():
+    owner, copy = KeyFilter(100, epoch=1), FilterCopy()
+    owner.sync(keys(50))
+    follow(copy, owner)
+    owner.sync(keys(50)[10:] + keys(5, "more"))
+    assert follow(copy, owner) < 15 * 8 + 40
+    assert all(found(copy, keys(50)[10:] + keys(5, "more")))
+    assert not any(found(copy, keys(10)))

@@ -17,6 +17,9 @@ class Hint(NamedTuple):
 
     address: str  # "host:port"
     blocks: int = 0  # how many of the request's first blocks; 0: not said
+    # Whether the address may be new to this engine. A client of the engine's HTTP port can set some hints: those only
+    # choose among known members, or a client could make the engine connect to any address.
+    introduces: bool = True
 
 
 class Journal(Protocol):

@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvbm.core.catalog import Hint
+
 PROTOCOL_MAJOR = "0"
 FETCH, FETCH_MAJOR = "kv.fetch", "1"
 MAX_ACTIONS = 64
@@ -31,25 +33,6 @@ _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9]([A-Za-z0-9._
 UNKNOWN = "unknown"  # another protocol, action, version or mode
 MALFORMED = "malformed"
 STALE = "stale"  # the hashes are not those of the request's first blocks
-
-
-class Address(msgspec.Struct, frozen=True, order=True):
-    """Where a peer's server listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class Hint(msgspec.Struct, frozen=True):
-    """``source`` may hold the request's first ``blocks`` blocks; None: it does not say how many."""
-
-    source: Address
-    blocks: int | None = None
-    # A client of the engine's HTTP port may set transfer parameters, so these only choose among known members.
-    introduces: bool = True  # the address may be new to this engine
 
 
 class _Fetch(msgspec.Struct):
@@ -128,8 +111,9 @@ def parse_transfer_params(params: object) -> Hint | str | None:
     return MALFORMED if address is None else Hint(address, introduces=False)
 
 
-def parse_endpoint(endpoint: str) -> Address | None:
-    """``tcp://host:port``, with an IPv6 address in brackets; None for anything else, and for "every address"."""
+def parse_endpoint(endpoint: str) -> str | None:
+    """The ``host:port`` of ``tcp://host:port``, with an IPv6 address in brackets; None for anything else, and for an
+    address that is not one host's."""
     if len(endpoint) > MAX_HOST + 20 or (match := _ENDPOINT.fullmatch(endpoint)) is None:
         return None
     host, port = match[1].strip("[]"), int(match[3])
@@ -138,5 +122,7 @@ def parse_endpoint(endpoint: str) -> Address | None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return None if match[1].startswith("[") else Address(host.lower(), port)
-    return None if address.is_unspecified or address.is_multicast else Address(address.compressed, port)
+        return None if match[1].startswith("[") else f"{host.lower()}:{port}"
+    if address.is_unspecified or address.is_multicast:
+        return None
+    return f"[{address.compressed}]:{port}" if address.version == 6 else f"{address.compressed}:{port}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -83,6 +83,7 @@ class KeyFilter:
         self._changed = array("I")  # cells in the order of their changes
         self._first = 0  # number of the first entry of ``_changed``
         self._max_changes = max(64, cells // 3)  # more than that take as many bytes as the table
+        self._synced: set[Key] = set()
         self._random = random.Random(epoch)
 
     @property
@@ -114,8 +115,17 @@ class KeyFilter:
                     break
         self._trim()
 
+    def sync(self, keys: Collection[Key]) -> None:
+        """Exactly these keys are in the set. For an owner that does not follow single changes; do not mix it with
+        :meth:`add` and :meth:`remove`."""
+        now = set(keys)
+        self.remove(list(self._synced - now))
+        self.add(list(now - self._synced))
+        self._synced = now
+
     def clear(self) -> None:
         """No key is in the set. Copies get the whole table next, which is empty."""
+        self._synced = set()
         cells = len(self._values)
         self._values = array("H", bytes(2 * cells))
         self._hashes = array("Q", bytes(8 * cells))
