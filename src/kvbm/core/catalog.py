@@ -58,6 +58,7 @@ class Catalog(ABC):
     # Goes up with every change of what can be found.
     changes: int = 0
     size: int = 0  # places; 0: no limit
+    takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
 
     # -- finding ------------------------------------------------------------------------------------------------------

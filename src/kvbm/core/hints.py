@@ -29,10 +29,11 @@ MAX_HASHES = 1 << 20
 MAX_HOST = 253  # of a DNS name
 _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):([0-9]{1,5})")
 
-# Why a hint is ignored. They are values of a metric's label, so there are few of them.
+# What becomes of a hint, as values of a metric's label: why it is ignored, or that it is not.
 UNKNOWN = "unknown"  # another protocol, action, version or mode
 MALFORMED = "malformed"
 STALE = "stale"  # the hashes are not those of the request's first blocks
+TAKEN = "taken"  # not a reason: the tier looks where the hint says
 
 
 class _Fetch(msgspec.Struct):

@@ -170,6 +170,15 @@ class BlockManager:
         pending = pending or (at < end and any(catalog.is_writing(keys[at]) for catalog in self.catalogs.values()))
         return Match(start, runs, pending, wanted, self._changes())
 
+    def expect(self, keys: Sequence[Key], start: int, limit: int, hint: Hint) -> None:
+        """A request with a hint has arrived, of which the engine has the first ``start`` blocks: the tiers that can
+        follow the hint look for the rest before the engine asks."""
+        at = start + len(self.near.match(keys[:limit], start))
+        if at < limit:
+            for _, catalog in self._slower():
+                if catalog.takes_hints:
+                    catalog.expect(keys[:limit], at, hint)
+
     def _slower(self) -> list[tuple[TierName, Catalog]]:
         return [item for item in self.catalogs.items() if item[0] != self.near_tier and item[0] not in self.suspended]
 

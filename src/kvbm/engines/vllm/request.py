@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvbm.core.catalog import Hint
 from kvbm.engines import session
 
 
@@ -12,13 +13,14 @@ class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since", "refused", "request",
-        "tables", "waits_since",
+        "failures", "hint", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since", "refused",
+        "request", "tables", "waits_since",
     )  # fmt: skip
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, hint: Hint | None = None) -> None:
         super().__init__(request.request_id)
         self.request = request
+        self.hint = hint  # where a router says that its prefix lies
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
         # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
         self.tables: list[list[int]] | None = None
