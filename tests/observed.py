@@ -36,7 +36,7 @@ SNAPSHOT = Snapshot(
     at=1060.0, started=1000.0, identity=IDENTITY, tiers=[HOST, DISK], flows=FLOWS, lookups=30, looked_up_blocks=120,
     matched_tokens=960, matched_blocks={"host": 55, "disk": 5},
     hit_rates=HitRates(requests=30, blocks=120, hits={"host": 55, "disk": 5}),
-    refused_blocks={"queue full": 3}, refused_loads={"recomputing is faster": 4},
+    refused_blocks={"queue full": 3}, refused_loads={"recomputing is faster": 4}, hints={"taken": 6},
     outcomes={"loaded": 12, "not found": 18}, missed={"new": 16, "evicted": 2}, failures={'load: "odd"\\': 2},
     saved=Saved(saved_seconds=2.5, lost_seconds=0.25, loads=12, prefill_tokens_per_second=9000.0, measured=True),
     requests=[REQUEST],

@@ -61,6 +61,7 @@ def test_upstream_names_are_exactly_these():
         ('kvbm_evictions_total{tier="host"}', 7),
         ('kvbm_refused_blocks_total{reason="queue full"}', 3),
         ('kvbm_refused_load_blocks_total{reason="recomputing is faster"}', 4),
+        ('kvbm_hints_total{outcome="taken"}', 6),
         ('kvbm_requests_total{outcome="not found"}', 18),
         ('kvbm_missed_lookups_total{why="evicted"}', 2),
         ("kvbm_ttft_saved_seconds_total", 2.5),

@@ -15,6 +15,8 @@ MAX_UNANSWERED = 3  # lookups in a row; after that the server has to answer befo
 class ToyCatalog(Pool):
     """Places are handles of known keys. To evict one is to forget that the server has the block: ask again."""
 
+    takes_hints = True
+
     def __init__(self, size, server=None, ranks=1) -> None:
         super().__init__(size)
         self._server, self._ranks = server, ranks
@@ -24,8 +26,10 @@ class ToyCatalog(Pool):
         self._unanswered = 0
         self._may_ask = server is not None
 
-    def expect(self, keys, start=0) -> None:
+    def expect(self, keys, start=0, hint=None) -> None:
         self._hear()
+        if hint is not None and self._server is not None:
+            self._server.hints.append([hint.address, hint.blocks, hint.introduces, start])
         if not self._may_ask:
             return
         passed = (self._asked, self._absent)

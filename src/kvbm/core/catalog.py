@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvbm.core.keys import Key
 from kvbm.core.policy.base import Turn
 
 # Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
 PENDING = -1
+
+
+class Hint(NamedTuple):
+    """Where a router says that the first blocks of a request lie. A tier may ask there first, and believes nothing."""
+
+    address: str  # "host:port"
+    blocks: int = 0  # how many of the request's first blocks; 0: not said
+    # Whether the address may be new to this engine. A client of the engine's HTTP port can set some hints: those only
+    # choose among known members, or a client could make the engine connect to any address.
+    introduces: bool = True
 
 
 class Journal(Protocol):
@@ -49,13 +59,14 @@ class Catalog(ABC):
     # Goes up with every change of what can be found.
     changes: int = 0
     size: int = 0  # places; 0: no limit
+    takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
     # Lookups and reads wait for a network: the leader begins both while a request waits in the engine's queue.
     is_remote: bool = False
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
         """A request with the prefix ``keys`` is about to look for ``keys[start:]``. A tier with slow lookups starts
         them here."""
         return

@@ -35,6 +35,7 @@ class Counts(msgspec.Struct):
         default_factory=dict
     )  # passed over: queue full, or evicted first
     filtered_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)  # not admitted; may be later
+    hints: dict[str, int] = msgspec.field(default_factory=dict)  # that came with requests, by what became of them
     refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
     loaded_bytes: dict[TierName, int] = msgspec.field(default_factory=dict)
     loaded_seconds: dict[TierName, float] = msgspec.field(default_factory=dict)

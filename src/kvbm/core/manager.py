@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.keys import Key
 from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.pool import Pool
@@ -118,7 +118,12 @@ class BlockManager:
     # -- bringing back ------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, keys: Sequence[Key], start: int = 0, limit: int | None = None, wait_for_writers: bool = True
+        self,
+        keys: Sequence[Key],
+        start: int = 0,
+        limit: int | None = None,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """The longest prefix of ``keys[start:limit]`` that can be found, each block in the fastest tier that has it.
 
@@ -146,7 +151,7 @@ class BlockManager:
             if not expected:
                 expected = True
                 for _, catalog in slower:
-                    catalog.expect(wanted, at)
+                    catalog.expect(wanted, at, hint)
             # A hole in the near tier is filled block by block, and no further than it reaches: a slower tier often
             # holds the rest of the prefix as well.
             place = None
@@ -170,17 +175,15 @@ class BlockManager:
         pending = pending or (at < end and any(catalog.is_writing(keys[at]) for catalog in self.catalogs.values()))
         return Match(start, runs, pending, wanted, self._changes())
 
-    def expect(self, keys: Sequence[Key], limit: int) -> None:
-        """A request with this prefix has come and will be looked up later: remote tiers begin to look for what the near
-        tier lacks, up to block ``limit``."""
-        if not self._remote:
-            return
+    def expect(self, keys: Sequence[Key], start: int, limit: int, hint: Hint | None = None) -> None:
+        """A request with this prefix has come, and the engine has its first ``start`` blocks. It will be looked up later:
+        remote tiers begin to look for what the near tier lacks, up to block ``limit``."""
         wanted = keys[:limit]
-        start = len(self.near.match(wanted))
-        if start < len(wanted) and not self.near.is_writing(wanted[start]):
+        at = start + len(self.near.match(wanted, start))
+        if at < len(wanted) and not self.near.is_writing(wanted[at]):
             for name, catalog in self._remote.items():
                 if name not in self.suspended:
-                    catalog.expect(wanted, start)
+                    catalog.expect(wanted, at, hint)
 
     def awaited_answer(self, key: Key) -> tuple[TierName, float] | None:
         """(tier that is looking for a block, expected seconds until it knows); None when no tier is."""

@@ -127,6 +127,9 @@ _CUSTOMARY = (
            _by_name(lambda s: s.refused_blocks), ("reason",)),
     Metric("kvbm_refused_load_blocks_total", "counter", "Blocks found but not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),
+    Metric("kvbm_hints_total", "counter", "Hints of routers and clients about where a prefix lies, by what became of "
+           "them: taken, or ignored as stale, unknown or malformed",
+           _by_name(lambda s: s.hints), ("outcome",)),
     Metric("kvbm_failures_total", "counter", "Faults inside KVBM that cost a hit, or events, by reason",
            _by_name(lambda s: s.failures), ("reason",)),
     Metric("kvbm_ttft_saved_seconds_total", "counter", "Time to first token saved, estimated: the time to compute the "

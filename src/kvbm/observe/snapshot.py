@@ -138,6 +138,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]  # by reason
     saved: Saved
     record_dropped: int = 0  # lines that the record dropped
+    hints: dict[str, int] = {}  # that came with requests, by what became of them
     requests: list[Request] = []  # the latest, newest first
     findings: list[Finding] = []
     format: int = FORMAT

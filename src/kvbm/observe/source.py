@@ -63,6 +63,7 @@ class LeaderSource:
             failures=kinds(self._failures),
             saved=log.saved(cost.prefill_tokens_per_second, cost.prefill_is_measured),
             record_dropped=log.record.dropped,
+            hints=dict(counts.hints),
             requests=log.latest(requests),
         )
 

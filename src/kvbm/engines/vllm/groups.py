@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import Protocol
 
+from kvbm.core.catalog import Hint
 from kvbm.core.keys import Key, in_group
 from kvbm.core.manager import BlockManager, Match, Run
 from kvbm.plans import TierName
@@ -31,7 +32,13 @@ class Groups(Protocol):
     apart: bool  # blocks of a prefix are in several places, so that it is loaded as a whole, outside of the step
 
     def find(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+        self,
+        manager: BlockManager,
+        keys: Sequence[Key],
+        start: int,
+        limit: int,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """The longest prefix that can be brought back, see :meth:`BlockManager.lookup`."""
 
@@ -61,9 +68,15 @@ class OneGroup:
     apart = False
 
     def find(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+        self,
+        manager: BlockManager,
+        keys: Sequence[Key],
+        start: int,
+        limit: int,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
-        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers)
+        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers, hint=hint)
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
         return match.cut(count), self.targets(tables, match.start, count)
@@ -95,12 +108,20 @@ class SeveralGroups:
         self._block_size = block_size
 
     def find(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+        self,
+        manager: BlockManager,
+        keys: Sequence[Key],
+        start: int,
+        limit: int,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """Its runs give the number of blocks in each tier and no slots: the match is loaded as a whole, and the needed
         blocks are known only when vLLM has allocated room."""
         wanted = keys[:limit]
-        end, awaited = self._reach(manager, wanted, start, wait_for_writers)
+        # A hint counts blocks of the prompt, and the lookups below are for one group each.
+        anywhere = None if hint is None else hint._replace(blocks=0)
+        end, awaited = self._reach(manager, wanted, start, wait_for_writers, anywhere)
         pieces: Counter[TierName] = Counter()
         for tier, slots in manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).runs:
             pieces[tier] += len(slots)
@@ -116,7 +137,7 @@ class SeveralGroups:
         return Match(start, found, awaited is not None, wanted, awaited=awaited)
 
     def _reach(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, wait_for_writers: bool
+        self, manager: BlockManager, keys: Sequence[Key], start: int, wait_for_writers: bool, hint: Hint | None
     ) -> tuple[int, Key | None]:
         """(end of the longest prefix for which every group has its blocks, something that a longer one lacks and
         that is being written right now)"""
@@ -127,7 +148,7 @@ class SeveralGroups:
             for group in groups:
                 # Without a block no prefix ends behind it, until a window has passed over it.
                 first = max(start, self._first(group, end * self._block_size))
-                end, writing = _run(manager, keys, group, first, end, wait_for_writers)
+                end, writing = _run(manager, keys, group, first, end, wait_for_writers, hint)
                 awaited = awaited or writing
             groups = self._sliding  # a group that sees all tokens also has all blocks of a shorter prefix
         return end, awaited
@@ -184,13 +205,19 @@ class SeveralGroups:
 
 
 def _run(
-    manager: BlockManager, keys: Sequence[Key], group: int, first: int, end: int, wait_for_writers: bool
+    manager: BlockManager,
+    keys: Sequence[Key],
+    group: int,
+    first: int,
+    end: int,
+    wait_for_writers: bool,
+    hint: Hint | None,
 ) -> tuple[int, Key | None]:
     """(where the blocks end that a group has from the first on, the next one if it is being written)"""
     portion = 16  # most prompts are new: look up a few blocks first, not thousands
     while first < end:
         asked = in_group(keys[first : min(end, first + portion)], group)
-        found = manager.lookup(asked, wait_for_writers=wait_for_writers)
+        found = manager.lookup(asked, wait_for_writers=wait_for_writers, hint=hint)
         first += found.blocks
         if found.blocks < len(asked):
             return first, asked[found.blocks] if found.pending else None

@@ -5,9 +5,11 @@ vLLM asks a connector only for requests that it is about to admit. The time befo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvbm.core.catalog import Hint
 from kvbm.core.cost import Decision
 from kvbm.core.manager import Match
 from kvbm.engines.vllm import compat
@@ -19,20 +21,27 @@ MAX_REQUESTS = 4  # of the queue's front whose blocks are fetched ahead: host me
 
 
 class QueuedFetches:
-    """``decide``: how much of a match a request would load."""
+    """``decide``: how much of a match a request would load. ``on_device``: whether vLLM's prefix cache has a block."""
 
     def __init__(
-        self, leader: Leader, keys: RequestKeys, block_size: int, decide: Callable[[Any, Match], Decision]
+        self,
+        leader: Leader,
+        keys: RequestKeys,
+        block_size: int,
+        decide: Callable[[Any, Match], Decision],
+        on_device: Callable[[bytes], bool],
     ) -> None:
         self._leader = leader
         self._keys = keys
         self._block_size = block_size
         self._decide = decide
+        self._on_device = on_device
 
-    def arrived(self, request: Any) -> None:
+    def arrived(self, request: Any, hint: Hint | None) -> None:
         """Remote tiers begin to look for a new request's blocks."""
-        if not compat.needs_every_token(request):
-            self._leader.manager.expect(self._keys.of(request), self._limit(request))
+        start, limit = self._span(request)
+        if start < limit:
+            self._leader.manager.expect(self._keys.of(request), start, limit, hint)
 
     def fetch(self, line: Iterable[RequestState]) -> None:
         """Fetch what the first requests of the queue would load, once for each request."""
@@ -46,15 +55,21 @@ class QueuedFetches:
 
     def _look(self, state: RequestState, room: int) -> None:
         request = state.request
-        keys, limit = self._keys.of(request), self._limit(request)
-        if not keys or limit < 1 or compat.needs_every_token(request):
+        start, limit = self._span(request)
+        if start >= limit:
             state.fetched = 0
             return
-        found = self._leader.manager.lookup(keys, 0, limit)
+        found = self._leader.manager.lookup(self._keys.of(request), start, limit, hint=state.hint)
         if found.pending:
             return  # again in the next step
         wanted = self._decide(request, found).blocks
         state.fetched = self._leader.fetches.start(found.cut(min(wanted, room))) if wanted else 0
 
-    def _limit(self, request: Any) -> int:
-        return int(request.num_tokens - 1) // self._block_size
+    def _span(self, request: Any) -> tuple[int, int]:
+        """The blocks to look for, from the first that vLLM's prefix cache lacks. vLLM evicts a prefix from its end, so
+        a binary search finds that block. A wrong start costs a few blocks."""
+        if compat.needs_every_token(request):
+            return 0, 0
+        limit = min(int(request.num_tokens - 1) // self._block_size, len(self._keys.of(request)))
+        hashes = request.block_hashes[:limit]
+        return bisect_left(hashes, True, key=lambda each: not self._on_device(each)), limit

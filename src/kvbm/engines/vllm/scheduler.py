@@ -19,6 +19,7 @@ from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.deferral import Deferrals
 from kvbm.engines.vllm.exit import Exit
 from kvbm.engines.vllm.groups import Groups, Tables
+from kvbm.engines.vllm.hints import Hints
 from kvbm.engines.vllm.idle import MoveSteps
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.prefetch import Prefetcher
@@ -36,14 +37,10 @@ from kvbm.transfer import gil
 
 logger = logging.getLogger("kvbm")
 
-# Loads of a request that may fail before all that it lacks is computed.
-MAX_FAILURES = 3
-
+MAX_FAILURES = 3  # loads of a request that may fail before all that it lacks is computed
 # After so many steps without anything to compute, no step with work is under way, even with overlapping steps.
 STILL_STEPS = 10
-
-# Finalizing a request with so many blocks takes long enough to delay other requests.
-LONG_PROMPT = 256
+LONG_PROMPT = 256  # finalizing a request with so many blocks takes long enough to delay other requests
 
 
 class SchedulerAdapter:
@@ -84,6 +81,7 @@ class SchedulerAdapter:
         self._adapters: Adapters | None = None
         self._deferrals: Deferrals | None = None
         self._stores: Stores | None = None
+        self._hints: Hints | None = None
         self._queue: QueuedFetches | None = None  # where a tier is remote
         self._prefetcher: Prefetcher | None = None  # where the only worker can be reached before the step
         self._only_worker: WorkerAdapter | None = None  # where the thread that schedules steps submits them too
@@ -123,15 +121,15 @@ class SchedulerAdapter:
         self._adapters = Adapters(self._ranks, in_any_step, self._only_worker, getattr(lora, "max_loras", 1))
         namespace = fingerprint.namespace(vllm_config, hellos)
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
+        self._hints = Hints(leader)
         self._deferrals = Deferrals(leader.manager, self._cost, self._block_size, self.session.block_bytes)
         self._stores = Stores(self.session, self._keys, self._groups, self._services.describe, self._faults)
         if leader.manager.has_remote_tiers and not self._groups.apart:
-            self._queue = QueuedFetches(leader, self._keys, self._block_size, self._decide)
+            self._queue = QueuedFetches(leader, self._keys, self._block_size, self._decide, self._is_on_device)
         if self._only_worker is not None and self._may_layer:
             self._prefetcher = Prefetcher(
-                leader, self._only_worker, self._keys, self._block_size, self._decide,
-                lambda key: compat.is_on_device(self.block_pool, key), self._faults,
-            )  # fmt: skip
+                leader, self._only_worker, self._keys, self._block_size, self._decide, self._is_on_device, self._faults
+            )
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         self._services.start(
             self._config, vllm_config, self._kv_cache_config, self.session, self._groups.apart, hashes,
@@ -150,9 +148,10 @@ class SchedulerAdapter:
     def new_request(self, request: Any) -> None:
         if self._keys is not None:
             self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
-        self._requests[request.request_id] = RequestState(request)
+        hint = None if self._hints is None else self._hints.take(request)
+        self._requests[request.request_id] = RequestState(request, hint)
         if self._queue is not None:
-            self._queue.arrived(request)
+            self._queue.arrived(request, hint)
         if self._prefetcher is not None:
             self._prefetcher.arrived(request, alone=not self._active)
 
@@ -168,8 +167,7 @@ class SchedulerAdapter:
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
-        state.match = None
-        state.local_tokens = computed_tokens
+        state.match, state.local_tokens = None, computed_tokens
         lora = getattr(request, "lora_request", None)
         weights = None
         if lora is not None:
@@ -195,12 +193,12 @@ class SchedulerAdapter:
                 return None, False
             self._keys.bind(request)
         keys = self._keys.of(request)
-        found = self._groups.find(self.leader.manager, keys, start, limit)
+        found = self._groups.find(self.leader.manager, keys, start, limit, hint=state.hint)
         if found.pending:
             if self._deferrals.for_block(state, found, request.num_tokens):
                 return None, False
             if not self._deferrals.ends_at(found):
-                found = self._groups.find(self.leader.manager, keys, start, limit, wait_for_writers=False)
+                found = self._groups.find(self.leader.manager, keys, start, limit, False, state.hint)
         if self._drops_last_block:
             found = found.cut(found.blocks - 1)
         if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
@@ -253,6 +251,9 @@ class SchedulerAdapter:
         others = self._others_go_on(request.request_id)
         whole = self._groups.apart or self._prefills_whole_prompts
         return self.session.decide(found, request.num_tokens, others, whole, self._groups.moved(found.blocks))
+
+    def _is_on_device(self, key: Key) -> bool:
+        return compat.is_on_device(self.block_pool, key)
 
     def _others_go_on(self, request_id: str) -> bool:
         """Whether a long step delays other requests. One whose last token a running step computes is not delayed."""
