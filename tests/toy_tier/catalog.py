@@ -24,7 +24,7 @@ class ToyCatalog(Pool):
         self._unanswered = 0
         self._may_ask = server is not None
 
-    def expect(self, keys, start=0) -> None:
+    def expect(self, keys, start=0, hint=None) -> None:
         self._hear()
         if not self._may_ask:
             return

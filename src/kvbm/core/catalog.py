@@ -19,6 +19,18 @@ class Hint(NamedTuple):
     blocks: int = 0  # how many of the request's first blocks; 0: not said
 
 
+class SourceState(NamedTuple):
+    """What has come from one of several sources of a tier, summed over the ranks."""
+
+    source: str
+    path: str  # how its bytes come, in words
+    blocks: int
+    bytes: int
+    bytes_per_second: float  # of the slowest rank; 0: not measured
+    refused: dict[str, int]  # blocks that did not come or were refused, by kind
+    is_suspended: bool = False
+
+
 class Journal(Protocol):
     """A persistent record of the blocks in a catalog, for the next engine. Every call returns at once."""
 
@@ -56,6 +68,18 @@ class Catalog(ABC):
     changes: int = 0
     size: int = 0  # places; 0: no limit
     evictions: int = 0
+
+    # Bytes a second, of one rank, below which the engine computes a block sooner than a tier brings it. For tiers whose
+    # sources differ in speed; None: not known.
+    break_even: Callable[[], float] | None = None
+
+    def attach(self, near: Catalog) -> None:
+        """All catalogs are open; ``near`` is that of the near tier."""
+        return
+
+    def sources(self) -> Sequence[SourceState]:
+        """Of a tier that reads from several places: each of them. Called from any thread."""
+        return ()
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
