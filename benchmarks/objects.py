@@ -116,6 +116,7 @@ class Tier:
         names = Names({"model": os.urandom(8).hex()}, settings.encryption_secret)
         codec = Codec(names.scope, settings.encryption_secret)
         self._store = ObjectStore(self._client, names, codec, 0, BLOCK)
+        self._memory = memory  # its addresses are used to the end
         self._addresses = memory.addresses
         self._tags = [os.urandom(32) for _ in memory.addresses]
         self._places = [place_of(object_id(tag, 0), 0) for tag in self._tags]
