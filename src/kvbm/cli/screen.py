@@ -104,7 +104,9 @@ def _tier(tier: TierState, cells: int = 30) -> Text:
         bar.append("█" * min(cells - len(bar), -(-slots * cells // max(1, tier.slots))), style)
     bar.append("░" * (cells - len(bar)), "dim")
     text = " size not known"
-    if tier.slots:
+    if not tier.bounded:
+        text = f" {size(used * tier.block_bytes)} known to this engine"
+    elif tier.slots:
         text = f" {size(used * tier.block_bytes)} of {size(tier.slots * tier.block_bytes)} ({used / tier.slots:.0%})"
     evicted = f", {tier.evictions:,} evicted" if tier.evictions else ""
     return _line((f"{tier.tier:8}", "bold"), bar, text + evicted)

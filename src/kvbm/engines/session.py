@@ -185,7 +185,7 @@ class Session:
         made from these, in words. ``who``, ``replica``: see :meth:`Observer.start`."""
         assert self.leader is not None
         catalogs, ranks, size = self.leader.manager.catalogs, self.leader.ranks, self.kept_bytes
-        slots = {name: catalog.size for name, catalog in catalogs.items()}
+        slots = {name: catalog.size for name, catalog in catalogs.items() if catalog.is_bounded}
         host = next(iter(slots.values()))
         logger.info(
             "KVBM is ready: %s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",

@@ -207,7 +207,7 @@ def _smaller_than_device(s: Snapshot) -> Finding | None:
 
 def _smaller_than_the_one_above(s: Snapshot) -> Finding | None:
     for above, tier in pairwise(s.tiers):
-        if 0 < tier.slots < above.slots:
+        if tier.bounded and 0 < tier.slots < above.slots:
             return Finding(
                 name=f"{tier.tier}-smaller-than-{above.tier}",
                 level="bad",

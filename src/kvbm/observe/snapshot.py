@@ -55,6 +55,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     # The cost model's estimate for loads from this tier; 0 without a cost model.
     bytes_per_second: float = 0.0
     measured: bool = False  # False: the number is the tier's prior
+    bounded: bool = True  # False: the slots are the blocks that this engine knows of
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,7 +151,7 @@ function drawTiers(state) {
     const flows = above.flatMap((upper) => [drawFlow(upper, tier.tier, "↓"), drawFlow(tier.tier, upper, "↑")]);
     nodes.push(make("div", { class: "flow" }, ...flows.filter(Boolean)));
     const used = tier.slots - tier.free;
-    const size = tier.slots
+    const size = !tier.bounded ? `${bytes(used * tier.block_bytes)} known to this engine` : tier.slots
       ? `${bytes(used * tier.block_bytes)} of ${bytes(tier.slots * tier.block_bytes)} (${percent(used / tier.slots)})`
       : "size not known";
     const label = `${tier.tier}: ${whole(tier.idle)} kept, ${whole(tier.pinned)} being read, ${whole(tier.writing)} being written, ${whole(tier.free)} free`;
