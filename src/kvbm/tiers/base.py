@@ -149,9 +149,10 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     def simulated_catalog(self, config: Config, slots: int, clock: Callable[[], float]) -> Catalog:
         """A catalog of so many slots with nothing behind it, for `kvbm simulate`, as :meth:`open_catalog` would make
         it: with the same eviction policy and quotas."""
+        from kvbm.core.policy import make_policy
         from kvbm.core.pool import Pool
 
-        return Pool(slots)
+        return Pool(slots, make_policy(getattr(config, f"{self.name}_policy", "lru"), slots, clock))
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""

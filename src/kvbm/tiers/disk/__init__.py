@@ -52,6 +52,7 @@ TIER = DiskTier(
     medium="STORAGE",
     prior=Rate(5e9, 0.002),
     size_setting="DYN_KVBM_DISK_CACHE_GB",
+    policy_setting="KVBM_DISK_POLICY",
     persistent=True,
     advice="put DYN_KVBM_DISK_CACHE_DIR on local NVMe",
     offload_metrics={"h2d": "host", "d2d": DEVICE},

@@ -61,6 +61,7 @@ TIER = HostTier(
     medium="CPU",
     prior=Rate(20e9, 0.0005),
     size_setting="DYN_KVBM_CPU_CACHE_GB",
+    policy_setting="KVBM_HOST_POLICY",
     staged=False,
     offload_metrics={"d2h": DEVICE},
     onboard_metric="h2d",
