@@ -37,6 +37,7 @@ from kvbm.plans import (
     TierHello,
     TierName,
 )
+from kvbm.simulate import hints
 from kvbm.simulate.results import TierCounts, Totals
 from kvbm.simulate.trace import Request, Trace, Transfer
 from kvbm.tiers import registry
@@ -55,6 +56,12 @@ class Machine(NamedTuple):
 class _Running(NamedTuple):
     request: Request
     state: RequestState
+
+
+def _start(name: str, request: Request) -> _Running:
+    state = RequestState(name)
+    state.turn = hints.turn_of(request)
+    return _Running(request, state)
 
 
 class SimulatedEngine:
@@ -121,7 +128,7 @@ class SimulatedEngine:
 
     def _serve(self, name: str, request: Request) -> None:
         self._now = request.at
-        running = _Running(request, RequestState(name))
+        running = _start(name, request)
         computed = self._found_on_device(request) * self._trace.block_tokens
         self._arrive(running, request.tokens, computed, 0, False)
         self._settle()
@@ -146,7 +153,7 @@ class SimulatedEngine:
 
     def _run_record(self, exact: bool, progress: Callable[[int], None] | None) -> None:
         """Replay operations in their order."""
-        running = {number: _Running(r, RequestState(str(number))) for number, r in enumerate(self._trace.requests)}
+        running = {number: _start(str(number), request) for number, request in enumerate(self._trace.requests)}
         ended = 0
         plans: dict[int, int] = {}  # plan of the record -> that of the replay
         for operation in _operations(self._trace, exact):

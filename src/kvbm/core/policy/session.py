@@ -10,8 +10,19 @@ import numpy as np
 
 from kvbm.core.keys import Key
 from kvbm.core.policy.base import Clock, EvictionPolicy, Slots, Turn
-from kvbm.core.policy.classes import CLASSES, LOOSE, OVERTAKEN, PARENTS, SCALES, is_shared, level_of, of_last
-from kvbm.core.policy.classes import of_private, of_rest, of_shared
+from kvbm.core.policy.classes import (
+    CLASSES,
+    LOOSE,
+    OVERTAKEN,
+    PARENTS,
+    SCALES,
+    is_shared,
+    level_of,
+    of_last,
+    of_private,
+    of_rest,
+    of_shared,
+)
 from kvbm.core.policy.lru import LRU
 from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
 
