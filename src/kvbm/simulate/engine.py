@@ -235,6 +235,9 @@ class SimulatedEngine:
                 plan = session.load(state, state.match, self._allocate(loaded), loaded)
                 self._loads[plan.id] = plan
             seconds, recompute = decision.seconds, decision.recompute_seconds
+        own = totals.tenants.setdefault(request.tenant, [0, 0])
+        own[0] += self._trace.blocks_of(tokens)
+        own[1] += computed // block_tokens + sum(found.values())
         self.found.append(found)
         self.loaded.append(loaded)
         totals.ttft_seconds.append(seconds)
