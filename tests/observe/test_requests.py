@@ -203,15 +203,6 @@ def test_nothing_is_left_of_requests_that_are_over():
     assert not log._loading
 
 
-class Lines(list):
-    """A record that keeps its lines."""
-
-    dropped = 0
-
-    def add(self, event, keys=(), **fields):
-        self.append({"event": event, **fields})
-
-
 def test_a_record_has_every_operation_in_its_order():
     record = Lines()
     log = RequestLog(record=record)
@@ -226,7 +217,7 @@ def test_a_record_has_every_operation_in_its_order():
     log.moved(3, DISK, 1, 0)
     log.reset()
     log.finished("b", 0, ())
-    load, store, first, move, reset, second = record
+    load, store, first, move, reset, second = (fields for _, _, fields in record.lines)
     (lookup,) = first["lookups"]
     assert (lookup.order, lookup.limit, lookup.found, lookup.loaded, lookup.prices) == (1, 10, {HOST: 4}, 4, prices)
     assert (second["lookups"][0].order, second["lookups"][0].limit) == (2, 0)
