@@ -242,9 +242,7 @@ class SessionAware(EvictionPolicy):
         end = len(keys)
         new = end - max(turn.found, shared_end)
         if shared_end < end - 1:
-            parent = self._make(
-                keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent
-            )
+            parent = self._make(keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent)
             shared_end = end - 1
         if shared_end < end:
             last = self._make(keys, slots, shared_end, end, of_last(0, number), number, now, parent)
