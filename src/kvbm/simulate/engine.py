@@ -73,9 +73,7 @@ class SimulatedEngine:
         self._now = 0.0
         rates = {name: machine.rates.get(name, registry.TIERS[name].prior) for name in sizes}
         self._rates = rates
-        catalogs = {
-            name: registry.TIERS[name].simulated_catalog(config, slots, self._clock) for name, slots in sizes.items()
-        }
+        catalogs = {name: registry.TIERS[name].make_pool(config, slots, self._clock) for name, slots in sizes.items()}
         terms = machine.terms
         self.session = Session(
             "simulator", config, Faults(), trace.block_tokens, terms.step_tokens,

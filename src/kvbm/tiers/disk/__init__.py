@@ -30,6 +30,9 @@ class DiskTier(Tier, frozen=True, kw_only=True):
 
         return staging_slots(config, slot_bytes)
 
+    def eviction_policy(self, config: Config) -> str:
+        return config.disk_policy
+
     def open_catalog(self, context: LeaderContext) -> Catalog | None:
         from kvbm.tiers.disk.open import open_catalog
 

@@ -49,6 +49,9 @@ class HostTier(Tier, frozen=True, kw_only=True):
 
         return None if context.config.disable_numa else numa.node_of_device(context.device)
 
+    def eviction_policy(self, config: Config) -> str:
+        return config.host_policy
+
     def open_catalog(self, context: LeaderContext) -> Catalog | None:
         from kvbm.tiers.host.persistent_host import open_pool
 
