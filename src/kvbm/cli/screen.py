@@ -142,7 +142,8 @@ def _flow(flow: Flow, before: Snapshot | None, now: Snapshot, is_short: bool) ->
     waiting = f", {flow.queued_blocks:,} waiting" if flow.queued_blocks else ""
     way = f"  {sign} {flow.source + ' → ' + flow.target:17}"
     all_time = "" if is_short else f"   ({flow.blocks:,} blocks, {size(flow.bytes)})"
-    text = f"{way}{blocks:{6 if is_short else 9}.1f} blocks/s {size(moved) + '/s':>{9 if is_short else 12}}{waiting}{all_time}"
+    wide = 6 if is_short else 9
+    text = f"{way}{blocks:{wide}.1f} blocks/s {size(moved) + '/s':>{wide + 3}}{waiting}{all_time}"
     return _line((text, "" if blocks else "dim"))
 
 
