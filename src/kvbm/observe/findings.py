@@ -93,7 +93,7 @@ def _on_device(s: Snapshot) -> Finding | None:
         name="on-device",
         level="note",
         text=f"The engine's own cache has all blocks of most requests ({s.outcomes[ON_DEVICE]} of {seen}).",
-        cure="Nothing is wrong: KVBM takes over when the load outgrows the GPU.",
+        cure="Nothing is wrong: KVBM takes over when the load outgrows it.",
     )
 
 

@@ -38,6 +38,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: int  # of one block on all ranks together
     engine_blocks: int  # of the engine's own cache
+    device: str = "GPU"  # where the engine's own cache is: "GPU" or "CPU"
     settings: dict[str, str] = {}  # those that were set, by variable, as text; no secrets
 
 

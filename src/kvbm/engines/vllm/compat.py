@@ -49,6 +49,10 @@ def release() -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def is_on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
+
+
 def unknown_members() -> set[str]:
     """Members of the installed base class that are not in ``KNOWN_MEMBERS``."""
     return {name for name in vars(base.KVConnectorBase_V1) if not name.startswith("_")} - KNOWN_MEMBERS
