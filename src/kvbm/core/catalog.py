@@ -22,6 +22,18 @@ class Hint(NamedTuple):
     introduces: bool = True
 
 
+class SourceState(NamedTuple):
+    """What has come from one of several sources of a tier, summed over the ranks."""
+
+    source: str
+    path: str  # how its bytes come, in words
+    blocks: int
+    bytes: int
+    bytes_per_second: float  # of the slowest rank; 0: not measured
+    refused: dict[str, int]  # blocks that did not come or were refused, by kind
+    is_suspended: bool = False
+
+
 class Journal(Protocol):
     """A persistent record of the blocks in a catalog, for the next engine. Every call returns at once."""
 
@@ -60,6 +72,18 @@ class Catalog(ABC):
     size: int = 0  # places; 0: no limit
     takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
+
+    # Bytes a second, of one rank, below which the engine computes a block sooner than a tier brings it. For tiers whose
+    # sources differ in speed; None: not known.
+    break_even: Callable[[], float] | None = None
+
+    def attach(self, near: Catalog) -> None:
+        """All catalogs are open; ``near`` is that of the near tier."""
+        return
+
+    def sources(self) -> Sequence[SourceState]:
+        """Of a tier that reads from several places: each of them. Called from any thread."""
+        return ()
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.keys import Key
 from kvbm.tiers.objects.capacity import Keeper
 from kvbm.tiers.objects.client import Client
@@ -42,7 +42,7 @@ class ObjectCatalog(Catalog):
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
         if not self._is_reset:
             self._presence.expect(keys, start)
 

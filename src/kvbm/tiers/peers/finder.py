@@ -32,7 +32,7 @@ class Finder(Protocol):
     network. No call raises because a member is gone or a hint is wrong."""
 
     def candidates(self, keys: Sequence[Key], start: int, hint: Hint | None) -> Sequence[Source]:
-        """The sources to ask for ``keys[start:]``, the best first, at most :data:`MAX_CANDIDATES`. Never this engine."""
+        """The sources to ask for ``keys[start:]``, the best first, at most :data:`MAX_CANDIDATES`."""
 
     def members(self) -> Sequence[Source]:
         """Every source that is known now, for metrics and for the doctor."""
