@@ -17,10 +17,10 @@ WORKERS ?= 2
 # Of `make test-gpu`: cuda, or cpu to try the tests themselves without one.
 DEVICE ?= cuda
 
-# Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct.
+# Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct. Variables such as DYN_KVBM_CPU_CACHE_GB count too.
 MODEL ?=
 PORT ?= 8000
-CPU_CACHE_GB ?= 2
+CPU_CACHE_GB ?=
 
 python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
@@ -44,7 +44,7 @@ demo: env ## show KVBM at work on this machine's CPU: answers, time to first tok
 	@$(python) scripts/demo.py --out demo-results
 
 serve: env ## serve a model with KVBM until Ctrl-C: MODEL=, PORT=, CPU_CACHE_GB=
-	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb $(CPU_CACHE_GB)
+	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb "$(CPU_CACHE_GB)"
 
 lint: env ## check style, types and the layers of imports
 	$(VENV)/bin/ruff check .

@@ -122,7 +122,7 @@ def test_a_use_while_pinned_counts_for_the_block_and_not_for_the_next_one_in_its
 
 
 def test_a_policy_is_made_by_its_name():
-    policy = make_policy("lru", 3)
+    policy = make_policy("lru", 3, float)
     assert isinstance(policy, LRU)
     policy.inserted([2], [b"a"])
     assert order(policy) == [2]
@@ -130,13 +130,13 @@ def test_a_policy_is_made_by_its_name():
 
 def test_an_unknown_policy_is_refused_with_the_names_that_are_known():
     with pytest.raises(ValueError, match="eviction policy 'fifo': expected one of lru"):
-        make_policy("fifo", 3)
+        make_policy("fifo", 3, float)
 
 
 def test_an_error_inside_a_policy_is_not_mistaken_for_an_unknown_name(monkeypatch):
-    def broken(slots):
+    def broken(slots, clock):
         raise KeyError(slots)
 
     monkeypatch.setitem(POLICIES, "broken", broken)
     with pytest.raises(KeyError):
-        make_policy("broken", 3)
+        make_policy("broken", 3, float)

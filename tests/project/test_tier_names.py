@@ -38,6 +38,7 @@ ALLOWED = {
     "observe/server.py": ({NAME}, "the host of a port"),
     # Tools about files of one kind.
     "cli/cache.py": ({IMPORT}, "shows and removes caches in directories"),
+    "cli/bucket.py": ({IMPORT}, "shows caches in a bucket, and copies them to and from directories"),
     "doctor": ({IMPORT, NAME, LITERAL}, "a class a check, and a disk is checked as a disk"),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvbm.core.keys import Key
+from kvbm.core.policy.base import Turn
 
 # Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
 PENDING = -1
@@ -72,6 +73,8 @@ class Catalog(ABC):
     size: int = 0  # places; 0: no limit
     takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
+    # Lookups and reads wait for a network: the leader begins both while a request waits in the engine's queue.
+    is_remote: bool = False
 
     # Bytes a second, of one rank, below which the engine computes a block sooner than a tier brings it. For tiers whose
     # sources differ in speed; None: not known.
@@ -96,6 +99,10 @@ class Catalog(ABC):
     def find(self, key: Key) -> int | None:
         """The place of a block; None when the tier does not have it, ``PENDING`` while it does not know yet. The tier
         bounds how long it says so: a lookup that is not answered in time finds nothing."""
+
+    def answer_seconds(self, key: Key) -> float | None:
+        """Expected seconds until the tier knows whether it has a block; None unless it is looking for the block."""
+        return None
 
     @abstractmethod
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
@@ -128,9 +135,13 @@ class Catalog(ABC):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         """A place for each key, evicting as needed; None, and nothing changed, when that many cannot be had. Every
-        place ends with :meth:`commit` or :meth:`abandon`."""
+        place ends with :meth:`commit` or :meth:`abandon`. ``tenants``: of each block; None: the common one."""
+
+    def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:
+        """The tenant of each block; None when all are the common one's."""
+        return None
 
     @abstractmethod
     def commit(self, places: Sequence[int]) -> None:
@@ -152,7 +163,11 @@ class Catalog(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[Key]) -> None:
-        """A request has used these blocks, wherever it found them: the last of them is the first to go."""
+        """A request uses these blocks, wherever it found them: the last of them is the first to go."""
+
+    def end_turn(self, keys: Sequence[Key], turn: Turn) -> None:
+        """A request has ended that used this prefix, wherever it found it. Once for each request; counts as a touch."""
+        self.touch(keys)
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 

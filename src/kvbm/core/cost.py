@@ -91,6 +91,23 @@ class Decision(NamedTuple):
     reason: str  # one of the few sentences above, so that it can be counted
     seconds: float  # expected until the prompt is computed, if this is done
     recompute_seconds: float  # the same if nothing is loaded; never less than ``seconds`` unless the load is forced
+    others_running: bool = False  # as the caller said
+
+
+class Prices(NamedTuple):
+    """All estimates of a cost model, in seconds: equal prices give equal decisions."""
+
+    step: float
+    token: float  # at position 0
+    tiers: dict[TierName, tuple[float, float]]  # of a byte, and of a load whatever its size
+
+
+class Terms(NamedTuple):
+    """The engine's terms, which never change; None stands for infinity, which JSON does not have."""
+
+    step_tokens: int
+    layers_from: float | None
+    attention_span: float | None
 
 
 class CostModel:
@@ -160,12 +177,29 @@ class CostModel:
         for tier in {run.tier for run in match.runs}:
             self._tiers[tier].forget()
 
+    def assume(self, prices: Prices) -> None:
+        """Take these estimates in place of the present ones, for a simulation."""
+        self._step.value, self._token.value = prices.step, prices.token
+        for tier, (byte, fixed) in prices.tiers.items():
+            if (known := self._tiers.get(tier)) is not None:
+                known.byte.value, known.fixed.value = byte, fixed
+
     # -- expectations -------------------------------------------------------------------------------------------------
 
     def rate(self, tier: TierName) -> Rate:
         """The present estimate."""
         known = self._tiers[tier]
         return Rate(1 / known.byte.value, known.fixed.value)
+
+    @property
+    def terms(self) -> Terms:
+        finite = (None if value == inf else value for value in (self._layers_from, self._span))
+        return Terms(self._step_tokens, *finite)
+
+    @property
+    def prices(self) -> Prices:
+        tiers = {tier: (known.byte.value, known.fixed.value) for tier, known in self._tiers.items()}
+        return Prices(self._step.value, self._token.value, tiers)
 
     def load_seconds(self, tier: TierName, size: int) -> float:
         """To load ``size`` bytes, of one rank."""
@@ -197,6 +231,14 @@ class CostModel:
         """To compute ``tokens`` that come after ``computed_tokens`` others, in one step or several."""
         return self._step.value + self._token.value * self._work(computed_tokens, tokens)
 
+    def is_worth_asking(self, tier: TierName, answer_seconds: float, size: int, computed: int, tokens: int) -> bool:
+        """Whether a request gains if it waits for a tier's answer, finds ``size`` bytes there and loads them, beside
+        computing ``tokens`` after ``computed`` others."""
+        if self._load != "auto":
+            return self._load == "always"
+        loaded = answer_seconds + CAUTION * self.load_seconds(tier, size) + self._step.value
+        return loaded < self.compute_seconds(computed, tokens)
+
     def decide(
         self,
         match: Match,
@@ -214,7 +256,7 @@ class CostModel:
         computes them if nothing is loaded. ``whole``: load the whole match or nothing.
         """
         recompute = self.compute_seconds(computed_tokens, remaining_tokens)
-        best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute)
+        best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute, others_running)
         if self._load == "never" and match.runs:
             return best._replace(reason=NEVER)
         sizes: dict[TierName, int] = {}
@@ -229,7 +271,7 @@ class CostModel:
             rest = max(remaining_tokens - loaded, 0)
             in_step, reason, seconds = self._place(sizes, computed_tokens + loaded, rest, others_running, recompute)
             if seconds < best.seconds if self._load == "auto" else not left:
-                best = Decision(blocks, in_step, reason, seconds, recompute)
+                best = Decision(blocks, in_step, reason, seconds, recompute, others_running)
         return best
 
     def _place(

@@ -20,6 +20,9 @@ class Counts(msgspec.Struct):
     offloaded_blocks: int = 0
     onboarded_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
     promoted_blocks: int = 0  # came from a staged tier and stayed in the near one
+    # Came from a remote tier to the near one while their request waited in the engine's queue, by that tier.
+    fetched_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    failed_fetch_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
     failed_load_blocks: int = 0
     missed_load_blocks: int = 0  # of these: with nothing known against the block, no slot was free or it came too late
     failed_store_blocks: int = 0

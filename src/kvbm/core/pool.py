@@ -28,7 +28,7 @@ import numpy as np
 
 from kvbm.core.catalog import Catalog, Journal
 from kvbm.core.keys import Key
-from kvbm.core.policy import LRU, EvictionPolicy
+from kvbm.core.policy import LRU, EvictionPolicy, Turn
 
 _MAX_PASSED_OVER = 256  # slots that one reservation passes over because they are being read from outside
 _ONE = np.int32(1)  # int32: a Python int takes ufunc.at's slow path
@@ -118,7 +118,7 @@ class Pool(Catalog):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         """A slot for each key, evicting as needed; None (and nothing changed) when that many cannot be had.
 
         The caller fills the slots and ends with :meth:`commit` or :meth:`abandon` for every one of them. Raises
@@ -129,13 +129,15 @@ class Pool(Catalog):
             raise ValueError("reserve() of a block that the pool already holds")
         if len(keys) > self.available:
             return None
-        self._make_room(len(keys))
+        self._make_room(len(keys), tenants)
         slots: list[int] = []
         for key in keys:
             slot = self._free.pop()
             self._keys[slot] = key
             self._writing[key] = slot
             slots.append(slot)
+        if tenants is not None:
+            self._policy.assigned(slots, tenants)
         return slots
 
     def commit(self, slots: Sequence[int], journaled: bool = True) -> None:
@@ -196,13 +198,14 @@ class Pool(Catalog):
         self._changed(list(self._published), True)
         return len(self._published)
 
-    def _make_room(self, slots: int) -> None:
-        """Evict until so many are free."""
+    def _make_room(self, slots: int, tenants: Sequence[int] | None = None) -> None:
+        """Evict until so many are free. ``tenants``: of the blocks that need the room."""
         gone: list[Key] = []
+        evict, evict_for = self._policy.evict, self._policy.evict_for
         evicted: list[int] = []
         passed_over = 0
         while len(self._free) < slots:
-            slot = self._policy.evict()
+            slot = evict() if tenants is None else evict_for(tenants[len(self._free) - slots])
             if self.mirror is not None and passed_over < _MAX_PASSED_OVER and self.mirror.is_read(slot):
                 self._policy.inserted((slot,), (self._keys[slot],))
                 passed_over += 1
@@ -257,8 +260,18 @@ class Pool(Catalog):
         self._policy.released(idle[::-1], used)
 
     def touch(self, keys: Iterable[Key]) -> None:
-        found = [slot for slot in map(self._published.get, keys) if slot is not None]
-        some = np.array(found, np.int32)
+        self._touch(np.array([slot for slot in map(self._published.get, keys) if slot is not None], np.int32))
+
+    def end_turn(self, keys: Sequence[Key], turn: Turn) -> None:
+        get = self._published.get
+        slots = np.array([get(key, -1) for key in keys], np.int32)
+        self._touch(slots[slots >= 0])
+        self._policy.turned(keys, slots, turn)
+
+    def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:
+        return self._policy.tenants_of(places)
+
+    def _touch(self, some: np.ndarray) -> None:
         unpinned = self._all_pins[some] == 0
         self._policy.hit(some[unpinned][::-1])
         if not unpinned.all():

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import kvbm
 from kvbm.config import Config
-from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision
+from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
+from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up, passed_over
@@ -53,13 +54,15 @@ class Lookup(NamedTuple):
     limit: int = 0  # the lookup asked for blocks up to this one
     found: Match | None = None
     decision: Decision | None = None
+    prices: Prices | None = None  # of the decision, if it is recorded
 
 
 class RequestState:
     """The lifecycle's record of one request. Adapters add what their engine needs."""
 
     __slots__ = (
-        "deadline_seconds", "declined", "found", "in_step", "is_held", "keep", "lookup", "match", "name", "stored"
+        "deadline_seconds", "declined", "found", "in_step", "is_held", "keep", "lookup", "match", "name", "stored",
+        "tenant", "turn",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -73,6 +76,8 @@ class RequestState:
         self.keep = True  # False: its blocks may depend on KV that is gone or wrong, and are not stored
         self.stored = 0  # blocks from the front that need no store
         self.found: int | None = None  # blocks that it did not have to compute when it was first scheduled
+        self.tenant = COMMON
+        self.turn = NO_HINTS  # what the caller says of the request
 
 
 class Completed(NamedTuple):
@@ -93,6 +98,7 @@ class Ended(NamedTuple):
     keys: Sequence[Key]  # of all its full blocks, those of its answer included
     stored: int  # blocks from the front that a tier has, or had
     found: int  # blocks from the front that it did not have to compute
+    turn: Turn = NO_HINTS  # what its caller says of it
 
 
 def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
@@ -143,10 +149,17 @@ class Session:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def begin(self, hellos: Sequence[Hello], cache: Fingerprint | None) -> Leader:
+    def begin(
+        self,
+        hellos: Sequence[Hello],
+        cache: Fingerprint | None,
+        manager: BlockManager | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> Leader:
         """Every rank has its memory: the leader begins.
 
         ``cache``: describes the KV for tiers that outlive the engine, all but the weights; None where none may.
+        ``manager`` and ``clock``: for a simulation, whose tiers have no bytes.
         """
         config = self._config
         sizes = [hello.block_bytes for hello in hellos]
@@ -156,10 +169,10 @@ class Session:
         if cache is not None:
             weights = agreed_weights(hellos)
             cache = {**cache, "weights": weights} if weights else None
-        self.manager = manager = open_manager(config, hellos, cache)
+        self.manager = manager = open_manager(config, hellos, cache) if manager is None else manager
         log, pending = self.observer.log, config.max_pending_offloads
         leader = Leader(manager, len(hellos), pending, sizes, self.cost, log, self.kept_bytes)
-        connect(config, hellos, leader, self.cost)
+        connect(config, hellos, leader, self.cost, clock)
         for catalog in manager.catalogs.values():
             catalog.break_even = lambda: self.block_bytes * self.cost.prefill_tokens_per_second / self.block_size
         self.leader, self.counts = leader, leader.counts
@@ -226,7 +239,7 @@ class Session:
             state.keep = False
         if self.leader is not None:
             self.leader.reset()
-        self.observer.log.changes += 1
+        self.observer.log.reset()
 
     def close(self, seconds: float | None = None) -> None:
         """``seconds``: how long the catalogs may take to end."""
@@ -265,7 +278,8 @@ class Session:
 
     def consider(self, state: RequestState, found: Match, decision: Decision, tokens: int, limit: int) -> bool:
         """Record a decision, and count refused blocks once for each request. Returns whether it loads anything."""
-        state.lookup = Lookup(tokens, found.start * self.block_size, limit=limit, found=found, decision=decision)
+        prices = self.cost.prices if self.observer.log.is_recording else None
+        state.lookup = Lookup(tokens, found.start * self.block_size, "", limit, found, decision, prices)
         if decision.blocks < found.blocks and not state.declined:
             state.declined = True
             self.cost.observe_refusal(found.beyond(decision.blocks))
@@ -328,7 +342,8 @@ class Session:
             return
         if any(ended.name == state.name for ended in self.ended):
             self.finalize()  # the log goes by names, and knows one request of a name at a time
-        self.observer.log.admitted(self._admission(state.name, lookup, loaded), None if plan is None else plan.id)
+        admission = self._admission(state.name, lookup, loaded)
+        self.observer.log.admitted(admission, None if plan is None else plan.id, lookup.prices)
 
     def _admission(self, name: str, lookup: Lookup, loaded: int) -> Admission:
         tokens, computed, size = lookup.prompt_tokens, lookup.device_tokens, self.block_size
@@ -338,6 +353,7 @@ class Session:
         return looked_up(name, tokens, computed, lookup.limit, found, loaded, size)._replace(
             why=decision.reason if found.runs else "",
             in_step=decision.in_step,
+            others_running=decision.others_running,
             compute_seconds=self.cost.prefill_seconds(computed, loaded * size),
             expected_seconds=decision.seconds,
             recompute_seconds=decision.recompute_seconds,
@@ -367,6 +383,9 @@ class Session:
         plan = self.leader.offload(keys, blocks)
         for part in parts:
             part.state.stored = part.end
+        if self.observer.log.is_recording:
+            planned = 0 if plan is None else plan.id
+            self.observer.log.stores_planned([(part.state.name, part.first, part.end) for part in parts], planned)
         return plan
 
     # -- finished, touch ----------------------------------------------------------------------------------------------
@@ -375,18 +394,18 @@ class Session:
         """A request has ended. ``later``: another call finalizes it, when the engine's thread has time."""
         self.withdraw(state)
         stored, found = (state.stored, state.found or 0) if keys else (0, 0)
-        self.ended.append(Ended(state.name, output_tokens, keys, stored, found))
+        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn))
         if not later:
             self.finalize()
 
     def finalize(self) -> None:
         """Touch the blocks of requests that have ended, and log the requests. A failure costs one request."""
         ended, self.ended = self.ended, []
-        for name, output_tokens, keys, stored, found in ended:
+        for name, output_tokens, keys, stored, found, turn in ended:
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
-                    self.leader.touch(self._used(keys, stored))
+                    self.leader.touch(self._used(keys, stored), turn._replace(found=found, output_tokens=output_tokens))
                     if found:
                         self.leader.used(self._used(keys, found))
                         self.uses += 1

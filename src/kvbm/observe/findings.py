@@ -184,7 +184,10 @@ def _slower(s: Snapshot) -> Finding | None:
         name="loads-too-slow",
         level="bad",
         text=f"Loads took {seconds(s.saved.lost_seconds - s.saved.saved_seconds)} longer than computing would have.",
-        cure="Set KVBM_LOAD=auto, which loads only what is faster. If it is auto, the machine has become slower.",
+        cure="Set KVBM_LOAD=auto, which loads only what is faster."
+        if s.identity.settings.get("KVBM_LOAD", "auto") != "auto"
+        else "KVBM_LOAD is auto and follows the measured speeds. If this goes on, the machine has become slower: "
+        "`kvbm doctor` measures it.",
     )
 
 

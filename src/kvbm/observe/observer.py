@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvbm.config import DEFAULT, SETTINGS, Config
-from kvbm.core.cost import CostModel
+from kvbm.core.cost import CostModel, Terms
 from kvbm.observe.logline import HitRateLine
 from kvbm.observe.record import Record
 from kvbm.observe.requests import RequestLog
@@ -43,7 +43,7 @@ class Observer:
         self.source = LeaderSource(identity, leader, self.log, cost, self._failures)
         state = self.source.snapshot()
         if config.enable_record:
-            self._open_record(identity, {tier.tier: tier.slots for tier in state.tiers})
+            self._open_record(identity, {tier.tier: tier.slots for tier in state.tiers}, cost.terms)
         tiers = [tier.tier for tier in state.tiers]
         self._line = HitRateLine(who, tiers, self.log.hit_rates, config.cache_stats_log_interval_secs)
         if config.metrics:
@@ -51,7 +51,7 @@ class Observer:
             if self.server is not None:
                 logger.info("metrics are at %s/metrics, the web page at %s", self.server.url, self.server.url)
 
-    def _open_record(self, identity: Identity, slots: Mapping[str, int]) -> None:
+    def _open_record(self, identity: Identity, slots: Mapping[str, int], terms: Terms) -> None:
         try:
             self._record = self.log.record = Record(
                 self._config.record_dir,
@@ -63,6 +63,7 @@ class Observer:
                 block_bytes=identity.block_bytes,
                 engine_blocks=identity.engine_blocks,
                 slots=slots,
+                terms=terms,
                 settings=identity.settings,
             )
             logger.info("decisions are recorded in %s", self._record.path)

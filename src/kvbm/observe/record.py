@@ -7,16 +7,23 @@ Every line has ``event`` and ``at`` (milliseconds from the start of the record t
 
 ``start``
     the first line: the facts that a replay needs (block size, bytes of a block, slots of each tier, blocks of the
-    engine's own cache), and ``time``, the Unix time at 0
+    engine's own cache, terms of the cost model), and ``time``, the Unix time at 0
 ``request``
     a request has ended. ``timestamp`` (milliseconds, of its first admission), ``input_length``, ``output_length`` and
     ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for such traces read it once
     it is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's and then the answer's, with 52 bits
-    of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason
-``load``, ``store``
+    of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason.
+    For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``
+``load``, ``store``, ``move``
     a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
+``reset``
+    the leader has forgotten every block
 ``end``
     the last line of a record that was closed: why it ends, and the number of dropped lines
+
+Operations of requests that run side by side overlap. ``order`` numbers them all: each lookup, plan of a store or of a
+move, end of a transfer, end of a request and reset takes the next number. ``ended`` is the number of a request's own
+end, ``planned`` that of a move's plan. `kvbm simulate` replays them in this order.
 """
 
 from __future__ import annotations
@@ -33,12 +40,37 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from kvbm.core.cost import Prices
+from kvbm.plans import TierName
+
 logger = logging.getLogger("kvbm")
 
 QUEUE = 2048  # lines that may wait for the writer
 WARN_EVERY = 1024  # dropped lines
 
 _encode = msgspec.json.Encoder().encode
+
+
+class LookupLine(msgspec.Struct, frozen=True):
+    """The engine has admitted a request, with these blocks. A request that was preempted has several."""
+
+    order: int
+    prompt_tokens: int
+    device_tokens: int  # that the engine had itself
+    limit: int  # the lookup asked for blocks up to this one; 0: there was none
+    found: dict[TierName, int]  # blocks
+    loaded: int  # blocks
+    others_running: bool
+    prices: Prices | None  # of the cost model; None without a lookup
+
+
+class StoreLine(msgspec.Struct, frozen=True):
+    """A step has completed blocks of a request. Equal orders: blocks of several requests, stored together."""
+
+    order: int
+    first: int
+    end: int
+    plan: int  # 0: no block was left to store
 
 
 class Sink(Protocol):

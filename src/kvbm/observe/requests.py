@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvbm.core.cost import Prices
 from kvbm.core.manager import Match
-from kvbm.observe.record import NoRecord, Sink
+from kvbm.observe.record import LookupLine, NoRecord, Sink, StoreLine
 from kvbm.observe.snapshot import (
     EVICTED,
     LOADED,
@@ -28,7 +29,7 @@ from kvbm.observe.snapshot import (
     Request,
     Saved,
 )  # fmt: skip
-from kvbm.plans import LoadPlan, StorePlan, TierName
+from kvbm.plans import LoadPlan, MovePlan, StorePlan, TierName
 
 # Shown on the page and in `kvbm top`; a request takes about half a kilobyte here.
 LATEST = 256
@@ -58,6 +59,7 @@ class Admission(NamedTuple):
     compute_seconds: float | None = None  # time to compute the loaded tokens, if known
     expected_seconds: float = 0.0  # until the prompt is computed, with the load
     recompute_seconds: float = 0.0  # the same without it
+    others_running: bool = False
 
 
 def looked_up(
@@ -89,7 +91,7 @@ def passed_over(request: str, prompt_tokens: int, device_tokens: int, block_toke
 class _Entry:
     """A request so far. Its load may end later."""
 
-    __slots__ = ("admission", "at", "failed_tokens", "load_seconds", "saved")
+    __slots__ = ("admission", "at", "failed_tokens", "load_seconds", "lookups", "saved", "stores")
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -97,6 +99,8 @@ class _Entry:
         self.load_seconds: float | None = None
         self.failed_tokens = 0
         self.saved: float | None = None
+        self.lookups: list[LookupLine] = []  # for the record
+        self.stores: list[StoreLine] = []
 
 
 class Seen:
@@ -147,17 +151,40 @@ class RequestLog:
         self._latest: deque[_Entry] = deque(maxlen=latest)
         self._running: dict[str, _Entry] = {}  # by request, from its first admission to its end
         self._loading: dict[int, _Entry] = {}  # by plan
+        self._order = 0  # of recorded operations
+        self._moves: dict[int, int] = {}  # plan of a move under way -> its order
         self._window: deque[tuple[int, dict[TierName, int]]] = deque(maxlen=window)
         self._blocks = 0
         self._hits: Counter[TierName] = Counter()
 
-    def admitted(self, admission: Admission, plan_id: int | None = None) -> None:
-        """``plan_id``: the load that the leader has planned for it."""
+    @property
+    def is_recording(self) -> bool:
+        return not isinstance(self.record, NoRecord)
+
+    def _next(self) -> int:
+        self._order += 1
+        return self._order
+
+    def admitted(self, admission: Admission, plan_id: int | None = None, prices: Prices | None = None) -> None:
+        """``plan_id``: the load that the leader has planned for it. ``prices``: those of the decision."""
         self.changes += 1
         self.outcomes[admission.outcome] += 1
         entry = _Entry(admission)
         self._latest.append(entry)
-        self._running.setdefault(admission.request, entry)
+        running = self._running.setdefault(admission.request, entry)
+        if self.is_recording:
+            running.lookups.append(
+                LookupLine(
+                    order=self._next(),
+                    prompt_tokens=admission.prompt_tokens,
+                    device_tokens=admission.device_tokens,
+                    limit=admission.device_tokens // admission.block_tokens + admission.looked_up if prices else 0,
+                    found=dict(admission.found),
+                    loaded=admission.loaded,
+                    others_running=admission.others_running,
+                    prices=prices,
+                )
+            )
         if plan_id is not None:
             self._loading[plan_id] = entry
         if admission.missing is not None:
@@ -166,6 +193,13 @@ class RequestLog:
             self.lookups += 1
             self.looked_up_blocks += admission.looked_up
             self._count(admission.looked_up, dict(admission.found))
+
+    def stores_planned(self, parts: Sequence[tuple[str, int, int]], plan_id: int) -> None:
+        """For the record: these blocks (request, first, end) are stored together. ``plan_id``: 0 without a plan."""
+        order = self._next()
+        for request, first, end in parts:
+            if (entry := self._running.get(request)) is not None:
+                entry.stores.append(StoreLine(order, first, end, plan_id))
 
     def finished(self, request: str, output_tokens: int, keys: Sequence[bytes]) -> None:
         """A request has ended. ``keys``: of all its full blocks, including those of its answer."""
@@ -191,6 +225,9 @@ class RequestLog:
             expected_seconds=known.expected_seconds,
             recompute_seconds=known.recompute_seconds,
             load_seconds=entry.load_seconds,
+            lookups=entry.lookups,
+            stores=entry.stores,
+            ended=self._next(),
         )
 
     # -- as the leader's watcher --------------------------------------------------------------------------------------
@@ -205,7 +242,10 @@ class RequestLog:
                 self.failed_loads[copy.tier] += sum(position in bad for position in range(at, at + len(copy.slots)))
             at += len(copy.slots)
         named = dict(blocks)
-        self.record.add("load", plan=plan.id, request=plan.request, blocks=named, seconds=seconds, bad=len(bad))
+        self.record.add(
+            "load", plan=plan.id, request=plan.request, blocks=named, seconds=seconds, bad=len(bad),
+            lost=sorted(bad), order=self._next(),
+        )  # fmt: skip
         entry = self._loading.pop(plan.id, None)
         if entry is None:
             return
@@ -230,7 +270,20 @@ class RequestLog:
         tier, blocks = plan.copy.tier, len(plan.copy.blocks)
         if not ok:
             self.failed_stores[tier] += blocks
-        self.record.add("store", plan=plan.id, tier=tier, blocks=blocks, seconds=seconds, ok=ok)
+        self.record.add("store", plan=plan.id, tier=tier, blocks=blocks, seconds=seconds, ok=ok, order=self._next())
+
+    def moves_planned(self, plans: Sequence[MovePlan]) -> None:
+        order = self._next()
+        self._moves.update((plan.id, order) for plan in plans)
+
+    def moved(self, plan_id: int, target: TierName, blocks: int, bad: int) -> None:
+        planned = self._moves.pop(plan_id, 0)
+        self.record.add("move", plan=plan_id, tier=target, blocks=blocks, bad=bad, planned=planned, order=self._next())
+
+    def reset(self) -> None:
+        """The leader has forgotten every block."""
+        self.changes += 1
+        self.record.add("reset", order=self._next())
 
     def _count(self, blocks: int, hits: dict[TierName, int]) -> None:
         if len(self._window) == self._window.maxlen:

@@ -22,9 +22,11 @@ from kvbm.core.cost import CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
+from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.policy.admission import AdmissionRule
-from kvbm.plans import LoadPlan, LoadResult, MovePlan, Report, StorePlan, TierName
+from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
 from kvbm.tiers.edges import Edge
+from kvbm.tiers.fetches import Fetches
 
 __all__ = ["Counts", "Leader"]
 
@@ -36,6 +38,11 @@ class Watcher(Protocol):
         """``bad``: positions of blocks that did not arrive."""
 
     def stored(self, plan: StorePlan, seconds: float, ok: bool) -> None: ...
+
+    def moves_planned(self, plans: Sequence[MovePlan]) -> None: ...
+
+    def moved(self, plan_id: int, target: TierName, blocks: int, bad: int) -> None:
+        """``bad``: blocks that were not written."""
 
 
 class _Load:
@@ -108,6 +115,7 @@ class Leader:
         self._late: dict[int, _Load] = {}
         self.edges: list[Edge] = []
         self.breakers = {tier: Breaker() for tier in manager.catalogs if tier != manager.near_tier}
+        self.fetches = Fetches(manager, ranks, self.counts, self.breakers, self._observe_fetch)
         # Stores that are over, and whether they were good: for the workers of a near tier that outlives the engine.
         self._verdicts: dict[int, bool] = {}
         # Loads under way whose blocks the current forward pass computes on.
@@ -181,8 +189,10 @@ class Leader:
         if self._lost:
             return []
         self._suspend()  # with every step: a breaker closes when its pause is over
-        plans = (edge.plan() for edge in self.edges)
-        return [plan for plan in plans if plan is not None]
+        plans = [plan for edge in self.edges if (plan := edge.plan()) is not None]
+        if plans and self._watcher is not None:
+            self._watcher.moves_planned(plans)
+        return self.fetches.take_due() + plans
 
     def take_verdicts(self) -> dict[int, bool]:
         """For :attr:`kvbm.plans.StepPlan.verdicts` of the next plan, which must reach every rank."""
@@ -212,9 +222,18 @@ class Leader:
             for store in report.stores:
                 self._end_store(report.rank, store.id, store.ok, store.seconds)
             for move in report.moves:
+                self.fetches.end(report.rank, move, time.monotonic())
                 for edge in self.edges:
-                    if written := edge.end(report.rank, move):
-                        self._arrived(edge.target, written)
+                    self._end_move(edge, report.rank, move)
+
+    def _end_move(self, edge: Edge, rank: int, result: MoveResult) -> None:
+        pending = edge.pending_blocks
+        written = edge.end(rank, result)
+        ended = pending - edge.pending_blocks  # 0 while another rank owes its answer
+        if ended and self._watcher is not None:
+            self._watcher.moved(result.id, edge.target, ended, ended - len(written))
+        if written:
+            self._arrived(edge.target, written)
 
     def _end_load(self, rank: int, result: LoadResult) -> None:
         if (late := self._late.get(result.id)) is not None:
@@ -299,6 +318,12 @@ class Leader:
                 if not flight.absent:
                     self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
+    def _observe_fetch(self, tier: TierName, blocks: int, seconds: float) -> None:
+        if self._block_bytes:
+            self.counts.add_loaded(tier, blocks * sum(self._block_bytes), seconds)
+            if self._cost is not None:
+                self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
+
     def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
         flight = self._stores.get(plan_id)
         if flight is None:
@@ -372,6 +397,7 @@ class Leader:
             self._end_store(rank, plan_id, ok=False)
         for edge in self.edges:
             edge.fail_rank(rank)
+        self.fetches.fail_rank(rank, time.monotonic())
         self.manager.clear()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -406,9 +432,9 @@ class Leader:
         for edge in self.edges:
             edge.used(keys)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """A request has used these blocks, wherever it found them: its last ones are the first to go."""
-        self.manager.touch(keys)
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
+        """A request has ended that used these blocks, wherever it found them: its last ones are the first to go."""
+        self.manager.touch(keys, turn)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
@@ -442,7 +468,7 @@ class Leader:
 
     @property
     def moves_under_way(self) -> bool:
-        return any(edge.under_way for edge in self.edges)
+        return self.fetches.under_way or any(edge.under_way for edge in self.edges)
 
     @property
     def busy(self) -> bool:

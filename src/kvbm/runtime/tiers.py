@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog
@@ -58,11 +58,22 @@ def open_manager(
     return manager
 
 
-def connect(config: Config, hellos: Sequence[Hello], leader: Leader, cost: CostModel | None = None) -> None:
-    """Let blocks move between the tiers, and the cost model start from the rates that the ranks have measured."""
+def connect(
+    config: Config,
+    hellos: Sequence[Hello],
+    leader: Leader,
+    cost: CostModel | None = None,
+    clock: Callable[[], float] | None = None,
+) -> None:
+    """Let blocks move between the tiers, and the cost model start from the rates that the ranks have measured.
+
+    ``clock``: of a simulation, for the admission rules.
+    """
     for name in leader.manager.catalogs:
         for route in registry.TIERS[name].connect(config):
             if route.source is None or route.source in leader.manager.catalogs:
+                if clock is not None and route.admission is not None:
+                    route.admission.follow(clock)
                 leader.add_edge(**route._asdict())
         if cost is not None and (rate := measured(hellos, name)) is not None:
             cost.start_from(name, rate)

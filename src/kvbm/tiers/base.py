@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -114,6 +114,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     medium: str  # of its blocks in KV events
     prior: Rate  # of loads, until they are measured
     size_setting: str  # sets how many blocks it holds
+    policy_setting: str = ""  # sets its eviction policy; empty: it has none of its own
     staged: bool = True  # its blocks pass through slots of the near tier; False: it is the near tier
     keyed: bool = False  # addressed by key and not by numbered slots
     persistent: bool = False  # outlives the engine
@@ -147,6 +148,13 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     def open_catalog(self, context: LeaderContext) -> Catalog | None:
         """The leader's catalog, with the blocks that the tier holds from before."""
         return None
+
+    def simulated_catalog(self, config: Config, slots: int, clock: Callable[[], float]) -> Catalog:
+        """A catalog of so many slots with nothing behind it, for `kvbm simulate`, as :meth:`open_catalog` would make
+        it: with the same eviction policy and quotas."""
+        from kvbm.core.pool import Pool
+
+        return Pool(slots)
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""

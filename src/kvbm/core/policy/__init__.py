@@ -5,16 +5,20 @@ A new policy is a file beside these and a line in ``POLICIES``.
 
 from collections.abc import Callable
 
-from kvbm.core.policy.base import EvictionPolicy
+from kvbm.core.policy.base import COMMON, NO_HINTS, Clock, EvictionPolicy, Retention, Turn
 from kvbm.core.policy.lru import LRU
+from kvbm.core.policy.session import SessionAware
 
-__all__ = ["LRU", "POLICIES", "EvictionPolicy", "make_policy"]
+__all__ = ["COMMON", "LRU", "NO_HINTS", "POLICIES", "Clock", "EvictionPolicy", "Retention", "Turn", "make_policy"]
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LRU}
+POLICIES: dict[str, Callable[[int, Clock], EvictionPolicy]] = {
+    "lru": lambda slots, clock: LRU(slots),
+    "session": SessionAware,
+}
 
 
-def make_policy(name: str, slots: int) -> EvictionPolicy:
-    """The policy of this name for a tier of so many slots."""
+def make_policy(name: str, slots: int, clock: Clock) -> EvictionPolicy:
+    """The policy of this name for a tier of so many slots. ``clock`` tells the time: core has none of its own."""
     if name not in POLICIES:
         raise ValueError(f"eviction policy {name!r}: expected one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](slots)
+    return POLICIES[name](slots, clock)

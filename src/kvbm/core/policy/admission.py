@@ -34,6 +34,10 @@ class AdmissionRule(ABC):
     def forget(self) -> None:
         """Forget every block, because the cache was cleared."""
 
+    def follow(self, clock: Callable[[], float]) -> None:
+        """Take the time from this clock from now on: that of a simulation."""
+        return
+
 
 class AdmitAll(AdmissionRule):
     """Every block moves on as soon as the tier above has it."""
@@ -103,6 +107,10 @@ class FrequencyFilter(AdmissionRule):
         self._ends, self._old = {}, {}
         self._ending = [0] * len(self._ending)
         self._living = 0
+
+    def follow(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._next_step = clock() + self.decay_seconds
 
     def __len__(self) -> int:
         """Blocks with a frequency above 0."""

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvbm.core.keys import Key
 
 Slots = Sequence[int] | np.ndarray
+Clock = Callable[[], float]  # seconds, from any start; never goes back
+
+COMMON = 0  # the tenant of every request that has no share of its own
+
+
+class Retention(NamedTuple):
+    """How much a caller wants a range of a request's blocks to stay. A hint, never a pin: a policy learns what the
+    hints of a workload are worth."""
+
+    priority: int  # below 0: goes earlier; 0: as usual; above 0: stays longer
+    seconds: float = float("inf")  # after the request has ended; then the priority is 0 again
+    start: int = 0  # first block
+    end: int = 2**31 - 1  # the block behind the last
+
+
+class Turn(NamedTuple):
+    """What the engine knows of a request that has ended. All but the first two are what the caller says: values may be
+    missing or wrong, and cost hits at worst."""
+
+    found: int = 0  # blocks from the front that the request did not have to compute
+    output_tokens: int = 0
+    session: int = 0  # names the conversation or agent that the request belongs to; 0: unknown
+    is_final: bool = False  # the session does not come back
+    retention: tuple[Retention, ...] = ()
+
+
+NO_HINTS = Turn()
 
 
 class EvictionPolicy(ABC):
@@ -20,13 +48,27 @@ class EvictionPolicy(ABC):
     over the blocks of a prefix back to front, because a block is worth nothing without those before it.
     """
 
+    def assigned(self, slots: Sequence[int], tenants: Sequence[int]) -> None:
+        """The pool has reserved these slots for blocks of these tenants; :meth:`inserted` or nothing follows."""
+        return
+
+    def tenants_of(self, slots: Sequence[int]) -> Sequence[int] | None:
+        """As :meth:`assigned` said; None: all are the common one's."""
+        return None
+
     @abstractmethod
     def inserted(self, slots: Slots, keys: Sequence[Key]) -> None:
         """New blocks lie in these slots and may be evicted from now on. ``keys[i]`` names the block in ``slots[i]``."""
 
     @abstractmethod
     def hit(self, slots: Slots) -> None:
-        """A request has used the blocks in these slots, which may be evicted before and after."""
+        """A request uses the blocks in these slots, which may be evicted before and after. A request says so several
+        times while it runs, and once when it ends: see :meth:`turned`, which comes once for each request."""
+
+    def turned(self, keys: Sequence[Key], slots: np.ndarray, turn: Turn) -> None:
+        """A request has ended that used the prefix ``keys``, the front first. ``slots[i]`` holds ``keys[i]``, evictable
+        or not; -1: the pool does not have it. :meth:`hit` has come before, for those that may be evicted."""
+        return
 
     @abstractmethod
     def pinned(self, slots: Slots) -> None:
@@ -45,6 +87,10 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def evict(self) -> int:
         """Remove and return the slot that goes first. Raises KeyError when there is none."""
+
+    def evict_for(self, tenant: int) -> int:
+        """As :meth:`evict`, to make room for a block of this tenant."""
+        return self.evict()
 
     @abstractmethod
     def __len__(self) -> int: ...

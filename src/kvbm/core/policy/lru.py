@@ -165,6 +165,14 @@ class LRU(EvictionPolicy):
         self._remove(slot)
         return slot
 
+    def oldest(self) -> int:
+        """The slot that goes next, which must be there."""
+        return self._newer[self._end]
+
+    def contains(self, slots: np.ndarray) -> np.ndarray:
+        """Which of these slots may be evicted."""
+        return self._all_older[slots] != _ABSENT
+
     def __len__(self) -> int:
         return self._count
 

@@ -24,6 +24,7 @@ from kvbm.core.cost import RECOMPUTE, CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import Match
+from kvbm.core.policy import Turn
 from kvbm.engines.sglang.loads import POLL_SECONDS, AwaitedStore, PageLoad, oldest
 from kvbm.engines.sglang.pages import Page, gather
 from kvbm.engines.sglang.tiers import open_tiers
@@ -236,7 +237,7 @@ class PageStore:
             with self._changed:
                 if self._manager.generation != generation:
                     arrived = 0  # a clear came in between: the pages are the KV of old weights
-                self.leader.touch(keys[:arrived])
+                self.leader.touch(keys[:arrived], Turn(found=arrived))
                 self.leader.used(keys[:arrived])
                 self._start_moves()
         return [True] * arrived + [False] * (len(keys) - arrived)

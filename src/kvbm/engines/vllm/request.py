@@ -13,8 +13,8 @@ class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "hint", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since", "refused",
-        "request", "tables", "waits_since",
+        "failures", "fetched", "hint", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since",
+        "refused", "request", "tables", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Any, hint: Hint | None = None) -> None:
@@ -24,6 +24,8 @@ class RequestState(session.RequestState):
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
         # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
         self.tables: list[list[int]] | None = None
+        # Blocks that a remote tier sends while the request waits; None: not looked for yet.
+        self.fetched: int | None = None
         self.loads = False  # blocks are on their way to it, or have been
         self.local_tokens = 0  # that vLLM's own prefix cache had when it last asked for more
         self.loaded = range(0)  # blocks of the load that was planned since
@@ -40,3 +42,12 @@ class RequestState(session.RequestState):
         self.outside = False
         if not computed:
             self.keep = True  # it starts from nothing
+
+    def comes_back(self) -> bool:
+        """Whether a load outside of the step has left the request with nothing at all.
+
+        vLLM then puts it first in its queue, before requests that hold blocks and wait to be scheduled. If there is no
+        room for it beside them, none of them proceeds. A deferred request stands behind them.
+        """
+        outside, self.outside = self.outside, False
+        return outside

@@ -23,6 +23,7 @@ from kvbm.engines.vllm.hints import Hints
 from kvbm.engines.vllm.idle import MoveSteps
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.prefetch import Prefetcher
+from kvbm.engines.vllm.queue import QueuedFetches
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.services import Services
 from kvbm.engines.vllm.steps import follow_tables, work_of
@@ -37,10 +38,8 @@ from kvbm.transfer import gil
 logger = logging.getLogger("kvbm")
 
 MAX_FAILURES = 3  # loads of a request that may fail before all that it lacks is computed
-
 # After so many steps without anything to compute, no step with work is under way, even with overlapping steps.
 STILL_STEPS = 10
-
 LONG_PROMPT = 256  # finalizing a request with so many blocks takes long enough to delay other requests
 
 
@@ -83,6 +82,7 @@ class SchedulerAdapter:
         self._deferrals: Deferrals | None = None
         self._stores: Stores | None = None
         self._hints: Hints | None = None
+        self._queue: QueuedFetches | None = None  # where a tier is remote
         self._prefetcher: Prefetcher | None = None  # where the only worker can be reached before the step
         self._only_worker: WorkerAdapter | None = None  # where the thread that schedules steps submits them too
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
@@ -121,14 +121,15 @@ class SchedulerAdapter:
         self._adapters = Adapters(self._ranks, in_any_step, self._only_worker, getattr(lora, "max_loras", 1))
         namespace = fingerprint.namespace(vllm_config, hellos)
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
-        self._hints = Hints(self.session, self._keys, self._block_size, self._groups.apart)
+        self._hints = Hints(leader)
         self._deferrals = Deferrals(leader.manager, self._cost, self._block_size, self.session.block_bytes)
         self._stores = Stores(self.session, self._keys, self._groups, self._services.describe, self._faults)
+        if leader.manager.has_remote_tiers and not self._groups.apart:
+            self._queue = QueuedFetches(leader, self._keys, self._block_size, self._decide, self._is_on_device)
         if self._only_worker is not None and self._may_layer:
             self._prefetcher = Prefetcher(
-                leader, self._only_worker, self._keys, self._block_size, self._decide,
-                lambda key: compat.is_on_device(self.block_pool, key), self._faults,
-            )  # fmt: skip
+                leader, self._only_worker, self._keys, self._block_size, self._decide, self._is_on_device, self._faults
+            )
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         self._services.start(
             self._config, vllm_config, self._kv_cache_config, self.session, self._groups.apart, hashes,
@@ -147,8 +148,10 @@ class SchedulerAdapter:
     def new_request(self, request: Any) -> None:
         if self._keys is not None:
             self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
-        hint = self._hints.take(request, self.block_pool) if self._hints is not None else None
+        hint = None if self._hints is None else self._hints.take(request)
         self._requests[request.request_id] = RequestState(request, hint)
+        if self._queue is not None:
+            self._queue.arrived(request, hint)
         if self._prefetcher is not None:
             self._prefetcher.arrived(request, alone=not self._active)
 
@@ -171,7 +174,7 @@ class SchedulerAdapter:
             state.loaded = range(0)
             self._adapters.refresh()
             weights = self._keys.bind(request)
-        if self._comes_back(state):
+        if state.comes_back():
             return None, False
         if state.put_off and self._deferrals.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
@@ -194,7 +197,8 @@ class SchedulerAdapter:
         if found.pending:
             if self._deferrals.for_block(state, found, request.num_tokens):
                 return None, False
-            found = self._groups.find(self.leader.manager, keys, start, limit, False, state.hint)
+            if not self._deferrals.ends_at(found):
+                found = self._groups.find(self.leader.manager, keys, start, limit, False, state.hint)
         if self._drops_last_block:
             found = found.cut(found.blocks - 1)
         if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
@@ -232,15 +236,6 @@ class SchedulerAdapter:
             state.match = state.match.extended(more[0], keys)
             state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
 
-    def _comes_back(self, state: RequestState) -> bool:
-        """Whether a load outside of the step has left a request with nothing at all.
-
-        vLLM then puts it first in its queue, before requests that hold blocks and wait to be scheduled. If there is no
-        room for it beside them, none of them proceeds. A deferred request stands behind them.
-        """
-        outside, state.outside = state.outside, False
-        return outside
-
     def _is_stuck(self, state: RequestState) -> bool:
         """Whether vLLM had no room for an offered load outside of the step, and no running request will free any.
 
@@ -256,6 +251,9 @@ class SchedulerAdapter:
         others = self._others_go_on(request.request_id)
         whole = self._groups.apart or self._prefills_whole_prompts
         return self.session.decide(found, request.num_tokens, others, whole, self._groups.moved(found.blocks))
+
+    def _is_on_device(self, key: Key) -> bool:
+        return compat.is_on_device(self.block_pool, key)
 
     def _others_go_on(self, request_id: str) -> bool:
         """Whether a long step delays other requests. One whose last token a running step computes is not delayed."""
@@ -350,6 +348,8 @@ class SchedulerAdapter:
             self._faults.record("planning stores", error)
         self._still_steps = 0 if output.num_scheduled_tokens else self._still_steps + 1
         try:
+            if self._queue is not None and self.leader is not None:
+                self._queue.fetch(self._line())
             if self._prefetcher is not None:
                 self._prefetcher.step_planned(loads, self._line())
         except Exception as error:
@@ -370,9 +370,9 @@ class SchedulerAdapter:
             adapters=uses, wanted=wanted, changes_heard=self._weights.heard(self._ranks),
         )  # fmt: skip
 
-    def _line(self) -> Iterator[Any]:
+    def _line(self) -> Iterator[RequestState]:
         """Requests that have not had a block yet, in the order in which they came."""
-        return (state.request for name, state in self._requests.items() if not state.loads and name not in self._active)
+        return (state for name, state in self._requests.items() if not state.loads and name not in self._active)
 
     def _follow_tables(self, output: Any) -> list[int]:
         """Bring the block tables up to date; returns the copies that must be over before this step writes."""

@@ -233,7 +233,7 @@ class SharedCatalog(Catalog):
     def arriving(self) -> Collection[Key]:
         return ()
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         return None
 
     def commit(self, places: Sequence[int]) -> None:

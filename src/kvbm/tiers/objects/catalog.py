@@ -28,6 +28,7 @@ class ObjectCatalog(Catalog):
     """Places say which object holds a block (:mod:`kvbm.tiers.objects.format`), so pins need not keep anything."""
 
     size = MAX_KEYS
+    is_remote = True
 
     def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
         self._clients = clients
@@ -58,6 +59,9 @@ class ObjectCatalog(Catalog):
             self._publish([key], [place])
         return place
 
+    def answer_seconds(self, key: Key) -> float | None:
+        return None if self._is_reset or self._is_bad(key) else self._presence.answer_seconds(key)
+
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         places = []
         for key in keys[start:] if start else keys:
@@ -86,7 +90,7 @@ class ObjectCatalog(Catalog):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         if len(keys) > self.available:
             return None
         places = self._presence.place_for_write(keys)

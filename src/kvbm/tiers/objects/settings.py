@@ -12,6 +12,7 @@ import msgspec
 
 from kvbm.config import Config
 
+_WORKER = "{worker_id}"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,6 +36,10 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     __str__ = __repr__
 
+    def of_rank(self, rank: int) -> ObjectSettings:
+        """``{worker_id}`` in the name of the bucket is the rank."""
+        return msgspec.structs.replace(self, bucket=self.bucket.replace(_WORKER, str(rank)))
+
     @property
     def unsigned_payload(self) -> bool:
         """Whether the signature may leave out the payload: TLS protects it, or it does not leave the machine.
@@ -44,8 +49,9 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
         return parts.scheme in ("", "https") or parts.hostname in _LOCAL
 
 
-def settings_for(config: Config, rank: int, environ: Mapping[str, str] | None = None) -> ObjectSettings:
-    """The settings of one rank. Raises ValueError when they cannot be used; the text says which and why."""
+def settings_for(config: Config, rank: int | None, environ: Mapping[str, str] | None = None) -> ObjectSettings:
+    """The settings of one rank; None: of all ranks, see :meth:`ObjectSettings.of_rank`. Raises ValueError when they
+    cannot be used; the text says which and why."""
     environ = os.environ if environ is None else environ
     if not config.object_bucket:
         raise ValueError(
@@ -59,8 +65,8 @@ def settings_for(config: Config, rank: int, environ: Mapping[str, str] | None = 
             "AWS's variables and files"
         )
     found = {} if config.object_access_key else _aws_credentials(environ)
-    return ObjectSettings(
-        bucket=config.object_bucket.replace("{worker_id}", str(rank)),
+    settings = ObjectSettings(
+        bucket=config.object_bucket,
         endpoint=config.object_endpoint or environ.get("AWS_ENDPOINT_URL", ""),
         region=config.object_region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
         access_key=config.object_access_key or found.get("aws_access_key_id", ""),
@@ -71,6 +77,7 @@ def settings_for(config: Config, rank: int, environ: Mapping[str, str] | None = 
         concurrency=config.object_concurrency,
         memory_bytes=config.object_memory_mb << 20,
     )
+    return settings if rank is None else settings.of_rank(rank)
 
 
 def _aws_credentials(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,0 +1,352 @@
+"""A simulated engine: drives the request lifecycle as an engine's adapter does, and answers the leader's plans.
+
+Requests of a plain trace are served one after the other, each in no time at its own timestamp: lookup, load, compute,
+store, end. Transfers end before the next request comes. So queueing in the engine, and a disk that cannot keep up, are
+not simulated; the bytes that each tier moves are counted, for a comparison with what the hardware can move.
+
+The operations of a record are replayed in the order in which the engine made them, with the speeds that it had
+measured. Transfers end at once as well, unless the replay is *exact*: then each ends at its place in the order, and
+with the sizes of the record every lookup finds the blocks that it found in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from math import inf
+from typing import NamedTuple
+
+from kvbm.config import Config
+from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms
+from kvbm.core.keys import Key
+from kvbm.core.manager import BlockManager, Match
+from kvbm.core.pool import Pool
+from kvbm.core.rate import Rate
+from kvbm.engines.guard import Faults
+from kvbm.engines.session import Completed, RequestState, Session
+from kvbm.plans import (
+    DEVICE,
+    Hello,
+    LoadPlan,
+    LoadResult,
+    MovePlan,
+    MoveResult,
+    Report,
+    StorePlan,
+    StoreResult,
+    TierHello,
+    TierName,
+)
+from kvbm.simulate.results import TierCounts, Totals
+from kvbm.simulate.trace import Request, Trace, Transfer
+from kvbm.tiers import registry
+
+
+class Machine(NamedTuple):
+    """Sizes and speeds that a trace does not tell."""
+
+    block_bytes: int
+    prefill_tokens_per_second: float
+    rates: Mapping[TierName, Rate]  # of tiers that differ from their declarations
+    terms: Terms
+    device_blocks: int = 0  # of the engine's own prefix cache, for traces that do not tell what it had
+
+
+class _Running(NamedTuple):
+    request: Request
+    state: RequestState
+
+
+class SimulatedEngine:
+    """``sizes``: slots of each tier, the near one first."""
+
+    def __init__(self, trace: Trace, config: Config, sizes: Mapping[TierName, int], machine: Machine) -> None:
+        self._trace = trace
+        self._machine = machine
+        self._now = 0.0
+        rates = {name: machine.rates.get(name, registry.TIERS[name].prior) for name in sizes}
+        self._rates = rates
+        catalogs = {
+            name: registry.TIERS[name].simulated_catalog(config, slots, self._clock) for name, slots in sizes.items()
+        }
+        terms = machine.terms
+        self.session = Session(
+            "simulator", config, Faults(), trace.block_tokens, terms.step_tokens,
+            hidden_size=None if terms.attention_span is None else round(terms.attention_span / 4),
+            layers_from=inf if terms.layers_from is None else terms.layers_from,
+        )  # fmt: skip
+        tiers = [
+            TierHello(name, slots, (rates[name].bytes_per_second, rates[name].fixed_seconds))
+            for name, slots in sizes.items()
+        ]
+        hello = Hello(0, machine.block_bytes, "", tiers)
+        self._leader = self.session.begin([hello], None, BlockManager(catalogs), self._clock)
+        tiers_seconds = {name: (1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}
+        token = 1 / machine.prefill_tokens_per_second
+        self.session.cost.assume(Prices(PRIOR_STEP_SECONDS, token, tiers_seconds))
+        self._device = Pool(machine.device_blocks) if machine.device_blocks else None
+        self._engine_blocks = 0  # handed out so far: each is used once, so no copy waits for another
+        self._loads: dict[int, LoadPlan] = {}
+        self._stores: dict[int, StorePlan] = {}
+        self._moves: dict[int, MovePlan] = {}
+        self.totals = Totals(tiers={name: TierCounts() for name in (DEVICE, *sizes)})
+        self.found: list[dict[TierName, int]] = []  # by each lookup, in blocks
+        self.loaded: list[int] = []
+
+    def _clock(self) -> float:
+        return self._now
+
+    # -- the whole trace ----------------------------------------------------------------------------------------------
+
+    def run(self, progress: Callable[[int], None] | None = None, exact: bool = False) -> Totals:
+        """Replay every request. ``progress``: is told how many requests have ended, now and then."""
+        if self._trace.is_exact:
+            self._run_record(exact, progress)
+        else:
+            for number, request in enumerate(self._trace.requests, 1):
+                self._serve(str(number), request)
+                if progress is not None and not number % 256:
+                    progress(number)
+        counts = self._leader.counts
+        size = self._machine.block_bytes
+        for name, tier in self.totals.tiers.items():
+            tier.read_bytes = counts.onboarded_blocks.get(name, 0) * size
+            tier.written_bytes = counts.moved_blocks.get(name, 0) * size
+        near = self.totals.tiers[self._leader.manager.near_tier]
+        near.written_bytes += (counts.offloaded_blocks + counts.promoted_blocks) * size
+        for name, catalog in self._leader.manager.catalogs.items():
+            self.totals.tiers[name].evicted_blocks = catalog.evictions
+        self.session.close()
+        return self.totals
+
+    def _serve(self, name: str, request: Request) -> None:
+        self._now = request.at
+        running = _Running(request, RequestState(name))
+        computed = self._found_on_device(request) * self._trace.block_tokens
+        self._arrive(running, request.tokens, computed, 0, False)
+        self._settle()
+        if request.keys:
+            self._complete([(running, 0, len(request.keys))])
+        self._settle()
+        self._finish(running)
+        self._settle()
+
+    def _found_on_device(self, request: Request) -> int:
+        """Blocks that the engine's own prefix cache has, which then has all of the request's."""
+        device, keys = self._device, request.keys
+        if device is None:
+            return 0
+        found = len(device.match(keys[: (request.tokens - 1) // self._trace.block_tokens]))
+        device.touch(keys)
+        fresh = [key for key in dict.fromkeys(keys) if key not in device][: device.size]
+        device.commit(device.reserve(fresh) or [])
+        return found
+
+    # -- a record -----------------------------------------------------------------------------------------------------
+
+    def _run_record(self, exact: bool, progress: Callable[[int], None] | None) -> None:
+        """Replay operations in their order."""
+        running = {number: _Running(r, RequestState(str(number))) for number, r in enumerate(self._trace.requests)}
+        ended = 0
+        plans: dict[int, int] = {}  # plan of the record -> that of the replay
+        for operation in _operations(self._trace, exact):
+            match operation:
+                case _Lookup(number, at):
+                    line = running[number].request.lookups[at]
+                    self._now = max(self._now, running[number].request.at)
+                    if line.prices is not None:
+                        self.session.cost.assume(line.prices)
+                    self._arrive(
+                        running[number], line.prompt_tokens, line.device_tokens, line.limit, line.others_running
+                    )
+                case _Store(parts, planned):
+                    plan = self._complete([(running[number], first, end) for number, first, end in parts])
+                    if plan is not None:
+                        plans[planned] = plan.id
+                case _End(number):
+                    self._finish(running.pop(number))
+                    ended += 1
+                    if progress is not None and not ended % 256:
+                        progress(ended)
+                case Transfer():
+                    self._end_transfer(operation, plans)
+                case _Moves():
+                    self._plan_moves()
+            if not exact:
+                self._settle()
+
+    def _end_transfer(self, transfer: Transfer, plans: Mapping[int, int]) -> None:
+        """Of plans, the record names its own. Loads and moves are numbered as they are in the replay, as long as it
+        does the same; a store is told by its request."""
+        match transfer.kind:
+            case "load":
+                plan = self._loads.pop(transfer.plan, None)
+                if plan is not None:
+                    self._leader.apply([Report(0, loads=[LoadResult(plan.id, list(transfer.lost))])])
+            case "store":
+                store = self._stores.pop(plans.get(transfer.plan, 0), None)
+                if store is not None:
+                    self._leader.apply([Report(0, stores=[StoreResult(store.id, transfer.ok)])])
+            case "move":
+                move = self._moves.pop(transfer.plan, None)
+                if move is not None:
+                    self._leader.apply([Report(0, moves=[MoveResult(move.id)])])
+            case "reset":
+                self.session.reset(())
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    def _arrive(self, running: _Running, tokens: int, computed: int, limit: int, others: bool) -> None:
+        """The engine asks for a prompt of which it has ``computed`` tokens, and admits it. ``limit``: the record's."""
+        request, state = running
+        session, manager, totals = self.session, self._leader.manager, self.totals
+        block_tokens = self._trace.block_tokens
+        totals.lookups += 1
+        totals.blocks += self._trace.blocks_of(tokens)
+        totals.tokens += tokens
+        device = totals.tiers[DEVICE]
+        device.prefix_blocks += computed // block_tokens
+        device.blocks += computed // block_tokens
+        device.tokens += computed // block_tokens * block_tokens
+        plan = None
+        loaded = 0
+        found: dict[TierName, int] = {}
+        wanted = session.wanted(state, tokens, computed)
+        if wanted is None or (request.lookups and not limit):
+            seconds = recompute = session.cost.compute_seconds(computed, tokens - computed)
+        else:
+            start, end = wanted[0], limit or wanted[1]
+            match = manager.lookup(request.keys, start, end)
+            if match.pending:
+                match = manager.lookup(request.keys, start, end, wait_for_writers=False)
+            found = self._count(match, request.keys[start:end])
+            decision = session.decide(match, tokens, others)
+            if session.consider(state, match, decision, tokens, end):
+                loaded = decision.blocks
+                session.offer(state, match, decision, decision.in_step)
+                assert state.match is not None
+                plan = session.load(state, state.match, self._allocate(loaded), loaded)
+                self._loads[plan.id] = plan
+            seconds, recompute = decision.seconds, decision.recompute_seconds
+        self.found.append(found)
+        self.loaded.append(loaded)
+        totals.ttft_seconds.append(seconds)
+        totals.recompute_seconds.append(recompute)
+        totals.loaded_tokens += loaded * block_tokens
+        session.admit(state, plan, loaded)
+        if state.found is None:
+            state.found = computed // block_tokens + loaded
+
+    def _count(self, match: Match, keys: Sequence[Key]) -> dict[TierName, int]:
+        """Blocks of a match by tier; and blocks that lie in a tier, with those behind a gap, which are of no use."""
+        found: dict[TierName, int] = {}
+        for tier, slots in match.runs:
+            found[tier] = found.get(tier, 0) + len(slots)
+        tiers = self.totals.tiers
+        for tier, blocks in found.items():
+            tiers[tier].prefix_blocks += blocks
+            tiers[tier].blocks += blocks
+            tiers[tier].tokens += blocks * self._trace.block_tokens
+        rest = keys[match.blocks :]
+        for tier, catalog in self._leader.manager.catalogs.items():
+            there = sum(map(catalog.__contains__, rest))
+            if there:
+                tiers[tier].blocks += there
+                rest = [key for key in rest if key not in catalog]
+        return found
+
+    def _complete(self, grown: Sequence[tuple[_Running, int, int]]) -> StorePlan | None:
+        """A step completes blocks (request, first, end)."""
+        parts = [
+            Completed(state, request.keys, first, end, first * self._trace.block_tokens)
+            for (request, state), first, end in grown
+        ]
+        keys = [key for part in parts for key in part.keys[part.first : part.end]]
+        plan = self.session.store(parts, keys, self._allocate(len(keys)))
+        if plan is not None:
+            self._stores[plan.id] = plan
+        return plan
+
+    def _finish(self, running: _Running) -> None:
+        self.session.finish(running.state, running.request.output_tokens, running.request.keys)
+
+    def _allocate(self, blocks: int) -> range:
+        first, self._engine_blocks = self._engine_blocks, self._engine_blocks + blocks
+        return range(first, self._engine_blocks)
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def _plan_moves(self) -> None:
+        for plan in self._leader.plan_moves():
+            self._moves[plan.id] = plan
+
+    def _settle(self) -> None:
+        """Every transfer under way ends, and so do those that follow from it."""
+        if self._leader.edges:
+            self._plan_moves()
+        while self._loads or self._stores or self._moves:
+            loads, self._loads = self._loads, {}
+            stores, self._stores = self._stores, {}
+            moves, self._moves = self._moves, {}
+            report = Report(
+                0,
+                loads=[self._loaded(plan) for plan in loads.values()],
+                stores=[StoreResult(plan, True) for plan in stores],
+                moves=[MoveResult(plan) for plan in moves],
+            )
+            self._leader.apply([report])
+            if self._leader.edges:
+                self._plan_moves()
+
+    def _loaded(self, plan: LoadPlan) -> LoadResult:
+        blocks: dict[TierName, int] = {}
+        for copy in plan.copies:
+            blocks[copy.tier] = blocks.get(copy.tier, 0) + len(copy.slots)
+        took = {}
+        for tier, count in blocks.items():
+            rate = self._rates[tier]
+            took[tier] = rate.fixed_seconds + count * self._machine.block_bytes / rate.bytes_per_second
+        return LoadResult(plan.id, seconds=sum(took.values()), tier_seconds=took)
+
+
+class _Lookup(NamedTuple):
+    request: int
+    at: int  # in its lookups
+
+
+class _Store(NamedTuple):
+    parts: list[tuple[int, int, int]]  # request, first, end
+    plan: int
+
+
+class _End(NamedTuple):
+    request: int
+
+
+class _Moves(NamedTuple):
+    """The leader plans moves."""
+
+
+_Operation = _Lookup | _Store | _End | _Moves | Transfer
+
+
+def _operations(trace: Trace, exact: bool) -> Iterator[_Operation]:
+    """Of a record, in order. ``exact``: with the ends of transfers."""
+    found: list[tuple[int, _Operation]] = []
+    for number, request in enumerate(trace.requests):
+        found += [(line.order, _Lookup(number, at)) for at, line in enumerate(request.lookups)]
+        found += [(line.order, _Store([(number, line.first, line.end)], line.plan)) for line in request.stores]
+        found.append((request.ended, _End(number)))
+    for transfer in trace.transfers:
+        if exact or transfer.kind == "reset":
+            found.append((transfer.order, transfer))
+        if exact and transfer.planned:
+            found.append((transfer.planned, _Moves()))
+    found.sort(key=lambda item: item[0])
+    for _, same in groupby(found, key=lambda item: item[0]):
+        first, *others = (operation for _, operation in same)
+        if isinstance(first, _Store):  # of several requests, in one plan
+            for other in others:
+                assert isinstance(other, _Store)
+                first.parts.extend(other.parts)
+        yield first

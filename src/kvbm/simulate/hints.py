@@ -1,0 +1,98 @@
+"""What callers say of their requests: sessions, ends and priorities, true or false, for traces that do not tell.
+
+True hints come from the rest of the trace, as an application knows its own sessions. They show what hints are worth.
+False ones show what they can cost: each says the opposite of the truth, or has a value that makes no sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from kvbm.core.keys import Key
+from kvbm.simulate.trace import Request, Trace
+
+HIGH, LOW = 100, -100
+WILD = (2**63, -(2**63), 0)
+
+
+class Place(NamedTuple):
+    """Of a request in its session."""
+
+    session: int
+    is_last: bool
+
+
+def sessions(trace: Trace) -> list[Place]:
+    """A request goes on with the session of the latest request whose whole prompt it begins with. The first block of a
+    prompt alone makes no session: prompts share it that have nothing else in common."""
+    ends: dict[Key, int] = {}  # last block of a request -> the request
+    session: list[int] = []
+    comes_back = [False] * len(trace.requests)
+    for number, request in enumerate(trace.requests):
+        before = next((ends[key] for key in reversed(request.keys[1:]) if key in ends), None)
+        if before is None:
+            session.append(number)
+        else:
+            session.append(session[before])
+            comes_back[before] = True
+        if request.keys:
+            ends[request.keys[-1]] = number
+    return [Place(one, not back) for one, back in zip(session, comes_back, strict=True)]
+
+
+def _with(change: Callable[[int, Request, Place], Request]) -> Callable[[Trace], Trace]:
+    def changed(trace: Trace) -> Trace:
+        places = sessions(trace)
+        requests = [
+            change(number, request, place)
+            for number, (request, place) in enumerate(zip(trace.requests, places, strict=True))
+        ]
+        return msgspec.structs.replace(trace, requests=requests)
+
+    return changed
+
+
+def _without(trace: Trace) -> Trace:
+    stripped = [r._replace(session="", final=False, priority=None, ttl=None) for r in trace.requests]
+    return msgspec.structs.replace(trace, requests=stripped)
+
+
+def _named(number: int, request: Request, place: Place) -> Request:
+    return request._replace(session=str(place.session))
+
+
+def _with_ends(number: int, request: Request, place: Place) -> Request:
+    return request._replace(session=str(place.session), final=place.is_last)
+
+
+def _with_priorities(number: int, request: Request, place: Place) -> Request:
+    return request._replace(session=str(place.session), priority=LOW if place.is_last else HIGH)
+
+
+def _true(number: int, request: Request, place: Place) -> Request:
+    return _with_priorities(number, _with_ends(number, request, place), place)
+
+
+def _false(number: int, request: Request, place: Place) -> Request:
+    """Sessions that end are said to go on and the other way round; every third request has values without sense."""
+    name = str(number % 7) if number % 2 else str(place.session)
+    priority = HIGH if place.is_last else LOW
+    if number % 3 == 0:
+        return request._replace(
+            session="\0" * 1000, final=not place.is_last, priority=WILD[number % len(WILD)], ttl=float("nan")
+        )
+    return request._replace(session=name, final=not place.is_last, priority=priority, ttl=1e300)
+
+
+KINDS: dict[str, Callable[[Trace], Trace]] = {
+    "given": lambda trace: trace,
+    "none": _without,
+    "sessions": _with(_named),
+    "ends": _with(_with_ends),
+    "priorities": _with(_with_priorities),
+    "true": _with(_true),
+    "false": _with(_false),
+}
