@@ -16,6 +16,7 @@ from kvbm.config.kinds import (
     Text,
 )
 from kvbm.config.load import ENVIRONMENT, EXTRA_CONFIG, load
+from kvbm.config.secret import read_secret
 from kvbm.config.setting import GROUPS, Setting
 from kvbm.config.table import (
     BACKEND_PREFIX,
@@ -48,6 +49,7 @@ __all__ = [
     "Switch",
     "Text",
     "load",
+    "read_secret",
     "require_tier",
     "slots_for",
 ]

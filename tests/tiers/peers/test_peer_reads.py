@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 
 import pytest
@@ -83,7 +82,8 @@ def test_a_neighbour_that_is_found_by_its_address_is_read_from_memory(member, wa
 def test_another_fingerprint_is_refused_with_a_sentence(member, caplog):
     reader = Reader([member.tcp], cache={**CACHE, "tensor_parallel": 2})
     operation = reader.read([1])
-    assert operation.bad == [0] and "fingerprint" in operation.reason
+    assert operation.bad == [0]
+    assert "fingerprint" in operation.reason
     assert refusals(reader.counts()) == {"fingerprint": 1}
     reader.close()
 

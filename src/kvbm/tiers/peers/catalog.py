@@ -24,6 +24,9 @@ class PeerCatalog(Catalog):
 
     size = MAX_KEYS
 
+    takes_hints = True
+    is_remote = True
+
     def __init__(self, lookup: Lookup, server: ServerProcess) -> None:
         self._lookup = lookup
         self._server = server
@@ -58,6 +61,9 @@ class PeerCatalog(Catalog):
                 self._keys.pop(next(each for each in self._keys if each not in self._pins))
         return place
 
+    def answer_seconds(self, key: Key) -> float | None:
+        return None if self._is_reset else self._lookup.answer_seconds(key)
+
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         places = []
         for key in keys[start:] if start else keys:
@@ -86,7 +92,7 @@ class PeerCatalog(Catalog):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         return None
 
     def commit(self, places: Sequence[int]) -> None:

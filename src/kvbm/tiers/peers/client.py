@@ -33,7 +33,9 @@ from kvbm.tiers.peers.wire import (
     Answer,
     Ask,
     Block,
+    Changes,
     Channel,
+    Filter,
     Lease,
     Leased,
     PeerError,
@@ -153,6 +155,14 @@ class Peer:
             if len(answer.found) != len(keys):
                 raise PeerError("malformed", "an answer of another length")
             return [bool(found) for found in answer.found]
+
+    def changes(self, epoch: int, number: int, seconds: float) -> bytes:
+        """What has changed in the peer's filter of keys since this change, as it comes. Raises PeerError."""
+        with self._link(seconds) as link:
+            link.close_files()  # nothing is read: a dead engine's memory must not be kept for this
+            link.channel.send(Changes(epoch, number))
+            answer: Filter = link.channel.receive(Filter)
+            return answer.update
 
     def read(
         self, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool]

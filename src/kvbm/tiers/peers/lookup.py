@@ -102,6 +102,13 @@ class Lookup:
                     return PENDING
         return None
 
+    def answer_seconds(self, key: Key) -> float | None:
+        """Seconds until a pending block counts as not found, at the latest; None for a block that is not pending."""
+        now = time.monotonic()
+        with self._lock:
+            left = [check.deadline - now for check in self._checks if now < check.deadline and key in check.waiting]
+        return max(left, default=None)
+
     def discard(self, keys: Sequence[Key]) -> None:
         with self._lock:
             for key in keys:

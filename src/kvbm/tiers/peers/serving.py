@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 
 from kvbm.core.keys import Key
@@ -25,8 +26,10 @@ from kvbm.tiers.peers.wire import (
     Answer,
     Ask,
     Block,
+    Changes,
     Channel,
     Dismiss,
+    Filter,
     Lease,
     Leased,
     PeerError,
@@ -137,12 +140,14 @@ class Serving:
         if channel.socket.family == socket.AF_UNIX:
             socket.send_fds(channel.socket, [b"\0"], list(self.files))
         while channel.wait(IDLE_SECONDS):
-            message = channel.receive(Ask, Lease, Read)
+            message = channel.receive(Ask, Lease, Read, Changes)
             if self.board.is_retired:
                 channel.send(Refused("withdrawn", "this engine's cache was reset: its blocks are of no other engine"))
                 return
             if isinstance(message, Ask):
                 self._answer(channel, message)
+            elif isinstance(message, Changes):
+                channel.send(Filter(self._changes_since(message)))
             elif isinstance(message, Lease):
                 channel.send(self._lease(self._rank(message.rank), split_keys(message.keys)))
             else:
@@ -173,6 +178,12 @@ class Serving:
     def _answer(self, channel: Channel, ask: Ask) -> None:
         self.count(QUESTIONS)
         channel.send(Answer(bytes(slot >= 0 for slot, _ in self._find(split_keys(ask.keys)))))
+
+    def _changes_since(self, changes: Changes) -> bytes:
+        with self._lock:
+            self._directory.refresh()
+            update = self._directory.filter.since(changes.epoch, changes.number)
+        return msgspec.msgpack.encode(update)
 
     def _hold(self, keys: list[Key]) -> list[tuple[int, int]]:
         """Lease the blocks, and look again: the engine may have evicted one just before."""

@@ -127,8 +127,20 @@ class Dismiss(msgspec.Struct, frozen=True, array_like=True, tag=True):
     any_engine: bool  # its memory is needed, whatever it holds
 
 
+class Changes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client has the server's filter of keys as of this change, see :class:`kvbm.core.key_filter.Update`."""
+
+    epoch: int
+    number: int
+
+
+class Filter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    update: bytes  # msgpack of an Update, or of nil when nothing has changed
+
+
 Message = (
     Hello | Challenge | Proof | Who | About | Ask | Answer | Lease | Leased | Read | Block | Refused | Dismiss
+    | Changes | Filter
 )  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
