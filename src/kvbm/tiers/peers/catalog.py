@@ -22,7 +22,7 @@ _END_SECONDS = 1.0
 class PeerCatalog(Catalog):
     """Its blocks are others' to keep: none is written here, none announced, and a pin keeps only its place."""
 
-    size = MAX_KEYS
+    size = 0  # the peers decide
 
     def __init__(self, lookup: Lookup, server: ServerProcess) -> None:
         self._lookup = lookup
@@ -149,7 +149,7 @@ class PeerCatalog(Catalog):
 
     @property
     def free(self) -> int:
-        return self.size
+        return 0
 
     @property
     def writing(self) -> int:

@@ -22,7 +22,7 @@ from kvbm.tiers.peers.client import Identity
 from kvbm.tiers.peers.finders import make_finder
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import Lookup
-from kvbm.tiers.peers.server import Setup, dismiss_orphans
+from kvbm.tiers.peers.server import SUFFIX, Setup, dismiss_orphans
 from kvbm.tiers.peers.sources import SourceTable
 from kvbm.tiers.peers.store import Opened, PeerStore
 from kvbm.tiers.peers.wire import VERSION, Who, digest
@@ -103,8 +103,8 @@ def _open_store(context: RankContext) -> Store | None:
 
 
 def _check_length(directory: Path) -> None:
-    if len(str(directory)) > _MAX_PATH - 40:
-        raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 40} characters")
+    if len(str(directory)) > _MAX_PATH - 22:
+        raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 22} characters")
 
 
 def _identity(config: Config, cache: Fingerprint, rank: int, generation: str = "") -> Identity:
@@ -146,4 +146,6 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
         orphan_seconds=config.peer_orphan_secs, bytes_per_second=config.peer_max_gbps * 1e9,
     )  # fmt: skip
     finder = make_finder(config, digest(context.cache), directory)
-    return PeerCatalog(Lookup(finder, me, tables, config.peer_lookup_secs), ServerProcess(setup, slabs, finder))
+    own = [config.peer_listen, f"unix:{directory / (generation + SUFFIX)}"]
+    lookup = Lookup(finder, me, tables, config.peer_lookup_secs, own)
+    return PeerCatalog(lookup, ServerProcess(setup, slabs, finder))

@@ -36,6 +36,7 @@ MAX_CONNECTIONS = 256
 MAX_STRANGERS = 16  # connections that have not proved the secret yet
 HANDSHAKE_SECONDS = 2.0
 SUFFIX = ".sock"
+LOG_SUFFIX = ".log"
 _TAKEOVER_SECONDS = 5.0
 _CREDENTIALS = struct.Struct("3i")
 
@@ -120,6 +121,9 @@ class Server:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+            if self._is_orphan:  # else the engine reads it
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path.removesuffix(SUFFIX) + LOG_SUFFIX)
 
     def _follow_engine(self, control: socket.socket) -> None:
         """Until there is no reason to serve any more."""
