@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvbm.core.cost import CostModel
 from kvbm.observe.requests import RequestLog
-from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, SourceFlow, TierState
 from kvbm.plans import LoadPlan, TierName
 from kvbm.runtime.leader import Leader
 
@@ -65,6 +65,7 @@ class LeaderSource:
             record_dropped=log.record.dropped,
             hints=dict(counts.hints),
             requests=log.latest(requests),
+            sources=_sources(leader),
         )
 
     def _tiers(self, leader: Leader) -> list[TierState]:
@@ -144,6 +145,17 @@ class LeaderSource:
                 )
             )
         return flows
+
+
+def _sources(leader: Leader) -> list[SourceFlow]:
+    return [
+        SourceFlow(
+            tier=tier, source=state.source, path=state.path, blocks=state.blocks, bytes=state.bytes,
+            bytes_per_second=state.bytes_per_second, refused=state.refused, suspended=state.is_suspended,
+        )
+        for tier, catalog in leader.manager.catalogs.items()
+        for state in catalog.sources()
+    ]  # fmt: skip
 
 
 def _refused(leader: Leader) -> dict[str, int]:

@@ -6,23 +6,9 @@ import ctypes
 import time
 
 import pytest
-from peer_member import CACHE, Member, Reader, content, key
+from peer_member import CACHE, Reader, content, key
 
 from kvbm.tiers.peers.sources import BLOCKS, refusals
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    directory = tmp_path / "peers"
-    directory.mkdir(mode=0o700)
-    return directory
-
-
-@pytest.fixture
-def member(run_dir):
-    member = Member(run_dir)
-    yield member
-    member.close()
 
 
 WAYS = ["unix", "tcp"]

@@ -22,7 +22,7 @@ _END_SECONDS = 1.0
 class PeerCatalog(Catalog):
     """Its blocks are others' to keep: none is written here, none announced, and a pin keeps only its place."""
 
-    size = MAX_KEYS
+    size = 0  # the peers decide
 
     takes_hints = True
     is_remote = True
@@ -155,7 +155,7 @@ class PeerCatalog(Catalog):
 
     @property
     def free(self) -> int:
-        return self.size
+        return 0
 
     @property
     def writing(self) -> int:

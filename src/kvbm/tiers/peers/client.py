@@ -252,7 +252,9 @@ class Peer:
         """A connection for one conversation. It is closed after any error: what comes later must reach nothing."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
-        if link is not None and (link.channel.wait(0) or (link.is_local and self._neighbour is None)):
+        if link is not None and (
+            link.channel.wait(0) or (link.is_local and self._me.rank >= 0 and not self._neighbour)
+        ):
             link.close()  # closed by the peer
             link = None
         if link is None:

@@ -19,6 +19,7 @@ from kvbm.tiers.host.slab import available_memory
 from kvbm.tiers.peers.catalog import PeerCatalog
 from kvbm.tiers.peers.client import Identity
 from kvbm.tiers.peers.finders import make_finder
+from kvbm.tiers.peers.finding.member_lists import SUFFIX
 from kvbm.tiers.peers.finding.registration import registry_of
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import Lookup
@@ -81,8 +82,8 @@ def _open_store(context: RankContext) -> Store | None:
 
 
 def _check_length(directory: Path) -> None:
-    if len(str(directory)) > _MAX_PATH - 40:
-        raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 40} characters")
+    if len(str(directory)) > _MAX_PATH - 22:
+        raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 22} characters")
 
 
 def _identity(config: Config, cache: Fingerprint, rank: int, generation: str = "") -> Identity:
@@ -126,4 +127,6 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
         orphan_seconds=config.peer_orphan_secs, bytes_per_second=config.peer_max_gbps * 1e9,
     )  # fmt: skip
     finder = make_finder(config, me, directory)
-    return PeerCatalog(Lookup(finder, me, tables, config.peer_lookup_secs), ServerProcess(setup, slabs, finder))
+    own = [config.peer_advertise or config.peer_listen, f"unix:{directory / (generation + SUFFIX)}"]
+    lookup = Lookup(finder, me, tables, config.peer_lookup_secs, own)
+    return PeerCatalog(lookup, ServerProcess(setup, slabs, finder))

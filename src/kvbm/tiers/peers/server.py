@@ -38,6 +38,7 @@ logger = logging.getLogger("kvbm.peers")
 MAX_CONNECTIONS = 256
 MAX_STRANGERS = 16  # connections that have not proved the secret yet
 HANDSHAKE_SECONDS = 2.0
+LOG_SUFFIX = ".log"
 _TAKEOVER_SECONDS = 5.0
 _CREDENTIALS = struct.Struct("3i")
 
@@ -131,6 +132,9 @@ class Server:
                 registration.close()
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+            if self._is_orphan:  # else the engine reads it
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path.removesuffix(SUFFIX) + LOG_SUFFIX)
 
     def _follow_engine(self, control: socket.socket) -> None:
         """Until there is no reason to serve any more."""
