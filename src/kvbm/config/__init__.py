@@ -16,7 +16,6 @@ from kvbm.config.kinds import (
     Text,
 )
 from kvbm.config.load import ENVIRONMENT, EXTRA_CONFIG, load
-from kvbm.config.secret import read_secret
 from kvbm.config.setting import GROUPS, Setting
 from kvbm.config.table import (
     BACKEND_PREFIX,
@@ -49,7 +48,6 @@ __all__ = [
     "Switch",
     "Text",
     "load",
-    "read_secret",
     "require_tier",
     "slots_for",
 ]

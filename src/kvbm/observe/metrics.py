@@ -152,6 +152,15 @@ _CUSTOMARY = (
            "questions that it did not answer, by kind",
            lambda s: [((each.tier, each.source, kind), number) for each in s.sources
                       for kind, number in each.refused.items()], (*_SOURCE, "kind")),
+    Metric("kvbm_served_blocks_total", "counter", "Blocks that other engines have read from this one; a block counts "
+           "once for each rank that read it", lambda s: [((each.tier,), each.blocks) for each in s.served], ("tier",)),
+    Metric("kvbm_served_bytes_total", "counter", "Bytes that other engines have read from this one",
+           lambda s: [((each.tier,), each.bytes) for each in s.served], ("tier",)),
+    Metric("kvbm_served_questions_total", "counter", "Questions of other engines which blocks are here",
+           lambda s: [((each.tier,), each.questions) for each in s.served], ("tier",)),
+    Metric("kvbm_served_refused_total", "counter", "Connections and reads of other engines that were refused, by kind",
+           lambda s: [((each.tier, kind), number) for each in s.served for kind, number in each.refused.items()],
+           ("tier", "kind")),
     Metric("kvbm_record_dropped_total", "counter", "Lines that the record of decisions dropped",
            _one(lambda s: s.record_dropped)),
     Metric("kvbm_start_time_seconds", "gauge", "When KVBM started, in Unix time", _one(lambda s: s.started)),

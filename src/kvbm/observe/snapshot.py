@@ -145,6 +145,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     saved_seconds: float | None = None
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What other engines have read from this one through a tier. Bytes are summed over all ranks."""
+
+    tier: str
+    blocks: int = 0
+    bytes: int = 0
+    questions: int = 0
+    refused: dict[str, int] = {}  # connections and reads, by kind
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix time
     started: float
@@ -167,6 +177,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[Request] = []  # the latest, newest first
     findings: list[Finding] = []
     sources: list[SourceFlow] = []
+    served: list[Served] = []
     format: int = FORMAT
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvbm.core.cost import CostModel
 from kvbm.observe.requests import RequestLog
-from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, SourceFlow, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Identity, Served, Snapshot, SourceFlow, TierState
 from kvbm.plans import LoadPlan, TierName
 from kvbm.runtime.leader import Leader
 
@@ -66,6 +66,7 @@ class LeaderSource:
             hints=dict(counts.hints),
             requests=log.latest(requests),
             sources=_sources(leader),
+            served=_served(leader),
         )
 
     def _tiers(self, leader: Leader) -> list[TierState]:
@@ -156,6 +157,14 @@ def _sources(leader: Leader) -> list[SourceFlow]:
         for tier, catalog in leader.manager.catalogs.items()
         for state in catalog.sources()
     ]  # fmt: skip
+
+
+def _served(leader: Leader) -> list[Served]:
+    return [
+        Served(tier=tier, blocks=state.blocks, bytes=state.bytes, questions=state.questions, refused=state.refused)
+        for tier, catalog in leader.manager.catalogs.items()
+        if (state := catalog.served()) is not None
+    ]
 
 
 def _refused(leader: Leader) -> dict[str, int]:

@@ -10,7 +10,6 @@ from peer_member import CACHE, Reader, content, key
 
 from kvbm.tiers.peers.sources import BLOCKS, refusals
 
-
 WAYS = ["unix", "tcp"]
 
 

@@ -7,11 +7,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog, Hint, SourceState
+from kvbm.core.catalog import PENDING, Catalog, Hint, ServedState, SourceState
 from kvbm.core.keys import Key
 from kvbm.core.pool import Pool
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import MAX_KEYS, Lookup
+from kvbm.tiers.peers.serving import served
 
 logger = logging.getLogger("kvbm")
 
@@ -44,6 +45,9 @@ class PeerCatalog(Catalog):
 
     def sources(self) -> Sequence[SourceState]:
         return self._lookup.states()
+
+    def served(self) -> ServedState:
+        return served(self._server.board)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbm.config import Config, read_secret
+from kvbm.config import Config
 from kvbm.core.catalog import Catalog
 from kvbm.tiers import peers
 from kvbm.tiers.base import Fingerprint, LeaderContext, RankContext, Store
@@ -27,6 +27,7 @@ from kvbm.tiers.peers.server import Setup, dismiss_orphans
 from kvbm.tiers.peers.sources import SourceTable
 from kvbm.tiers.peers.store import Opened, PeerStore
 from kvbm.tiers.peers.wire import VERSION, Who
+from kvbm.tiers.secret import read_secret
 
 logger = logging.getLogger("kvbm")
 

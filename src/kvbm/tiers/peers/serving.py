@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+from kvbm.core.catalog import ServedState
 from kvbm.core.keys import Key
 from kvbm.tiers.peers.board import Board, Directory
 from kvbm.tiers.peers.checksum import checksum
@@ -48,6 +49,13 @@ MAX_ENCRYPTING = 2  # blocks at a time
 BLOCKS, BYTES, QUESTIONS, CONNECTIONS = range(4)
 KINDS = ("secret", "fingerprint", "version", "malformed", "damaged", "late", "gone", "withdrawn", "user", "busy")
 _FIRST_KIND = 8
+
+
+def served(board: Board) -> ServedState:
+    """What the server has counted, as its engine sees it."""
+    words = [int(word) for word in board.counters]
+    refused = {kind: words[_FIRST_KIND + n] for n, kind in enumerate(KINDS) if words[_FIRST_KIND + n]}
+    return ServedState(words[BLOCKS], words[BYTES], words[QUESTIONS], refused)
 
 
 class FairTurns:

@@ -1,9 +1,11 @@
 """The secret that the machines of a deployment share."""
 
+from __future__ import annotations
+
 import os
 import stat
 
-from kvbm.config.table import Config
+from kvbm.config import Config
 
 _MIN_SECRET = 16
 
