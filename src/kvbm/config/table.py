@@ -281,7 +281,8 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "DYN_KVBM_LEADER_ZMQ_HOST", LEADER, Host(example="127.0.0.1"),
         "Address on which the leader listens and to which the workers connect. For a loopback address they use Unix "
         "sockets in `$TMPDIR/kvbm-<uid>` (by default in `/tmp`), which other users cannot open. For any other address "
-        "they use TCP ports without authentication, open to that network.",
+        "they use TCP ports, which KVBM_PEER_SECRET_FILE authenticates and encrypts; without a secret they are open to "
+        "that network.",
     )] = "127.0.0.1"
     leader_zmq_pub_port: Annotated[int, Setting(
         "DYN_KVBM_LEADER_ZMQ_PUB_PORT", LEADER, _port(56001),

@@ -35,6 +35,15 @@ class SourceState(NamedTuple):
     is_suspended: bool = False
 
 
+class ServedState(NamedTuple):
+    """What other engines have read from this one through a tier, summed over the ranks."""
+
+    blocks: int
+    bytes: int
+    questions: int  # which of these blocks are there?
+    refused: dict[str, int]  # connections and reads, by kind
+
+
 class Journal(Protocol):
     """A persistent record of the blocks in a catalog, for the next engine. Every call returns at once."""
 
@@ -88,6 +97,10 @@ class Catalog(ABC):
     def sources(self) -> Sequence[SourceState]:
         """Of a tier that reads from several places: each of them. Called from any thread."""
         return ()
+
+    def served(self) -> ServedState | None:
+        """Of a tier through which other engines read from this one. Called from any thread."""
+        return None
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

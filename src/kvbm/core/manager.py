@@ -176,8 +176,8 @@ class BlockManager:
         return Match(start, runs, pending, wanted, self._changes())
 
     def expect(self, keys: Sequence[Key], start: int, limit: int, hint: Hint | None = None) -> None:
-        """A request with this prefix has come, and the engine has its first ``start`` blocks. Remote tiers begin to look
-        for what the near tier lacks, up to block ``limit``. The lookup comes later."""
+        """A request with this prefix has come, and the engine has its first ``start`` blocks. Remote tiers begin to
+        look for what the near tier lacks, up to block ``limit``. The lookup comes later."""
         wanted = keys[:limit]
         at = start + len(self.near.match(wanted, start))
         if at < len(wanted) and not self.near.is_writing(wanted[at]):

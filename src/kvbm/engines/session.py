@@ -173,7 +173,7 @@ class Session:
         log, pending = self.observer.log, config.max_pending_offloads
         leader = Leader(manager, len(hellos), pending, sizes, self.cost, log, self.kept_bytes)
         connect(config, hellos, leader, self.cost, clock)
-        for catalog in manager.catalogs.values():
+        for catalog in manager.catalogs.values() if config.load == "auto" else ():
             catalog.break_even = lambda: self.block_bytes * self.cost.prefill_tokens_per_second / self.block_size
         self.leader, self.counts = leader, leader.counts
         return leader

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvbm.core.cost import CostModel
 from kvbm.observe.requests import RequestLog
-from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Identity, Served, Snapshot, SourceFlow, TierState
 from kvbm.plans import LoadPlan, TierName
 from kvbm.runtime.leader import Leader
 
@@ -65,6 +65,8 @@ class LeaderSource:
             record_dropped=log.record.dropped,
             hints=dict(counts.hints),
             requests=log.latest(requests),
+            sources=_sources(leader),
+            served=_served(leader),
         )
 
     def _tiers(self, leader: Leader) -> list[TierState]:
@@ -158,6 +160,25 @@ class LeaderSource:
                 )
             )
         return flows
+
+
+def _sources(leader: Leader) -> list[SourceFlow]:
+    return [
+        SourceFlow(
+            tier=tier, source=state.source, path=state.path, blocks=state.blocks, bytes=state.bytes,
+            bytes_per_second=state.bytes_per_second, refused=state.refused, suspended=state.is_suspended,
+        )
+        for tier, catalog in leader.manager.catalogs.items()
+        for state in catalog.sources()
+    ]  # fmt: skip
+
+
+def _served(leader: Leader) -> list[Served]:
+    return [
+        Served(tier=tier, blocks=state.blocks, bytes=state.bytes, questions=state.questions, refused=state.refused)
+        for tier, catalog in leader.manager.catalogs.items()
+        if (state := catalog.served()) is not None
+    ]
 
 
 def _refused(leader: Leader) -> dict[str, int]:

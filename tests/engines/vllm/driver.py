@@ -221,6 +221,23 @@ class Scenario:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait_for(self, path: str, seconds: float = 120) -> None:
+        """Another engine has come so far (:meth:`tell`)."""
+        deadline = time.monotonic() + seconds
+        while not os.path.exists(path):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {path} after {seconds} s")
+            time.sleep(0.01)
+
+    def tell(self, path: str) -> None:
+        Path(path).touch()
+
+    def sources(self) -> list:
+        """Of tiers that read from several places: [source, path, blocks, bytes, refusals] of each."""
+        catalogs = self.adapter.leader.manager.catalogs.values()
+        states = [state for catalog in catalogs for state in catalog.sources()]
+        return [[each.source, each.path, each.blocks, each.bytes, each.refused] for each in states]
+
     def kill(self) -> None:
         """The end of this process as kill -9 makes it: nobody tidies up, and no result is written."""
         os.kill(os.getpid(), signal.SIGKILL)
@@ -353,6 +370,7 @@ class Scenario:
             "failed_store_blocks": leader.counts.failed_store_blocks,
             "tainted_store_blocks": leader.counts.tainted_store_blocks,
             "onboarded": sum(leader.counts.onboarded_blocks.values()),
+            "onboarded_from": dict(leader.counts.onboarded_blocks),
             "offloaded": leader.counts.offloaded_blocks,
             "from_disk": leader.counts.onboarded_blocks.get(disk.TIER.name, 0),
             "missed_load_blocks": leader.counts.missed_load_blocks,

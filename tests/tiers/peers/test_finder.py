@@ -12,7 +12,7 @@ import pytest
 from kvbm.core.key_filter import KeyFilter
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.finder import FleetFinder
-from kvbm.tiers.peers.finding.member_lists import AddressList, FileList, card_name, parse_addresses
+from kvbm.tiers.peers.finding.member_lists import AddressList, FileList, NeighbourList, card_name, parse_addresses
 
 PROMPT = [hashlib.sha256(str(i).encode()).digest() for i in range(50)]
 
@@ -28,8 +28,7 @@ class Servers:
     """Answers for any member; some hang until the test ends."""
 
     def __init__(self) -> None:
-        self.filter = KeyFilter(100, epoch=5)
-        self.filter.add(PROMPT)
+        self.filters: dict[str, KeyFilter] = {}
         self.hanging: set[str] = set()
         self.refusing: set[str] = set()
         self.over = threading.Event()
@@ -39,7 +38,10 @@ class Servers:
             self.over.wait(60)
         if source.address in self.refusing:
             raise ConnectionRefusedError(source.address)
-        return msgspec.msgpack.encode(self.filter.since(epoch, number))
+        if source.address not in self.filters:
+            made = self.filters[source.address] = KeyFilter(100, epoch=5 + len(self.filters))
+            made.add(PROMPT)
+        return msgspec.msgpack.encode(self.filters[source.address].since(epoch, number))
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def servers():
 
 
 @pytest.fixture
-def finders():
+def finders(monkeypatch):
+    for each in (AddressList, FileList, NeighbourList):
+        monkeypatch.setattr(each, "seconds", 0.02)
     made: list[FleetFinder] = []
     yield made
     for finder in made:
@@ -64,7 +68,7 @@ def asked(finder: FleetFinder) -> set[str]:
 def test_members_of_a_file_come_and_go_and_a_broken_file_changes_nothing(tmp_path, servers, finders, caplog):
     path = tmp_path / "peers"
     path.write_text("127.0.0.2:1, 127.0.0.3:1  # two of them\n")
-    finder = FleetFinder([FileList(path)], "f", servers.ask, refresh=0.02)
+    finder = FleetFinder([FileList(path)], "f", servers.ask)
     finders.append(finder)
     wait_for(lambda: asked(finder) == {"127.0.0.2:1", "127.0.0.3:1"})
     path.write_text("127.0.0.3:1\n127.0.0.4:1\n")
@@ -81,18 +85,31 @@ def test_members_of_a_file_come_and_go_and_a_broken_file_changes_nothing(tmp_pat
 def test_members_that_hang_or_refuse_do_not_delay_the_others(servers, finders):
     servers.hanging = {"127.0.0.2:1", "127.0.0.3:1"}
     servers.refusing = {"127.0.0.4:1"}
-    finder = FleetFinder([AddressList([f"127.0.0.{n}:1" for n in range(2, 7)])], "f", servers.ask)
+    finder = FleetFinder([AddressList([f"127.0.0.{n}:1" for n in range(2, 9)])], "f", servers.ask)
     finders.append(finder)
-    wait_for(lambda: asked(finder) == {"127.0.0.5:1", "127.0.0.6:1"})
+    wait_for(lambda: asked(finder) == {f"127.0.0.{n}:1" for n in range(5, 9)})
+    assert [source.address for source in finder.fleet.silent()] == ["127.0.0.4:1"]
     servers.refusing.clear()
-    wait_for(lambda: "127.0.0.4:1" in asked(finder))
+    wait_for(lambda: not finder.fleet.silent())
 
 
 def test_this_engine_is_not_a_member_under_any_of_its_names(servers, finders):
-    finder = FleetFinder([AddressList(["127.0.0.1:7", "localhost:7", "127.0.0.1:8"])], "f", servers.ask, refresh=0.02)
+    finder = FleetFinder([AddressList(["127.0.0.1:7", "localhost:7", "127.0.0.1:8"])], "f", servers.ask)
     finders.append(finder)
     finder.announce(Source("127.0.0.9:7", "me"), PROMPT)
     wait_for(lambda: asked(finder) == {"127.0.0.1:8"})
+
+
+def test_neighbours_are_the_sockets_in_the_directory_but_not_our_own(tmp_path, servers, finders):
+    for name in ("a1", "b2", "mine"):
+        (tmp_path / f"{name}.sock").touch()
+    (tmp_path / "a1.log").touch()
+    finder = FleetFinder([NeighbourList(tmp_path, "here")], "f", servers.ask)
+    finders.append(finder)
+    finder.announce(Source("10.0.0.1:7", "me", "here", "f", "mine"), PROMPT)
+    wait_for(lambda: {source.generation for source in finder.members()} == {"a1", "b2"})
+    (tmp_path / "a1.sock").unlink()
+    wait_for(lambda: {source.generation for source in finder.members()} == {"b2"})
 
 
 def test_a_name_stands_for_all_its_addresses(monkeypatch):

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 
 import pytest
-from peer_member import CACHE, Member, Reader, content, key
+from peer_member import CACHE, Reader, content, key
 
 from kvbm.tiers.peers.sources import BLOCKS, refusals
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    directory = tmp_path / "peers"
-    directory.mkdir(mode=0o700)
-    return directory
-
-
-@pytest.fixture
-def member(run_dir):
-    member = Member(run_dir)
-    yield member
-    member.close()
-
 
 WAYS = ["unix", "tcp"]
 
@@ -83,7 +67,8 @@ def test_a_neighbour_that_is_found_by_its_address_is_read_from_memory(member, wa
 def test_another_fingerprint_is_refused_with_a_sentence(member, caplog):
     reader = Reader([member.tcp], cache={**CACHE, "tensor_parallel": 2})
     operation = reader.read([1])
-    assert operation.bad == [0] and "fingerprint" in operation.reason
+    assert operation.bad == [0]
+    assert "fingerprint" in operation.reason
     assert refusals(reader.counts()) == {"fingerprint": 1}
     reader.close()
 

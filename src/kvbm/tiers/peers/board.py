@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvbm.core.key_filter import KeyFilter
 from kvbm.core.keys import KEY_BYTES, Key
 from kvbm.tiers.host.shared import SharedMemory
 
@@ -111,7 +112,8 @@ class Board:
 
 
 class Directory:
-    """Key -> slot of a board, for its server. Looks for changes when it is asked, and compares one word a slot."""
+    """Key -> slot of a board, and the filter of the keys, for its server. Looks for changes when it is asked, and
+    compares one word a slot."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -119,6 +121,7 @@ class Directory:
         self._seen = np.zeros(board.slots, np.uint64)
         self._slots: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
+        self.filter = KeyFilter(board.slots, epoch=1 + int.from_bytes(os.urandom(7), "big"))
 
     def find(self, keys: Sequence[Key]) -> list[tuple[int, int]]:
         """(slot, generation) of each; (-1, 0) of those that are not there."""
@@ -138,10 +141,12 @@ class Directory:
         self._changes = changes
         now = self._board.generations.copy()
         changed = np.flatnonzero(now != self._seen)
+        gone = []
         for slot in changed.tolist():
             key = self._keys.pop(slot, None)
             if key is not None and self._slots.get(key) == slot:
                 del self._slots[key]
+                gone.append(key)
         held = changed[now[changed] & np.uint64(1) == 1]
         keys = self._board.keys[held].copy()
         # A slot that changes meanwhile is seen with the next question.
@@ -150,9 +155,15 @@ class Directory:
         self._seen[held[~is_same]] = 0
         if not is_same.all():
             self._changes = -1
+        come: dict[Key, None] = {}
         for slot, key in zip(held[is_same].tolist(), map(bytes, keys[is_same]), strict=True):
+            if key not in self._slots:
+                come[key] = None
             self._slots[key] = slot
             self._keys[slot] = key
+        moved = come.keys() & gone  # to another slot
+        self.filter.remove([key for key in gone if key not in moved])
+        self.filter.add([key for key in come if key not in moved])
 
     def __len__(self) -> int:
         self.refresh()

@@ -7,11 +7,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog, Hint, SourceState
+from kvbm.core.catalog import PENDING, Catalog, Hint, ServedState, SourceState
 from kvbm.core.keys import Key
 from kvbm.core.pool import Pool
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import MAX_KEYS, Lookup
+from kvbm.tiers.peers.serving import served
 
 logger = logging.getLogger("kvbm")
 
@@ -22,7 +23,10 @@ _END_SECONDS = 1.0
 class PeerCatalog(Catalog):
     """Its blocks are others' to keep: none is written here, none announced, and a pin keeps only its place."""
 
-    size = MAX_KEYS
+    size = 0  # the peers decide
+
+    takes_hints = True
+    is_remote = True
 
     def __init__(self, lookup: Lookup, server: ServerProcess) -> None:
         self._lookup = lookup
@@ -42,6 +46,9 @@ class PeerCatalog(Catalog):
     def sources(self) -> Sequence[SourceState]:
         return self._lookup.states()
 
+    def served(self) -> ServedState:
+        return served(self._server.board)
+
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
@@ -57,6 +64,9 @@ class PeerCatalog(Catalog):
             while len(self._keys) > 2 * MAX_KEYS:
                 self._keys.pop(next(each for each in self._keys if each not in self._pins))
         return place
+
+    def answer_seconds(self, key: Key) -> float | None:
+        return None if self._is_reset else self._lookup.answer_seconds(key)
 
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         places = []
@@ -86,7 +96,7 @@ class PeerCatalog(Catalog):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[Key]) -> list[int] | None:
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         return None
 
     def commit(self, places: Sequence[int]) -> None:
@@ -149,7 +159,7 @@ class PeerCatalog(Catalog):
 
     @property
     def free(self) -> int:
-        return self.size
+        return 0
 
     @property
     def writing(self) -> int:

@@ -33,7 +33,9 @@ from kvbm.tiers.peers.wire import (
     Answer,
     Ask,
     Block,
+    Changes,
     Channel,
+    Filter,
     Lease,
     Leased,
     PeerError,
@@ -154,6 +156,14 @@ class Peer:
                 raise PeerError("malformed", "an answer of another length")
             return [bool(found) for found in answer.found]
 
+    def changes(self, epoch: int, number: int, seconds: float) -> bytes:
+        """What has changed in the peer's filter of keys since this change, as it comes. Raises PeerError."""
+        with self._link(seconds) as link:
+            link.close_files()  # nothing is read: a dead engine's memory must not be kept for this
+            link.channel.send(Changes(epoch, number))
+            answer: Filter = link.channel.receive(Filter)
+            return answer.update
+
     def read(
         self, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool]
     ) -> list[tuple[int, str]]:
@@ -242,7 +252,9 @@ class Peer:
         """A connection for one conversation. It is closed after any error: what comes later must reach nothing."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
-        if link is not None and (link.channel.wait(0) or (link.is_local and self._neighbour is None)):
+        if link is not None and (
+            link.channel.wait(0) or (link.is_local and self._me.rank >= 0 and not self._neighbour)
+        ):
             link.close()  # closed by the peer
             link = None
         if link is None:

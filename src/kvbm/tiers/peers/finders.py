@@ -1,53 +1,62 @@
-"""Finders: a list in the settings, and the engines of this user on this machine."""
+"""The finder of an engine, from its settings: neighbours, addresses, files and etcd."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
+import threading
 from pathlib import Path
 
 from kvbm.config import Config
-from kvbm.core.catalog import Hint
-from kvbm.core.keys import Key
-from kvbm.tiers.peers.client import UNIX
-from kvbm.tiers.peers.finder import MAX_CANDIDATES, Finder, Source
-from kvbm.tiers.peers.server import SUFFIX
-
-_LOOK_SECONDS = 1.0
-
-
-class StaticFinder:
-    """Neighbours first, then the list. A hint comes before both: the address that it names must prove the secret."""
-
-    def __init__(self, addresses: Sequence[str], directory: Path) -> None:
-        self._listed = [Source(address) for address in addresses]
-        self._directory = directory
-        self._own: Source | None = None
-        self._neighbours: list[Source] = []
-        self._looked_at = 0.0
-
-    def candidates(self, keys: Sequence[Key], start: int, hint: Hint | None) -> Sequence[Source]:
-        hinted = [Source(hint.address)] if hint is not None else []
-        return list(dict.fromkeys([*hinted, *self.members()]))[:MAX_CANDIDATES]
-
-    def members(self) -> Sequence[Source]:
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
-            self._looked_at = time.monotonic()
-            paths = sorted(self._directory.glob("*" + SUFFIX))
-            own = "" if self._own is None else self._own.generation + SUFFIX
-            self._neighbours = [Source(UNIX + str(path)) for path in paths if path.name != own]
-        return [*self._neighbours, *self._listed]
-
-    def announce(self, own: Source, held: Collection[Key]) -> None:
-        self._own = own
-        self._listed = [source for source in self._listed if source.address != own.address]
-        self._looked_at = 0.0
-
-    def close(self) -> None:
-        return
+from kvbm.tiers.peers.client import Identity, Peer
+from kvbm.tiers.peers.finder import Source
+from kvbm.tiers.peers.finding.finder import FleetFinder
+from kvbm.tiers.peers.finding.member_lists import (
+    ETCD,
+    FILE,
+    AddressList,
+    EtcdList,
+    FileList,
+    MemberList,
+    NeighbourList,
+)
 
 
-def make_finder(config: Config, fingerprint: str, directory: Path) -> Finder:
-    """``fingerprint``: the digest of this engine's cache. ``directory``: of the Unix sockets of this machine."""
-    addresses = [address.strip() for address in config.peers.split(",") if address.strip()]
-    return StaticFinder(addresses, directory)
+class FilterClient:
+    """Asks members for the changes of their filters. Keeps a connection to each."""
+
+    def __init__(self, me: Identity) -> None:
+        self._me = me
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, source: Source, epoch: int, number: int) -> bytes:
+        """Raises PeerError."""
+        with self._lock:
+            peer = self._peers.get(source.address)
+            if peer is None:
+                peer = self._peers[source.address] = Peer(source, self._me)
+        try:
+            return peer.changes(epoch, number, self._me.seconds)
+        except BaseException:
+            with self._lock:
+                self._peers.pop(source.address, None)
+            peer.close()
+            raise
+
+
+def make_finder(config: Config, me: Identity, directory: Path) -> FleetFinder:
+    """``directory``: of the Unix sockets of this machine."""
+    return FleetFinder(member_lists(config, me, directory), me.fingerprint, FilterClient(me).ask)
+
+
+def member_lists(config: Config, me: Identity, directory: Path) -> list[MemberList]:
+    """Everything that KVBM_PEERS names, and the neighbours."""
+    lists: list[MemberList] = [NeighbourList(directory, me.machine)]
+    addresses = []
+    for word in config.peers.replace(",", " ").split():
+        if word == ETCD:
+            lists.append(EtcdList(config.etcd_endpoints, config.dynamo_namespace, me.fingerprint))
+        elif word.startswith(FILE):
+            lists.append(FileList(Path(word.removeprefix(FILE))))
+        else:
+            addresses.append(word)
+    return [*lists, AddressList(addresses)] if addresses else lists

@@ -19,7 +19,7 @@ from kvbm.forks import close_in_children
 from kvbm.tiers.host.shared import SharedMemory
 from kvbm.tiers.peers.board import Board
 from kvbm.tiers.peers.finder import Finder, Source
-from kvbm.tiers.peers.server import Ready, Setup
+from kvbm.tiers.peers.server import LOG_SUFFIX, Ready, Setup
 from kvbm.tiers.peers.wire import digest
 
 logger = logging.getLogger("kvbm")
@@ -36,7 +36,7 @@ class ServerProcess:
         self._setup = setup
         self._slabs = slabs
         self._finder = finder
-        self._log = Path(setup.directory) / f"{setup.generation}.log"
+        self._log = Path(setup.directory) / (setup.generation + LOG_SUFFIX)
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()

@@ -32,7 +32,7 @@ MAX_KEYS = 1 << 18
 MAX_ASKED = 1 << 15  # keys in one question
 MAX_CHECKS = 64
 _MAX_RECENT = 1024
-_THREADS = 4
+_THREADS = 8
 
 
 class _Known:
@@ -58,10 +58,18 @@ class _Check:
 
 
 class Lookup:
-    """``tables``: of each rank. The leader's thread calls :meth:`expect`, :meth:`find` and :meth:`discard`."""
+    """``tables``: of each rank. ``own``: addresses of this engine. The leader's thread calls :meth:`expect`, :meth:`find` and :meth:`discard`."""
 
-    def __init__(self, finder: Finder, me: Identity, tables: Sequence[SourceTable], lookup_seconds: float) -> None:
+    def __init__(
+        self,
+        finder: Finder,
+        me: Identity,
+        tables: Sequence[SourceTable],
+        lookup_seconds: float,
+        own: Sequence[str] = (),
+    ) -> None:
         self._finder = finder
+        self._own = frozenset(own)
         self._me = me
         self._tables = tables
         self._lookup_seconds = lookup_seconds
@@ -101,6 +109,13 @@ class Lookup:
                 if now < check.deadline and key in check.waiting:
                     return PENDING
         return None
+
+    def answer_seconds(self, key: Key) -> float | None:
+        """Seconds until a pending block counts as not found, at the latest; None for a block that is not pending."""
+        now = time.monotonic()
+        with self._lock:
+            left = [check.deadline - now for check in self._checks if now < check.deadline and key in check.waiting]
+        return max(left, default=None)
 
     def discard(self, keys: Sequence[Key]) -> None:
         with self._lock:
@@ -179,7 +194,7 @@ class Lookup:
 
     def _enter(self, source: Source) -> _Known | None:
         """The source by its number: one that was not used for long makes room for a new one."""
-        if source.fingerprint and source.fingerprint != self._me.fingerprint:
+        if source.address in self._own or source.fingerprint not in ("", self._me.fingerprint):
             return None
         with self._lock:
             known = self._known.get(source.address)

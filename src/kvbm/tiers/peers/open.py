@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from pathlib import Path
 
 import msgspec
@@ -20,42 +19,23 @@ from kvbm.tiers.host.slab import available_memory
 from kvbm.tiers.peers.catalog import PeerCatalog
 from kvbm.tiers.peers.client import Identity
 from kvbm.tiers.peers.finders import make_finder
+from kvbm.tiers.peers.finding.member_lists import SUFFIX
+from kvbm.tiers.peers.finding.registration import registry_of
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import Lookup
 from kvbm.tiers.peers.server import Setup, dismiss_orphans
 from kvbm.tiers.peers.sources import SourceTable
 from kvbm.tiers.peers.store import Opened, PeerStore
-from kvbm.tiers.peers.wire import VERSION, Who, digest
+from kvbm.tiers.peers.wire import VERSION, Who
+from kvbm.tiers.secret import read_secret
 
 logger = logging.getLogger("kvbm")
 
-_MIN_SECRET = 16
 _MAX_PATH = 107  # of a Unix socket
 
 
 def peer_directory(config: Config) -> Path:
     return config.peer_dir or Path(os.environ.get("TMPDIR") or "/tmp") / f"kvbm-{os.geteuid()}" / "peers"
-
-
-def read_secret(config: Config) -> str:
-    """Empty where none is set. Raises ValueError with the setting and what to do."""
-    path = config.peer_secret_file
-    if path is None:
-        return config.peer_secret
-    if config.peer_secret:
-        raise ValueError("KVBM_PEER_SECRET and KVBM_PEER_SECRET_FILE are both set. Set one of them")
-    try:
-        found = path.stat()
-        secret = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"KVBM_PEER_SECRET_FILE={path} cannot be read: {error}") from None
-    if stat.S_IMODE(found.st_mode) & 0o077 and found.st_uid == os.geteuid():
-        raise ValueError(f"KVBM_PEER_SECRET_FILE={path} can be read by other users. Run chmod 600 {path}")
-    if len(secret) < _MIN_SECRET:
-        raise ValueError(
-            f"KVBM_PEER_SECRET_FILE={path} has {len(secret)} characters: at least {_MIN_SECRET} are needed"
-        )
-    return secret
 
 
 def open_store(context: RankContext) -> Call[Store | None] | None:
@@ -103,8 +83,8 @@ def _open_store(context: RankContext) -> Store | None:
 
 
 def _check_length(directory: Path) -> None:
-    if len(str(directory)) > _MAX_PATH - 40:
-        raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 40} characters")
+    if len(str(directory)) > _MAX_PATH - 22:
+        raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 22} characters")
 
 
 def _identity(config: Config, cache: Fingerprint, rank: int, generation: str = "") -> Identity:
@@ -141,9 +121,13 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
     setup = Setup(
         engine=os.getpid(), control=-1, board=-1, leases=-1, slabs=[], slots=near,
         slot_bytes=[rank.slot_bytes for rank in ranks], fingerprint=dict(context.cache),
-        member=config.peer_name or config.peer_listen, machine=me.machine, generation=generation,
-        directory=str(directory), listen=config.peer_listen, secret=me.secret, seconds=config.peer_timeout_secs,
+        member=config.peer_name or config.peer_advertise or config.peer_listen, machine=me.machine,
+        generation=generation,
+        directory=str(directory), listen=config.peer_listen, advertise=config.peer_advertise,
+        registry=registry_of(config), secret=me.secret, seconds=config.peer_timeout_secs,
         orphan_seconds=config.peer_orphan_secs, bytes_per_second=config.peer_max_gbps * 1e9,
     )  # fmt: skip
-    finder = make_finder(config, digest(context.cache), directory)
-    return PeerCatalog(Lookup(finder, me, tables, config.peer_lookup_secs), ServerProcess(setup, slabs, finder))
+    finder = make_finder(config, me, directory)
+    own = [config.peer_advertise or config.peer_listen, f"unix:{directory / (generation + SUFFIX)}"]
+    lookup = Lookup(finder, me, tables, config.peer_lookup_secs, own)
+    return PeerCatalog(lookup, ServerProcess(setup, slabs, finder))

@@ -27,6 +27,9 @@ from pathlib import Path
 import msgspec
 
 from kvbm.tiers.peers.board import Board, read_only
+from kvbm.tiers.peers.finder import Source
+from kvbm.tiers.peers.finding.member_lists import SUFFIX
+from kvbm.tiers.peers.finding.registration import Registry, register
 from kvbm.tiers.peers.serving import CONNECTIONS, Serving
 from kvbm.tiers.peers.wire import About, Answer, Channel, Dismiss, PeerError, authenticate_server, digest
 
@@ -35,7 +38,7 @@ logger = logging.getLogger("kvbm.peers")
 MAX_CONNECTIONS = 256
 MAX_STRANGERS = 16  # connections that have not proved the secret yet
 HANDSHAKE_SECONDS = 2.0
-SUFFIX = ".sock"
+LOG_SUFFIX = ".log"
 _TAKEOVER_SECONDS = 5.0
 _CREDENTIALS = struct.Struct("3i")
 
@@ -56,6 +59,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     generation: str
     directory: str
     listen: str = ""  # host:port
+    advertise: str = ""  # host:port at which others reach it; empty: where it listens
+    registry: Registry = Registry()
     secret: str = ""
     seconds: float = 1.0
     orphan_seconds: float = 600.0
@@ -114,12 +119,22 @@ class Server:
         if remote is not None:
             self._spawn(self._accept, remote, self._greet_stranger)
         control = socket.socket(fileno=setup.control)
+        registration = None
+        if address:
+            address = setup.advertise or address
+            own = Source(address, setup.member, setup.machine, digest(setup.fingerprint), setup.generation)
+            registration = register(setup.registry, own)
         control.sendall(msgspec.msgpack.encode(Ready(address, self.path, problem)))
         try:
             self._follow_engine(control)
         finally:
+            if registration is not None:
+                registration.close()
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+            if self._is_orphan:  # else the engine reads it
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path.removesuffix(SUFFIX) + LOG_SUFFIX)
 
     def _follow_engine(self, control: socket.socket) -> None:
         """Until there is no reason to serve any more."""

@@ -14,8 +14,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 
+from kvbm.core.catalog import ServedState
 from kvbm.core.keys import Key
 from kvbm.tiers.peers.board import Board, Directory
 from kvbm.tiers.peers.checksum import checksum
@@ -25,8 +27,10 @@ from kvbm.tiers.peers.wire import (
     Answer,
     Ask,
     Block,
+    Changes,
     Channel,
     Dismiss,
+    Filter,
     Lease,
     Leased,
     PeerError,
@@ -45,6 +49,13 @@ MAX_ENCRYPTING = 2  # blocks at a time
 BLOCKS, BYTES, QUESTIONS, CONNECTIONS = range(4)
 KINDS = ("secret", "fingerprint", "version", "malformed", "damaged", "late", "gone", "withdrawn", "user", "busy")
 _FIRST_KIND = 8
+
+
+def served(board: Board) -> ServedState:
+    """What the server has counted, as its engine sees it."""
+    words = [int(word) for word in board.counters]
+    refused = {kind: words[_FIRST_KIND + n] for n, kind in enumerate(KINDS) if words[_FIRST_KIND + n]}
+    return ServedState(words[BLOCKS], words[BYTES], words[QUESTIONS], refused)
 
 
 class FairTurns:
@@ -137,12 +148,14 @@ class Serving:
         if channel.socket.family == socket.AF_UNIX:
             socket.send_fds(channel.socket, [b"\0"], list(self.files))
         while channel.wait(IDLE_SECONDS):
-            message = channel.receive(Ask, Lease, Read)
+            message = channel.receive(Ask, Lease, Read, Changes)
             if self.board.is_retired:
                 channel.send(Refused("withdrawn", "this engine's cache was reset: its blocks are of no other engine"))
                 return
             if isinstance(message, Ask):
                 self._answer(channel, message)
+            elif isinstance(message, Changes):
+                channel.send(Filter(self._changes_since(message)))
             elif isinstance(message, Lease):
                 channel.send(self._lease(self._rank(message.rank), split_keys(message.keys)))
             else:
@@ -173,6 +186,12 @@ class Serving:
     def _answer(self, channel: Channel, ask: Ask) -> None:
         self.count(QUESTIONS)
         channel.send(Answer(bytes(slot >= 0 for slot, _ in self._find(split_keys(ask.keys)))))
+
+    def _changes_since(self, changes: Changes) -> bytes:
+        with self._lock:
+            self._directory.refresh()
+            update = self._directory.filter.since(changes.epoch, changes.number)
+        return msgspec.msgpack.encode(update)
 
     def _hold(self, keys: list[Key]) -> list[tuple[int, int]]:
         """Lease the blocks, and look again: the engine may have evicted one just before."""

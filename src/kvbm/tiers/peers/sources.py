@@ -26,6 +26,7 @@ BLOCKS, BYTES, FAILED_BLOCKS, FAILED_READS, RATE, MAPPED_BLOCKS = range(6)
 KINDS = ("damaged", "withdrawn", "late", "gone", "secret", "fingerprint", "malformed", "version", "abandoned", "other")
 _FIRST_KIND = 8
 _SMOOTHING = 0.3
+_MIN_MEASURED_BYTES = 4 << 20  # a smaller read measures the latency
 
 
 class SourceTable:
@@ -66,7 +67,7 @@ class SourceTable:
         row[FAILED_READS] += np.uint64(bool(failures) and not blocks)
         for kind in failures:
             row[_FIRST_KIND + KINDS.index(kind if kind in KINDS else "other")] += np.uint64(1)
-        if blocks and seconds > 0:
+        if size >= _MIN_MEASURED_BYTES and seconds > 0:
             rate, before = size / seconds, int(row[RATE])
             row[RATE] = np.uint64(rate if not before else before + _SMOOTHING * (rate - before))
 

@@ -127,8 +127,20 @@ class Dismiss(msgspec.Struct, frozen=True, array_like=True, tag=True):
     any_engine: bool  # its memory is needed, whatever it holds
 
 
+class Changes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client has the server's filter of keys as of this change, see :class:`kvbm.core.key_filter.Update`."""
+
+    epoch: int
+    number: int
+
+
+class Filter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    update: bytes  # msgpack of an Update, or of nil when nothing has changed
+
+
 Message = (
     Hello | Challenge | Proof | Who | About | Ask | Answer | Lease | Leased | Read | Block | Refused | Dismiss
+    | Changes | Filter
 )  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
@@ -224,19 +236,25 @@ class Channel:
         scratch = memoryview(self._scratch)
         for at in range(0, len(block), PIECE_BYTES):
             piece = block[at : at + PIECE_BYTES]
-            size = len(piece) + TAG_BYTES
-            self._sealer.encrypt_into(self._next_sent(), piece, bound, scratch[:size])
-            self._send_all(scratch[:size])
+            sealed = scratch[: len(piece) + TAG_BYTES]
+            if writes_into():
+                self._sealer.encrypt_into(self._next_sent(), piece, bound, sealed)
+            else:
+                sealed = self._sealer.encrypt(self._next_sent(), piece, bound)
+            self._send_all(sealed)
 
     def receive_block(self, target: memoryview, bound: bytes) -> None:
         """Raises PeerError when it is not the block that ``bound`` names; ``target`` holds garbage then."""
         scratch = memoryview(self._scratch)
         for at in range(0, len(target), PIECE_BYTES):
             piece = target[at : at + PIECE_BYTES]
-            size = len(piece) + TAG_BYTES
-            self._receive_into(scratch[:size])
+            sealed = scratch[: len(piece) + TAG_BYTES]
+            self._receive_into(sealed)
             try:
-                self._opener.decrypt_into(self._next_received(), scratch[:size], bound, piece)
+                if writes_into():
+                    self._opener.decrypt_into(self._next_received(), sealed, bound, piece)
+                else:
+                    piece[:] = self._opener.decrypt(self._next_received(), sealed, bound)
             except Exception:
                 raise PeerError("damaged", "a block does not decrypt: damaged, replayed or of another cache") from None
 
@@ -364,3 +382,9 @@ def _aesgcm() -> Any:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     return AESGCM
+
+
+@cache
+def writes_into() -> bool:
+    """Whether this release of cryptography encrypts into memory of the caller; older ones copy once more."""
+    return hasattr(_aesgcm(), "encrypt_into")

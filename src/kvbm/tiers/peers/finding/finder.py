@@ -7,6 +7,7 @@ questions for changes of filters; a few threads ask them, so that one member tha
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -21,7 +22,6 @@ from kvbm.tiers.peers.finding.member_lists import MemberList
 
 logger = logging.getLogger("kvbm")
 
-REFRESH_SECONDS = 3.0  # between two readings of the lists of members
 ASKING_THREADS = 4
 END_SECONDS = 1.0
 
@@ -32,13 +32,11 @@ AskFilter = Callable[[Source, int, int], bytes]
 class FleetFinder:
     """Implements :class:`kvbm.tiers.peers.finder.Finder`."""
 
-    def __init__(
-        self, lists: Sequence[MemberList], fingerprint: str, ask_filter: AskFilter, refresh: float = REFRESH_SECONDS
-    ) -> None:
+    def __init__(self, lists: Sequence[MemberList], fingerprint: str, ask_filter: AskFilter) -> None:
         self.fleet = Fleet(fingerprint)
         self._lists = lists
         self._ask_filter = ask_filter
-        self._refresh_seconds = refresh
+        self._read_at = [0.0] * len(lists)  # when each is to be read again
         self._read: list[Sequence[Source]] = [()] * len(lists)  # of each list, when it was last readable
         self._failing: set[int] = set()  # lists that cannot be read now
         self._own: Source | None = None
@@ -59,6 +57,7 @@ class FleetFinder:
         """The server process serves the filter and keeps the registration: here it only matters which member is us."""
         self._own = own
         self.fleet.set_own(own)
+        self._read_at = [0.0] * len(self._lists)
         self._wake.set()
 
     def close(self) -> None:
@@ -70,26 +69,23 @@ class FleetFinder:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        refresh_at = 0.0
         while not self._over.is_set():
-            now = time.monotonic()
             try:
-                if now >= refresh_at:
-                    self._refresh()
-                    refresh_at = time.monotonic() + self._refresh_seconds
+                self._refresh()
                 for question in self.fleet.take_due(time.monotonic()):
                     self._asking.submit(self._ask, *question)
             except Exception as error:  # the thread goes on: a fault here costs hits
                 logger.warning("Finding peers failed: %s", error, exc_info=True)
-                refresh_at = time.monotonic() + self._refresh_seconds
             due = self.fleet.next_due()
-            wake_at = refresh_at if due is None else min(refresh_at, due)
-            # 10 ms: a question whose answer is due now is on its way, and must not make the loop spin.
-            self._wake.wait(max(0.01, wake_at - time.monotonic()))
+            wake_at = min(self._read_at, default=math.inf) if due is None else min(*self._read_at, due)
+            # 10 ms, so that nothing makes the loop spin; 1 s, to see the end.
+            self._wake.wait(min(max(0.01, wake_at - time.monotonic()), 1.0))
             self._wake.clear()
 
     def _refresh(self) -> None:
-        for n, members in enumerate(self._lists):
+        due = [n for n, at in enumerate(self._read_at) if time.monotonic() >= at]
+        for n in due:
+            members = self._lists[n]
             try:
                 self._read[n] = members.read()
                 if n in self._failing:
@@ -99,6 +95,9 @@ class FleetFinder:
                 if n not in self._failing:
                     self._failing.add(n)
                     logger.warning("The list of peers cannot be read, the last one stays in force: %s", error)
+            self._read_at[n] = time.monotonic() + members.seconds
+        if not due:
+            return
         everyone = [source for part in self._read for source in part]
         self.fleet.set_members((source for source in everyone if not self._is_own_address(source)), time.monotonic())
 

@@ -31,7 +31,7 @@ _UPDATE = msgspec.msgpack.Decoder(Update | None)
 class Member:
     """One member, as this engine knows it."""
 
-    __slots__ = ("answers", "copy", "due", "interval", "is_asked", "source")
+    __slots__ = ("answers", "copy", "due", "interval", "is_asked", "is_silent", "source")
 
     def __init__(self, source: Source, now: float) -> None:
         self.source = source
@@ -40,6 +40,7 @@ class Member:
         self.due = now
         self.interval = MIN_POLL_SECONDS
         self.is_asked = False  # a question is under way
+        self.is_silent = False  # the last question was not answered
 
 
 class Fleet:
@@ -86,13 +87,17 @@ class Fleet:
             return [member.source for member in self._members.values()]
 
     def silent(self) -> list[Source]:
-        """Members that have not answered, or no longer do."""
+        """Members that do not answer."""
         with self._lock:
-            return [member.source for member in self._members.values() if member.copy is None]
+            return [member.source for member in self._members.values() if member.is_silent]
 
     def _is_own(self, source: Source) -> bool:
         own = self._own
-        return own is not None and (source.address == own.address or bool(own.member and source.member == own.member))
+        return own is not None and (
+            source.address == own.address
+            or bool(own.member and source.member == own.member)
+            or bool(own.generation and source.generation == own.generation)
+        )
 
     # -- filters ------------------------------------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class Fleet:
                 member = self._members.get(source.address)
                 if member is None:
                     return
-                member.is_asked = False
+                member.is_asked = member.is_silent = False
                 if update is not None:
                     copy = member.copy or FilterCopy()
                     copy.apply(update)
@@ -140,7 +145,7 @@ class Fleet:
         with self._lock:
             member = self._members.get(source.address)
             if member is not None:
-                member.copy, member.is_asked, member.answers = None, False, 0
+                member.copy, member.is_asked, member.is_silent, member.answers = None, False, True, 0
                 member.due = now + member.interval
                 member.interval = min(2 * member.interval, MAX_RETRY_SECONDS)
 
@@ -150,21 +155,37 @@ class Fleet:
         """The members to ask for ``keys[start:]``, the longest run first; of equal ones those on this machine first,
         and the others in an order of the prompt's own, so that the holders of a popular prefix share the work.
 
-        A hint counts as a run of the length that it says, unless the filter of the named member says more.
+        A hint counts as a run of the length that it says, unless the filter of the named member says more. A filter is
+        a few seconds old. So in a fleet that is small enough to ask every member, filters only decide the order.
         """
         if start >= len(keys):
             return []
         probe = Probe(keys[start:])
         with self._lock:
-            known = list(self._members.values())
-        runs = {member.source.address: (self._run(member, probe), member.source) for member in known}
+            known = [member for member in self._members.values() if not member.is_silent]
+        ask_all = len(known) <= MAX_CANDIDATES
+        runs: dict[str, tuple[int, Source]] = {}
+        best: dict[int, str] = {}  # epoch of a filter -> address: a neighbour may be listed by two addresses
+        for member in known:
+            copy, source = member.copy, member.source
+            run = 0 if copy is None else copy.leading(probe)
+            if copy is not None:
+                other = best.setdefault(copy.epoch, source.address)
+                if other != source.address:
+                    if runs[other][1].machine:
+                        continue
+                    del runs[other]
+                    best[copy.epoch] = source.address
+            if run or ask_all:
+                runs[source.address] = run, source
         if hint is not None:
             found = runs.get(hint.address)
             told = (hint.blocks or len(keys)) - start
-            if found is not None:
-                runs[hint.address] = max(told, found[0]), found[1]
-            elif hint.introduces and not self._is_own(Source(hint.address)):
-                runs[hint.address] = told, Source(hint.address)
+            named = next((member.source for member in known if member.source.address == hint.address), None)
+            if named is None and hint.introduces and not self._is_own(Source(hint.address)):
+                named = Source(hint.address)
+            if told > 0 and named is not None:
+                runs[hint.address] = max(told, found[0] if found is not None else 0), named
         machine = self._own.machine if self._own is not None else ""
         seed = int.from_bytes(keys[start][:8], "big")
         ranked = sorted(
@@ -175,11 +196,5 @@ class Fleet:
                 source,
             )
             for address, (run, source) in runs.items()
-            if run > 0
         )
         return [source for _, _, _, source in ranked[:MAX_CANDIDATES]]
-
-    @staticmethod
-    def _run(member: Member, probe: Probe) -> int:
-        copy = member.copy
-        return 0 if copy is None else copy.leading(probe)

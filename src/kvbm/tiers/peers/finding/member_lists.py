@@ -17,22 +17,41 @@ from typing import Protocol
 import msgspec
 
 from kvbm.core.hints import parse_endpoint
-from kvbm.tiers.cards import EtcdRegistry
 from kvbm.tiers.peers.finder import Source
 
 ETCD = "etcd"
 FILE = "file:"
+SUFFIX = ".sock"
 MAX_FILE_BYTES = 1 << 20
 _ROOT = "kvbm"
 
 
 class MemberList(Protocol):
+    seconds: float  # between two readings
+
     def read(self) -> Sequence[Source]: ...
+
+
+class NeighbourList:
+    """The engines of this user on this machine: their servers' sockets in a directory that only this user may enter.
+    A socket is named after the generation of its server."""
+
+    seconds = 0.5
+
+    def __init__(self, directory: Path, machine: str) -> None:
+        self._directory = directory
+        self._machine = machine
+
+    def read(self) -> Sequence[Source]:
+        paths = sorted(path for path in self._directory.iterdir() if path.suffix == SUFFIX)
+        return [Source(f"unix:{path}", machine=self._machine, generation=path.stem) for path in paths]
 
 
 class AddressList:
     """``host:port`` each. A name with several addresses stands for several members, for example a headless service of
     Kubernetes; it is resolved at every reading."""
+
+    seconds = 3.0
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -62,6 +81,8 @@ class FileList:
     """One ``host:port`` a line; ``#`` begins a comment. For a list that another program keeps, a ConfigMap for
     example. It is read again when it has changed."""
 
+    seconds = 1.0
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[int, int, int] | None = None
@@ -81,7 +102,11 @@ class EtcdList:
     """Cards of all members of a namespace with the same cache. A member writes one card and renews its lease; no block
     ever becomes a key in etcd."""
 
+    seconds = 3.0
+
     def __init__(self, endpoints: str, namespace: str, fingerprint: str) -> None:
+        from kvbm.tiers.cards import EtcdRegistry  # an HTTP client, which the server process need not load
+
         self._registry = EtcdRegistry(endpoints)
         self._prefix = prefix(namespace, fingerprint)
 

@@ -10,7 +10,6 @@ from typing import Protocol
 import msgspec
 
 from kvbm.config import Config
-from kvbm.tiers.cards import EtcdRegistry, Registration
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.member_lists import ETCD, card_name
 
@@ -19,9 +18,23 @@ class Registered(Protocol):
     def close(self) -> None: ...
 
 
-def register(config: Config, own: Source) -> Registered | None:
-    """Enter this engine until :meth:`Registered.close`; None where members are listed elsewhere."""
-    if ETCD not in config.peers.replace(",", " ").split() or own.address.startswith("unix:"):
+class Registry(msgspec.Struct, frozen=True, array_like=True):
+    """Where a server enters itself. No endpoints: nowhere."""
+
+    endpoints: str = ""
+    namespace: str = ""
+
+
+def registry_of(config: Config) -> Registry:
+    is_listed = ETCD in config.peers.replace(",", " ").split()
+    return Registry(config.etcd_endpoints, config.dynamo_namespace) if is_listed else Registry()
+
+
+def register(registry: Registry, own: Source) -> Registered | None:
+    """Enter this engine until the registration is closed; None where members are listed elsewhere."""
+    if not registry.endpoints:
         return None
-    card = {card_name(config.dynamo_namespace, own): msgspec.json.encode(own)}
-    return Registration(EtcdRegistry(config.etcd_endpoints), card)
+    from kvbm.tiers.cards import EtcdRegistry, Registration  # an HTTP client, which few servers need
+
+    card = {card_name(registry.namespace, own): msgspec.json.encode(own)}
+    return Registration(EtcdRegistry(registry.endpoints), card)
