@@ -34,7 +34,7 @@ logger = logging.getLogger("kvbm.peers")
 
 MAX_CONNECTIONS = 256
 MAX_STRANGERS = 16  # connections that have not proved the secret yet
-HANDSHAKE_SECONDS = 2.0
+HANDSHAKE_SECONDS = 5.0
 SUFFIX = ".sock"
 LOG_SUFFIX = ".log"
 _TAKEOVER_SECONDS = 5.0
