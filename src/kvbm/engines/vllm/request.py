@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbm.engines import session
+from kvbm.engines.vllm.groups import Offer
 
 
 class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since", "refused", "request",
-        "tables", "waits_since",
+        "failures", "loaded", "loads", "local_tokens", "offers", "outside", "put_off", "put_off_since", "refused",
+        "request", "tables", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -22,6 +23,7 @@ class RequestState(session.RequestState):
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
         # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
         self.tables: list[list[int]] | None = None
+        self.offers: Sequence[Offer] = ()  # states that vLLM has saved in the current step
         self.loads = False  # blocks are on their way to it, or have been
         self.local_tokens = 0  # that vLLM's own prefix cache had when it last asked for more
         self.loaded = range(0)  # blocks of the load that was planned since
