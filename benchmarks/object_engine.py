@@ -338,9 +338,11 @@ def faults(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Load:
-    """Moves blocks over and over while it is switched on, from a thread of this process."""
+    """Moves blocks over and over while it is switched on, from threads of this process; ``every``: not more often than
+    once in so many seconds."""
 
-    def __init__(self, *calls: Callable[[], None]) -> None:
+    def __init__(self, *calls: Callable[[], None], every: float = 0.0) -> None:
+        self._every = every
         self._on, self._idle, self.moved = threading.Event(), threading.Semaphore(0), 0
         self._calls = calls
         for call in calls:
@@ -350,8 +352,10 @@ class Load:
         while True:
             self._on.wait()
             while self._on.is_set():
+                began = time.monotonic()
                 call()
                 self.moved += 1
+                time.sleep(max(0.0, began + self._every - time.monotonic()))
             self._idle.release()
 
     def start(self) -> None:
