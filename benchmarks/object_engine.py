@@ -453,6 +453,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
             "tier writes": Load(write),
             "tier": Load(read, write),
             "other process": other,
+            "tier, 0.2 GB/s": Load(read, write, every=2 * options.blocks * objects.BLOCK / 0.2e9),
         }
         for task in set(os.listdir("/proc/self/task")) - before:
             with contextlib.suppress(OSError):
