@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog, Journal
+from kvbm.core.policy import make_policy
 from kvbm.core.pool import Pool
 from kvbm.testing.disk_faults import disk_io
 from kvbm.tiers import disk
@@ -116,7 +118,7 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
             reason_of(error),
         )
         return None
-    pool = Pool(slots, journal=journal)
+    pool = Pool(slots, make_policy(context.config.disk_policy, slots, time.monotonic), journal)
     found = pool.adopt(index.entries())
     logger.info("disk tier: %d of %d blocks are there from before, in %s", found, slots, directory)
     return pool

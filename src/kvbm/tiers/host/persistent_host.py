@@ -11,9 +11,11 @@ The leader drops all other rows before the first lookup. It adopts no block if a
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 
+from kvbm.core.policy import make_policy
 from kvbm.core.pool import Pool
 from kvbm.tiers import host
 from kvbm.tiers.base import Fingerprint, LeaderContext
@@ -29,10 +31,10 @@ def open_pool(context: LeaderContext) -> Pool:
     """The near tier's pool, with the blocks of the last engine where the ranks have kept them."""
     slots = min(tier.slots for tier in context.opened(host.TIER.name))
     if host.TIER.outlives_engine(context.config) and context.cache is not None:
-        pool = Pool(slots)
+        pool = Pool(slots, make_policy(context.config.host_policy, slots, time.monotonic))
         if adopt(context, context.cache, pool):
             return pool
-    return Pool(slots)
+    return Pool(slots, make_policy(context.config.host_policy, slots, time.monotonic))
 
 
 def adopt(context: LeaderContext, cache: Fingerprint, pool: Pool) -> bool:
