@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         return _simulate(args)
+    except BrokenPipeError:
+        raise  # the entry point ends quietly
     except (TraceError, OSError, ValueError) as error:
         print(f"kvbm simulate: {error}", file=sys.stderr)
         return 2

@@ -148,8 +148,8 @@ def _replay(case: Case) -> Outcome:
 
 def _optimum(slots: int) -> float:
     assert _here is not None
-    found, _, counter = _here
-    result = optimum(found, slots)
+    found, machine, counter = _here
+    result = optimum(found, slots + (found.engine_blocks or machine.device_blocks))
     counter.add(len(found.requests))
     return result
 
@@ -175,8 +175,8 @@ class Sweep:
     def run(
         self, cases: Sequence[Case], optima: Sequence[int], watch: Callable[[int], None] | None = None
     ) -> tuple[list[Outcome], list[float]]:
-        """All outcomes, and the optimum for each of these numbers of slots. ``watch``: is told how many requests have
-        been replayed by then, several times a second."""
+        """All outcomes, and the optimum for each of these numbers of slots beside the engine's own. ``watch``: is told
+        several times a second how many requests have been replayed by then."""
         # The largest first: they take longest, and no process should be left with one at the end.
         order = sorted(range(len(cases)), key=lambda i: -sum(cases[i].slots.values()))
         replays = {i: self._pool.submit(_replay, cases[i]) for i in order}

@@ -71,6 +71,7 @@ class Trace(msgspec.Struct, frozen=True):
     block_tokens: int
     block_bytes: int = 0
     slots: dict[TierName, int] = {}
+    engine_blocks: int = 0  # of the engine's own cache
     settings: dict[str, str] = {}
     terms: Terms | None = None
     transfers: Sequence[Transfer] = ()
@@ -112,6 +113,7 @@ class _Line(msgspec.Struct):
     block_size: int = 0
     block_bytes: int = 0
     slots: dict[str, int] = {}
+    engine_blocks: int = 0
     settings: dict[str, str] = {}
     terms: Terms | None = None
     # of transfers
@@ -162,6 +164,7 @@ def read(paths: Sequence[Path], block_tokens: int = 0, whole_blocks: bool = Fals
         block_tokens=block_tokens,
         block_bytes=max((start.block_bytes for start in starts), default=0),
         slots=first.slots,
+        engine_blocks=first.engine_blocks,
         settings=first.settings,
         terms=first.terms,
         transfers=files[0].transfers if alone else (),
