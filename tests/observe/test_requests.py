@@ -158,6 +158,9 @@ class Lines:
     def __init__(self):
         self.lines = []
 
+    def now(self):
+        return 5.0
+
     def add(self, event, keys=(), **fields):
         self.lines.append((event, len(keys), fields))
 
@@ -221,8 +224,8 @@ def test_a_record_has_every_operation_in_its_order():
     (lookup,) = first["lookups"]
     assert (lookup.order, lookup.limit, lookup.found, lookup.loaded, lookup.prices) == (1, 10, {HOST: 4}, 4, prices)
     assert (second["lookups"][0].order, second["lookups"][0].limit) == (2, 0)
-    assert first["stores"] == [StoreLine(3, 0, 10, 2)]
-    assert second["stores"] == [StoreLine(3, 0, 2, 2)]
+    assert first["stores"] == [StoreLine(3, 5.0, 0, 10, 2)]
+    assert second["stores"] == [StoreLine(3, 5.0, 0, 2, 2)]
     assert (load["order"], load["lost"], store["order"], store["ok"]) == (4, [3], 5, False)
     assert (move["planned"], first["ended"], move["order"]) == (6, 7, 8)
     assert (reset["order"], second["ended"]) == (9, 10)

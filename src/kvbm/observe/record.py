@@ -55,6 +55,7 @@ class LookupLine(msgspec.Struct, frozen=True):
     """The engine has admitted a request, with these blocks. A request that was preempted has several."""
 
     order: int
+    at: float  # milliseconds, as in a line
     prompt_tokens: int
     device_tokens: int  # that the engine had itself
     limit: int  # the lookup asked for blocks up to this one; 0: there was none
@@ -68,6 +69,7 @@ class StoreLine(msgspec.Struct, frozen=True):
     """A step has completed blocks of a request. Equal orders: blocks of several requests, stored together."""
 
     order: int
+    at: float
     first: int
     end: int
     plan: int  # 0: no block was left to store
@@ -78,6 +80,10 @@ class Sink(Protocol):
 
     dropped: int
 
+    def now(self) -> float:
+        """Milliseconds from the start of the record."""
+        ...
+
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None: ...
 
 
@@ -85,6 +91,9 @@ class NoRecord:
     """Recording is off."""
 
     dropped = 0
+
+    def now(self) -> float:
+        return 0.0
 
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
         return
@@ -119,8 +128,10 @@ class Record:
             if self.dropped % WARN_EVERY == 1:
                 logger.warning("the record cannot keep up: %d lines dropped so far", self.dropped)
             return
-        at = round((time.monotonic() - self._started) * 1e3, 3)
-        self._queue.put(({"event": event, "at": at, **fields}, keys))
+        self._queue.put(({"event": event, "at": self.now(), **fields}, keys))
+
+    def now(self) -> float:
+        return round((time.monotonic() - self._started) * 1e3, 3)
 
     def close(self) -> None:
         """Write the queued lines and end."""

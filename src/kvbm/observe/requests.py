@@ -176,6 +176,7 @@ class RequestLog:
             running.lookups.append(
                 LookupLine(
                     order=self._next(),
+                    at=self.record.now(),
                     prompt_tokens=admission.prompt_tokens,
                     device_tokens=admission.device_tokens,
                     limit=admission.device_tokens // admission.block_tokens + admission.looked_up if prices else 0,
@@ -196,10 +197,10 @@ class RequestLog:
 
     def stores_planned(self, parts: Sequence[tuple[str, int, int]], plan_id: int) -> None:
         """For the record: these blocks (request, first, end) are stored together. ``plan_id``: 0 without a plan."""
-        order = self._next()
+        order, at = self._next(), self.record.now()
         for request, first, end in parts:
             if (entry := self._running.get(request)) is not None:
-                entry.stores.append(StoreLine(order, first, end, plan_id))
+                entry.stores.append(StoreLine(order, at, first, end, plan_id))
 
     def finished(self, request: str, output_tokens: int, keys: Sequence[bytes]) -> None:
         """A request has ended. ``keys``: of all its full blocks, including those of its answer."""

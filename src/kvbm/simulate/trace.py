@@ -50,6 +50,7 @@ class Request(NamedTuple):
     lookups: Sequence[LookupLine] = ()  # those of a record, in the order of the engine
     stores: Sequence[StoreLine] = ()
     ended: int = 0
+    ended_at: float = 0.0
 
 
 class Transfer(NamedTuple):
@@ -61,6 +62,7 @@ class Transfer(NamedTuple):
     ok: bool
     lost: Sequence[int] = ()  # positions of a load that did not arrive
     planned: int = 0  # of a move: the place in the order at which it was planned
+    at: float = 0.0
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -96,6 +98,7 @@ class _Line(msgspec.Struct):
     """A line of either kind. Other fields are ignored."""
 
     event: str = "request"
+    at: float = 0.0
     timestamp: float = 0.0
     input_length: int = 0
     output_length: int = 0
@@ -204,7 +207,9 @@ def _read_file(path: Path, limit: int | None) -> _File:
                     case "start":
                         start = line
                     case "load" | "store" | "move" | "reset":
-                        transfers.append(Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned))
+                        transfers.append(
+                            Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned, line.at / 1e3)
+                        )
                     case "end":
                         is_complete = line.why == "stopped" and not line.dropped
                 if len(requests) == limit:
@@ -258,6 +263,7 @@ def _request(line: _Line, shift: float, block_tokens: int, whole: bool, known: d
         lookups=line.lookups,
         stores=line.stores,
         ended=line.ended,
+        ended_at=line.at / 1e3,
     )
 
 
