@@ -207,9 +207,7 @@ def _read_file(path: Path, limit: int | None) -> _File:
                     case "start":
                         start = line
                     case "load" | "store" | "move" | "reset":
-                        transfers.append(
-                            Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned, line.at / 1e3)
-                        )
+                        transfers.append(_transfer(line))
                     case "end":
                         is_complete = line.why == "stopped" and not line.dropped
                 if len(requests) == limit:
@@ -222,6 +220,10 @@ def _read_file(path: Path, limit: int | None) -> _File:
             "output_length and hash_ids, as in a Mooncake trace, or a line of a KVBM record"
         ) from error
     return _File(start, requests, transfers, is_complete)
+
+
+def _transfer(line: _Line) -> Transfer:
+    return Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned, line.at / 1e3)
 
 
 def _check(line: _Line) -> None:
