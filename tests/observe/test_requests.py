@@ -8,9 +8,12 @@ import pytest
 
 from kvbm.core.cost import Prices
 from kvbm.core.manager import Match, Run
-from kvbm.observe.record import StoreLine
+from kvbm.core.policy import Retention, Turn
+from kvbm.observe.record import HintsLine, StoreLine
 from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up
 from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan
+from kvbm.simulate.hints import turn_of
+from kvbm.simulate.trace import Request
 from tiernames import DISK, HOST
 
 
@@ -229,6 +232,21 @@ def test_a_record_has_every_operation_in_its_order():
     assert (load["order"], load["lost"], store["order"], store["ok"]) == (4, [3], 5, False)
     assert (move["planned"], first["ended"], move["order"]) == (6, 7, 8)
     assert (reset["order"], second["ended"]) == (9, 10)
+
+
+def test_a_record_has_the_hints_of_the_caller():
+    record = Lines()
+    log = RequestLog(record=record)
+    turns = [Turn(session=7, is_final=True, retention=(Retention(-5), Retention(3, 2.5, 1, 4))), Turn()]
+    for name, turn in zip("ab", turns, strict=True):
+        log.admitted(admission(name))
+        log.hinted(name, turn)
+        log.finished(name, 1, keys(name, 2))
+    (_, _, hinted), (_, _, plain) = record.lines
+    assert hinted["hints"] == HintsLine(7, True, [(-5, None, 0, 2**31 - 1), (3, 2.5, 1, 4)])
+    assert "hints" not in plain
+    request = Request(0.0, 10, 1, [], hints=hinted["hints"])
+    assert turn_of(request) == turns[0]
 
 
 def test_without_a_record_nothing_is_kept_for_one():

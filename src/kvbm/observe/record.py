@@ -13,7 +13,8 @@ Every line has ``event`` and ``at`` (milliseconds from the start of the record t
     ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for such traces read it once
     it is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's and then the answer's, with 52 bits
     of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason.
-    For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``
+    For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``;
+    ``hints`` (:class:`HintsLine`), if the caller gave any
 ``load``, ``store``, ``move``
     a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
 ``reset``
@@ -73,6 +74,14 @@ class StoreLine(msgspec.Struct, frozen=True):
     first: int
     end: int
     plan: int  # 0: no block was left to store
+
+
+class HintsLine(msgspec.Struct, frozen=True):
+    """What the caller of a request has said of it."""
+
+    session: int
+    final: bool
+    retention: list[tuple[int, float | None, int, int]]  # priority, seconds (None: no end), first block, end
 
 
 class Sink(Protocol):

@@ -24,7 +24,7 @@ import msgspec
 
 from kvbm.core.cost import Terms
 from kvbm.core.keys import KEY_BYTES, Key
-from kvbm.observe.record import LookupLine, StoreLine
+from kvbm.observe.record import HintsLine, LookupLine, StoreLine
 from kvbm.plans import TierName
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -47,6 +47,7 @@ class Request(NamedTuple):
     final: bool = False
     priority: int | None = None
     ttl: float | None = None
+    hints: HintsLine | None = None  # those of a record, in place of the last four
     lookups: Sequence[LookupLine] = ()  # those of a record, in the order of the engine
     stores: Sequence[StoreLine] = ()
     ended: int = 0
@@ -108,6 +109,7 @@ class _Line(msgspec.Struct):
     final: bool = False
     priority: int | None = None
     ttl: float | None = None
+    hints: HintsLine | None = None
     lookups: list[LookupLine] = []
     stores: list[StoreLine] = []
     ended: int = 0
@@ -262,6 +264,7 @@ def _request(line: _Line, shift: float, block_tokens: int, whole: bool, known: d
         final=line.final,
         priority=line.priority,
         ttl=line.ttl,
+        hints=line.hints,
         lookups=line.lookups,
         stores=line.stores,
         ended=line.ended,
