@@ -12,8 +12,9 @@ from rich.text import Text
 
 from kvbm.observe.format import seconds, size
 from kvbm.observe.remote import NotReachableError, fetch
-from kvbm.observe.snapshot import DEVICE, Flow, Request, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Request, Served, Snapshot, SourceFlow, TierState
 
+MAX_SOURCES = 8  # of a tier that are shown
 _LEVELS = {"good": "green", "note": "yellow", "bad": "red"}
 
 
@@ -68,6 +69,11 @@ def draw(before: Snapshot | None, now: Snapshot) -> Group:
         flows = [flow for flow in now.flows if tier.tier in (flow.source, flow.target)]
         lines += [_flow(flow, before, now) for flow in flows if flow.source != tier.tier or flow.target == DEVICE]
         lines.append(_tier(tier))
+        sources = sorted((s for s in now.sources if s.tier == tier.tier), key=lambda s: -s.blocks)
+        lines += [_source(source) for source in sources[:MAX_SOURCES]]
+        if len(sources) > MAX_SOURCES:
+            lines.append(_line((f"    and {len(sources) - MAX_SOURCES} more sources", "dim")))
+        lines += [_served(served) for served in now.served if served.tier == tier.tier]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("when", "prompt", "device", "loaded", "took", "saved"):
         table.add_column(name, justify="right", min_width=8, no_wrap=True)
@@ -108,6 +114,20 @@ def _tier(tier: TierState, cells: int = 30) -> Text:
         text = f" {size(used * tier.block_bytes)} of {size(tier.slots * tier.block_bytes)} ({used / tier.slots:.0%})"
     evicted = f", {tier.evictions:,} evicted" if tier.evictions else ""
     return _line((f"{tier.tier:8}", "bold"), bar, text + evicted)
+
+
+def _source(source: SourceFlow) -> Text:
+    rate = f", {size(source.bytes_per_second)}/s" if source.bytes_per_second else ""
+    refused = f", {sum(source.refused.values()):,} refused" if source.refused else ""
+    state = ", suspended" if source.suspended else ""
+    text = f"    ← {source.source}  {source.blocks:,} blocks, {size(source.bytes)}{rate} over {source.path}"
+    return _line((text + refused + state, "" if source.blocks else "dim"))
+
+
+def _served(served: Served) -> Text:
+    refused = f", {sum(served.refused.values()):,} refused" if served.refused else ""
+    text = f"    → other engines have read {served.blocks:,} blocks, {size(served.bytes)}{refused}"
+    return _line((text, "" if served.blocks else "dim"))
 
 
 def _request(request: Request) -> list[str]:
