@@ -10,7 +10,7 @@ from engines import do, generate, prompt
 
 pytestmark = pytest.mark.engine
 
-ADDED = {"toy_tier.plugin:REGISTERED": True, "toy_tier:SIZE": 200}
+ADDED = {"toy_tier.plugin:REGISTERED": True, "toy_tier:SIZE": 200, "toy_tier.catalog:IS_REMOTE": True}
 PROMPT = prompt(700, 200)  # six blocks of 32 tokens, and a rest
 ENDPOINT = "tcp://10.0.0.4:23280"
 
