@@ -29,7 +29,7 @@ pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reord
 
 .DEFAULT_GOAL := help
 .PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-disk bench-objects bench-hashing bench-observe bench-attacks dashboard docs clean distclean
+  bench-core bench-events bench-fleet bench-disk bench-objects bench-hashing bench-observe bench-attacks dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +140,9 @@ bench-attacks: models ## measure decode steps while others use the metrics port 
 
 dashboard: env ## write the Grafana dashboard from its list of panels
 	@$(python) scripts/dashboard.py
+
+bench-fleet: env ## simulate 64 engines that find each other's blocks: make bench-fleet TRACE=mooncake.jsonl
+	$(VENV)/bin/python benchmarks/fleet.py --trace $(TRACE) --check
 
 bench-events: env ## measure what block events cost the engine
 	$(python) benchmarks/events.py --check
