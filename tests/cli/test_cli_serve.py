@@ -84,6 +84,7 @@ def test_serve_refuses_what_cannot_start(arguments, problem, monkeypatch, capsys
 
 def test_serve_without_vllm_says_where_it_looked(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["serve", "m", "--cpu-gb", "1"]) == 2
     assert f"vLLM is not installed in {sys.prefix}" in capsys.readouterr().err
 

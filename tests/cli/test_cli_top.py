@@ -27,9 +27,9 @@ from kvbm.observe.snapshot import Flow, SourceFlow, TierState
 from processes import heed_interrupts
 
 
-def lines_of(before, now, width=100):
+def lines_of(before, now, width=100, height=0):
     console = Console(width=width, file=io.StringIO(), markup=False)
-    console.print(draw(before, now))
+    console.print(draw(before, now, width, height))
     return console.file.getvalue().splitlines()
 
 
@@ -82,6 +82,26 @@ def test_every_line_fits_the_screen(width):
     lines = lines_of(observed.SNAPSHOT, later(), width)
     assert len([line for line in lines if "█" in line]) == 2
     assert all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (120, 50)])
+def test_a_small_terminal_shows_what_matters(width, height):
+    now = msgspec.structs.replace(later(), requests=[observed.REQUEST] * 50)
+    lines = lines_of(observed.SNAPSHOT, now, width, height)
+    assert len(lines) <= height
+    text = "\n".join(lines)
+    for part in ("It helps", "host 46%, disk 4%", "300 MB of 400 MB (75%)", "20.0 blocks/s", "2 GB/s"):
+        assert part in text
+    assert any(re.match(r" *\d\d:\d\d:\d\d +330 ", line) for line in lines)
+    assert lines[-1] == "q or Ctrl-C quits"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "0.01", "soon"])
+def test_an_interval_that_makes_no_sense_is_refused(value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["top", f"--every={value}"])
+    assert stop.value.code == 2
+    assert f"'{value}': expected" in capsys.readouterr().err
 
 
 def test_a_full_and_an_empty_tier_can_be_drawn():
@@ -180,7 +200,8 @@ def test_addresses_are_taken_as_people_write_them(text, url):
     assert normal_url(text) == url
 
 
-def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
+@pytest.mark.parametrize("key", ["Ctrl-C", "q"])
+def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source, key):
     """A real one: the screen is drawn again when figures change, and given back at the end."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
@@ -203,7 +224,11 @@ def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
         read_until(b"307 blocks")
         source.now = observed.snapshot(flows=[Flow(source="device", target="host", blocks=412)])
         read_until(b"412 blocks")
-        process.send_signal(2)
+        read_until(b"q or Ctrl-C quits")
+        if key == "q":
+            os.write(master, b"xq")  # other keys do nothing
+        else:
+            process.send_signal(2)
         read_until(b"\x1b[?1049l")
         assert process.wait(60) == 0
     finally:

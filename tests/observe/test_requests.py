@@ -6,9 +6,11 @@ import hashlib
 
 import pytest
 
+from kvbm.core.cost import Prices
 from kvbm.core.manager import Match, Run
+from kvbm.observe.record import StoreLine
 from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up
-from kvbm.plans import Copy, LoadPlan, StorePlan
+from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan
 from tiernames import DISK, HOST
 
 
@@ -199,3 +201,35 @@ def test_nothing_is_left_of_requests_that_are_over():
         log.finished(str(i), 1, [])
     assert not log._running
     assert not log._loading
+
+
+def test_a_record_has_every_operation_in_its_order():
+    record = Lines()
+    log = RequestLog(record=record)
+    prices = Prices(0.02, 0.0001, {HOST: (5e-11, 0.0005)})
+    log.admitted(admission("a", host=4), plan_id=1, prices=prices)
+    log.admitted(admission("b", looked_up=0))
+    log.stores_planned([("a", 0, 10), ("b", 0, 2)], plan_id=2)
+    log.loaded(load_plan(1), 0.2, {3})
+    log.stored(StorePlan(2, Copy(HOST, [0], [0])), 0.1, ok=False)
+    log.moves_planned([MovePlan(3, HOST, DISK, [0], [0], [b""])])
+    log.finished("a", 7, keys("a", 10))
+    log.moved(3, DISK, 1, 0)
+    log.reset()
+    log.finished("b", 0, ())
+    load, store, first, move, reset, second = (fields for _, _, fields in record.lines)
+    (lookup,) = first["lookups"]
+    assert (lookup.order, lookup.limit, lookup.found, lookup.loaded, lookup.prices) == (1, 10, {HOST: 4}, 4, prices)
+    assert (second["lookups"][0].order, second["lookups"][0].limit) == (2, 0)
+    assert first["stores"] == [StoreLine(3, 0, 10, 2)]
+    assert second["stores"] == [StoreLine(3, 0, 2, 2)]
+    assert (load["order"], load["lost"], store["order"], store["ok"]) == (4, [3], 5, False)
+    assert (move["planned"], first["ended"], move["order"]) == (6, 7, 8)
+    assert (reset["order"], second["ended"]) == (9, 10)
+
+
+def test_without_a_record_nothing_is_kept_for_one():
+    log = RequestLog()
+    log.admitted(admission("a", host=4), plan_id=1)
+    assert not log.is_recording
+    assert log._running["a"].lookups == []

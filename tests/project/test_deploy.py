@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -198,3 +203,44 @@ def test_asked_for_help_the_script_of_the_dashboard_writes_none(tmp_path):
     assert not target.exists()
     assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 0
     assert target.read_bytes() == (PROJECT / "deploy/observability/grafana/dashboards/kvbm.json").read_bytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_the_disk_tier_trusts_the_volume_of_the_chart(tmp_path):
+    """fsGroup gives the volume to the image's group, which has the image's user alone. The chart needs no root."""
+    volume = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        os.chown(volume, 0, 10001)
+        volume.chmod(0o2775)
+        (tmp_path / "passwd").write_text("root:x:0:0::/root:/bin/sh\nkvbm:x:10001:10001::/home/kvbm:/bin/sh\n")
+        (tmp_path / "group").write_text("root:x:0:\nkvbm:x:10001:\n")
+        program = "from pathlib import Path; from kvbm.tiers.directory import private_directory as p; import sys"
+        # The tests' own Python may lie where other users cannot go; this module needs no packages.
+        python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
+        source = volume.with_name(f"{volume.name}-source")
+        shutil.copytree(PROJECT / "src" / "kvbm", source / "kvbm", ignore=shutil.ignore_patterns("__pycache__"))
+        inner = f"{shlex.quote(python)} -c '{program}; p(Path(sys.argv[1]))' {volume}/cache/kvbm-model"
+        script = (
+            f"mount --bind {tmp_path}/passwd /etc/passwd && mount --bind {tmp_path}/group /etc/group && "
+            f"exec setpriv --reuid 10001 --regid 10001 --clear-groups env PYTHONPATH={source} {inner}"
+        )
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+        if "unshare" in done.stderr or "mount:" in done.stderr or "setpriv" in done.stderr:
+            pytest.skip(f"this machine has no namespaces: {done.stderr}")
+        assert done.returncode == 0, done.stderr
+        assert (volume / "cache" / "kvbm-model").stat().st_uid == 10001
+    finally:
+        shutil.rmtree(volume)
+        shutil.rmtree(f"{volume}-source", ignore_errors=True)
+
+
+def test_no_image_has_a_moving_tag():
+    chart = yaml.safe_load((PROJECT / "deploy/helm/kvbm/values.yaml").read_text())["image"]
+    images = [f"{chart['repository']}:{chart['tag']}"]
+    for path in [*MANIFESTS, *PROJECT.glob("deploy/**/*.yml"), *CONTAINERFILES]:
+        images += re.findall(r"^\s*(?:image:|ARG ENGINE_IMAGE=|FROM) ?(\S+)", path.read_text(), re.MULTILINE)
+    images = [re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", image) for image in images if image != "${ENGINE_IMAGE}"]
+    assert len(images) > 10
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+        assert "bitnami" not in image  # its free images are no longer maintained

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             code = 2
     if not found and not code:
         print(f"no caches in {printable(' or '.join(map(str, roots)))}", file=sys.stderr)
+        # Nothing to list is an answer. Nothing to verify or to remove, at a place that the user has named, is not.
+        return 1 if args.path and args.action in (_verify, _clear) else 0
     if not found:
         return code
     try:

@@ -13,6 +13,7 @@ examples:
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -49,13 +50,14 @@ def run(args: argparse.Namespace) -> int:
     environment = {**os.environ, **given}
     config = load(environ=environment)
     require_tier(config)
-    vllm = Path(sys.executable).parent / "vllm"
-    command = [str(vllm), "serve", args.model, OPTION, EXAMPLE, *args.rest]
+    beside = Path(sys.executable).with_name("vllm")  # of this environment; some images have it elsewhere
+    vllm = str(beside) if beside.exists() else shutil.which("vllm")
+    command = [vllm or "vllm", "serve", args.model, OPTION, EXAMPLE, *args.rest]
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     print(f"{settings} {shlex.join(command)}", file=sys.stdout if args.print else sys.stderr, flush=True)
     if args.print:
         return 0
-    if not vllm.exists():
+    if vllm is None:
         return _fail(f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it")
     if config.metrics:
         print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr, flush=True)

@@ -67,6 +67,10 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", HOST, _BLOCKS,
         "Size of the host tier in blocks. When it is not 0, it overrides DYN_KVBM_CPU_CACHE_GB.",
     )] = 0
+    host_policy: Annotated[Literal["lru", "session"], Setting(
+        "KVBM_HOST_POLICY", HOST, Choice(words=("lru", "session")),
+        "Eviction policy of the host tier.",
+    )] = "lru"
     host_persist: Annotated[bool, Setting(
         "KVBM_HOST_PERSIST", HOST, _SWITCH,
         "Keep the host tier in shared memory, so that it survives a restart of the engine. The memory stays allocated "
@@ -95,6 +99,10 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS", DISK, _BLOCKS,
         "Size of the disk tier in blocks. When it is not 0, it overrides DYN_KVBM_DISK_CACHE_GB.",
     )] = 0
+    disk_policy: Annotated[Literal["lru", "session"], Setting(
+        "KVBM_DISK_POLICY", DISK, Choice(words=("lru", "session")),
+        "Eviction policy of the disk tier.",
+    )] = "lru"
     disk_cache_dir: Annotated[Path, Setting(
         "DYN_KVBM_DISK_CACHE_DIR", DISK, FilePath(example="/mnt/nvme/kvbm"),
         "Directory of the disk tier. KVBM creates it if it does not exist.",

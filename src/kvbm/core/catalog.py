@@ -79,7 +79,8 @@ class Catalog(ABC):
     _discarded: Journal | None = None  # written to no more, and still to be closed
     # Goes up with every change of what can be found.
     changes: int = 0
-    size: int = 0  # places; 0: no limit
+    size: int = 0  # places; of a tier without a bound, those that hold a block as far as this engine knows
+    is_bounded: bool = True
     takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
     # Lookups and reads wait for a network: the leader begins both while a request waits in the engine's queue.

@@ -93,7 +93,7 @@ def _on_device(s: Snapshot) -> Finding | None:
         name="on-device",
         level="note",
         text=f"The engine's own cache has all blocks of most requests ({s.outcomes[ON_DEVICE]} of {seen}).",
-        cure="Nothing is wrong: KVBM takes over when the load outgrows the GPU.",
+        cure="Nothing is wrong: KVBM takes over when the load outgrows it.",
     )
 
 
@@ -207,7 +207,7 @@ def _smaller_than_device(s: Snapshot) -> Finding | None:
 
 def _smaller_than_the_one_above(s: Snapshot) -> Finding | None:
     for above, tier in pairwise(s.tiers):
-        if 0 < tier.slots < above.slots:
+        if tier.bounded and 0 < tier.slots < above.slots:
             return Finding(
                 name=f"{tier.tier}-smaller-than-{above.tier}",
                 level="bad",

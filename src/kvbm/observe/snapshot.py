@@ -50,6 +50,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: int  # of one block on all ranks together
     engine_blocks: int  # of the engine's own cache
+    device: str = "GPU"  # where the engine's own cache is: "GPU" or "CPU"
     settings: dict[str, str] = {}  # those that were set, by variable, as text; no secrets
 
 
@@ -67,6 +68,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     # The cost model's estimate for loads from this tier; 0 without a cost model.
     bytes_per_second: float = 0.0
     measured: bool = False  # False: the number is the tier's prior
+    bounded: bool = True  # False: the slots are the blocks that this engine knows of
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,6 +89,7 @@ class LeaderSource:
                     evictions=catalog.evictions,
                     bytes_per_second=self._cost.rate(tier).bytes_per_second,
                     measured=self._cost.is_measured(tier),
+                    bounded=catalog.is_bounded,
                 )
             )
         return states
@@ -132,7 +133,20 @@ class LeaderSource:
                     queued_blocks=edge.pending_blocks,
                 )
             )
-        for tier in leader.manager.catalogs:
+        for tier, catalog in leader.manager.catalogs.items():
+            if catalog.is_remote:  # ahead of the load, while the request waits in the engine's queue
+                blocks = counts.fetched_blocks.get(tier, 0)
+                flows.append(
+                    Flow(
+                        source=tier,
+                        target=target,
+                        blocks=blocks,
+                        bytes=blocks * size,
+                        seconds=0.0,  # counted with the loads of the tier
+                        failed_blocks=counts.failed_fetch_blocks.get(tier, 0),
+                        queued_blocks=leader.fetches.pending_blocks,
+                    )
+                )
             blocks = counts.onboarded_blocks.get(tier, 0)
             flows.append(
                 Flow(

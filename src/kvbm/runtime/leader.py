@@ -210,6 +210,10 @@ class Leader:
         reading = self._reading
         return sorted({reading[block] for block in blocks if block in reading})
 
+    def taint(self, stores: Iterable[int]) -> None:
+        """Do not publish these stores: the engine may have overwritten their source while they read it."""
+        self._tainted.update(stores)
+
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def apply(self, reports: Iterable[Report]) -> None:

@@ -37,6 +37,7 @@ from kvbm.plans import (
     TierHello,
     TierName,
 )
+from kvbm.simulate import hints
 from kvbm.simulate.results import TierCounts, Totals
 from kvbm.simulate.trace import Request, Trace, Transfer
 from kvbm.tiers import registry
@@ -57,6 +58,12 @@ class _Running(NamedTuple):
     state: RequestState
 
 
+def _start(name: str, request: Request) -> _Running:
+    state = RequestState(name)
+    state.turn = hints.turn_of(request)
+    return _Running(request, state)
+
+
 class SimulatedEngine:
     """``sizes``: slots of each tier, the near one first."""
 
@@ -66,9 +73,7 @@ class SimulatedEngine:
         self._now = 0.0
         rates = {name: machine.rates.get(name, registry.TIERS[name].prior) for name in sizes}
         self._rates = rates
-        catalogs = {
-            name: registry.TIERS[name].simulated_catalog(config, slots, self._clock) for name, slots in sizes.items()
-        }
+        catalogs = {name: registry.TIERS[name].make_pool(config, slots, self._clock) for name, slots in sizes.items()}
         terms = machine.terms
         self.session = Session(
             "simulator", config, Faults(), trace.block_tokens, terms.step_tokens,
@@ -121,7 +126,7 @@ class SimulatedEngine:
 
     def _serve(self, name: str, request: Request) -> None:
         self._now = request.at
-        running = _Running(request, RequestState(name))
+        running = _start(name, request)
         computed = self._found_on_device(request) * self._trace.block_tokens
         self._arrive(running, request.tokens, computed, 0, False)
         self._settle()
@@ -146,7 +151,7 @@ class SimulatedEngine:
 
     def _run_record(self, exact: bool, progress: Callable[[int], None] | None) -> None:
         """Replay operations in their order."""
-        running = {number: _Running(r, RequestState(str(number))) for number, r in enumerate(self._trace.requests)}
+        running = {number: _start(str(number), request) for number, request in enumerate(self._trace.requests)}
         ended = 0
         plans: dict[int, int] = {}  # plan of the record -> that of the replay
         for operation in _operations(self._trace, exact):
@@ -228,6 +233,9 @@ class SimulatedEngine:
                 plan = session.load(state, state.match, self._allocate(loaded), loaded)
                 self._loads[plan.id] = plan
             seconds, recompute = decision.seconds, decision.recompute_seconds
+        own = totals.tenants.setdefault(request.tenant, [0, 0])
+        own[0] += self._trace.blocks_of(tokens)
+        own[1] += computed // block_tokens + sum(found.values())
         self.found.append(found)
         self.loaded.append(loaded)
         totals.ttft_seconds.append(seconds)

@@ -6,16 +6,28 @@ False ones show what they can cost: each says the opposite of the truth, or has 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import msgspec
 
 from kvbm.core.keys import Key
+from kvbm.core.policy import Retention, Turn
 from kvbm.simulate.trace import Request, Trace
 
 HIGH, LOW = 100, -100
 WILD = (2**63, -(2**63), 0)
+
+
+def turn_of(request: Request) -> Turn:
+    """The hints of a request as an engine's adapter passes them on."""
+    retention: tuple[Retention, ...] = ()
+    if request.priority is not None or request.ttl is not None:
+        retention = (Retention(request.priority or 0, inf if request.ttl is None else request.ttl),)
+    name = hashlib.blake2b(request.session.encode(), digest_size=8).digest() if request.session else b""
+    return Turn(session=int.from_bytes(name, "big"), is_final=request.final, retention=retention)
 
 
 class Place(NamedTuple):

@@ -55,9 +55,19 @@ def series_of(one: Outcome) -> str:
     return ", ".join([one.variant, *others])
 
 
+def _tiers(outcomes: Sequence[Outcome]) -> list[TierName]:
+    """That any of them has, the fastest first."""
+    longest = max(outcomes, key=lambda one: len(one.slots))
+    return list(dict.fromkeys([*longest.slots, *(tier for one in outcomes for tier in one.slots)]))
+
+
+def _size_of(one: Outcome, tier: TierName) -> str:
+    return size(one.bytes[tier]) if tier in one.slots else "–"
+
+
 def text(result: Result) -> str:
     """The table for a terminal, and the advice."""
-    tiers = list(result.outcomes[0].slots)
+    tiers = _tiers(result.outcomes)
     header = [
         "settings", *tiers, "prefix hits", *(f"in {tier}" for tier in tiers), "optimum", "tokens", "mean TTFT",
         *(f"{tier} written" for tier in tiers[1:]),
@@ -67,10 +77,10 @@ def text(result: Result) -> str:
     for one in result.outcomes:
         bound = bounds.get(one.total_slots)
         rows.append([
-            one.variant, *(size(count) for count in one.bytes.values()), f"{one.prefix_hit_rate:.3f}",
-            *(f"{one.tiers[tier].prefix_hit_rate:.3f}" for tier in tiers), "–" if bound is None else f"{bound:.3f}",
-            f"{one.token_hit_rate:.3f}", seconds(one.mean_ttft_seconds),
-            *(size(one.tiers[tier].written_bytes) for tier in tiers[1:]),
+            one.variant, *(_size_of(one, tier) for tier in tiers), f"{one.prefix_hit_rate:.3f}",
+            *(f"{one.tiers[tier].prefix_hit_rate:.3f}" if tier in one.slots else "–" for tier in tiers),
+            "–" if bound is None else f"{bound:.3f}", f"{one.token_hit_rate:.3f}", seconds(one.mean_ttft_seconds),
+            *(size(one.tiers[tier].written_bytes) if tier in one.slots else "–" for tier in tiers[1:]),
         ])  # fmt: skip
     lines = columns(rows, right=range(1, len(header)))
     if result.replayed_lookups:
@@ -115,7 +125,7 @@ def page(result: Result) -> str:
     ]
     parts.append(_over_size("Prefix hit rate over the size of all tiers", hits, "of all blocks", max(possible, 0.01)))
     parts.append(_over_size("Expected mean time to first token", times, "seconds, without queueing"))
-    staged = list(outcomes[0].slots)[1:]
+    staged = _tiers(outcomes)[1:]
     if staged:
         parts.append(_writes(outcomes, staged, names))
     parts.append("<h2>All replays</h2>" + charts.table(*_rows(result)) + _NOTE)
@@ -135,7 +145,7 @@ def _writes(outcomes: Sequence[Outcome], staged: Sequence[TierName], names: Sequ
     """Hits over the bytes that were written for them: upper left is best."""
     series: dict[str, list[Point]] = {name: [] for name in names}
     for one in outcomes:
-        written = sum(one.tiers[tier].written_bytes for tier in staged) / 1e9
+        written = sum(one.tiers[tier].written_bytes for tier in staged if tier in one.slots) / 1e9
         tip = f"{written:,.0f} GB written: {one.prefix_hit_rate:.3f}"
         series[series_of(one)].append((written, one.prefix_hit_rate, tip))
     points = [point for line in series.values() for point in line]
@@ -147,21 +157,23 @@ def _writes(outcomes: Sequence[Outcome], staged: Sequence[TierName], names: Sequ
 
 
 def _rows(result: Result) -> tuple[list[str], list[list[str]]]:
-    tiers = list(result.outcomes[0].tiers)
-    if not any(one.tiers[DEVICE].prefix_hit_rate for one in result.outcomes):
-        tiers.remove(DEVICE)
-    header = ["settings", *result.outcomes[0].slots, "prefix hits", "block hits", "token hits", "mean TTFT", "median"]
+    sized = _tiers(result.outcomes)
+    tiers = [DEVICE, *sized] if any(one.tiers[DEVICE].prefix_hit_rate for one in result.outcomes) else sized
+    header = ["settings", *sized, "prefix hits", "block hits", "token hits", "mean TTFT", "median"]
     for tier in tiers:
         header += [f"{tier}: prefix", "blocks", "tokens", "read", "written", "evicted"]
     rows = []
     for one in result.outcomes:
         row = [
-            one.variant, *(size(count) for count in one.bytes.values()), f"{one.prefix_hit_rate:.4f}",
+            one.variant, *(_size_of(one, tier) for tier in sized), f"{one.prefix_hit_rate:.4f}",
             f"{one.block_hit_rate:.4f}", f"{one.token_hit_rate:.4f}", f"{one.mean_ttft_seconds:.3f}",
             f"{one.median_ttft_seconds:.3f}",
         ]  # fmt: skip
         for tier in tiers:
-            own = one.tiers[tier]
+            own = one.tiers.get(tier)
+            if own is None:
+                row += ["–"] * 6
+                continue
             row += [
                 f"{own.prefix_hit_rate:.4f}", f"{own.block_hit_rate:.4f}", f"{own.token_hit_rate:.4f}",
                 size(own.read_bytes), size(own.written_bytes), f"{own.evicted_blocks:,}",

@@ -31,6 +31,7 @@ class Totals(msgspec.Struct):
     loaded_tokens: int = 0  # found and, by the cost model, worth loading
     ttft_seconds: list[float] = []  # expected, without time in a queue
     recompute_seconds: list[float] = []  # the same without KVBM's tiers
+    tenants: dict[str, list[int]] = {}  # by tenant: blocks of the prompts, and those found without a gap
 
 
 class TierRates(msgspec.Struct):
@@ -57,6 +58,7 @@ class Outcome(msgspec.Struct):
     mean_recompute_seconds: float
     tiers: dict[TierName, TierRates]
     seconds: float  # that the simulation took
+    tenants: dict[str, float] = {}  # prefix hit rate of each, where there are several
 
     @property
     def total_slots(self) -> int:
@@ -95,4 +97,5 @@ def outcome(variant: str, slots: dict[TierName, int], block_bytes: int, totals: 
         mean_recompute_seconds=fmean(totals.recompute_seconds),
         tiers=tiers,
         seconds=seconds,
+        tenants={name: part(found, blocks) for name, (blocks, found) in totals.tenants.items() if name},
     )

@@ -9,7 +9,8 @@ chat     users with think times, of whom most leave after a few turns
 mixed    chat beside a batch job and a scan
 rag      questions over a corpus: popular documents come first in many prompts, then rarer ones
 scan     chat beside a reader of long documents that never returns to one
-tenants  two tenants: a small chat, and a flood of long prompts
+quiet    the first of two tenants alone: a small chat
+tenants  both: the chat, and a flood of long prompts that never return
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvbm.simulate.trace import MOONCAKE_BLOCK_TOKENS, Request, Trace, key_of
 
 BLOCK = MOONCAKE_BLOCK_TOKENS
+SECONDS = 1500.0
 Draw = tuple[float, list[int], int]  # time, blocks of the prompt, tokens of the answer
 
 
@@ -34,16 +36,16 @@ class _Blocks:
         return list(range(self._next - count, self._next))
 
 
-def agents(source: random.Random, blocks: _Blocks, seconds: float = 3000.0) -> Iterator[Draw]:
+def agents(source: random.Random, blocks: _Blocks, seconds: float = SECONDS) -> Iterator[Draw]:
     kinds = [blocks.new(source.randrange(6, 16)) for _ in range(5)]
     at = 0.0
     while at < seconds:
-        at += source.expovariate(0.08)
+        at += source.expovariate(0.05)
         yield from _agent(source, blocks, at, [*source.choice(kinds), *blocks.new(source.randrange(1, 6))], 2)
 
 
 def _agent(source: random.Random, blocks: _Blocks, at: float, history: list[int], depth: int) -> Iterator[Draw]:
-    for _ in range(min(60, 2 + int(source.expovariate(1 / 14)))):
+    for _ in range(min(60, 2 + int(source.expovariate(1 / 12)))):
         yield at, list(history), source.randrange(50, 400)
         history = history + blocks.new(source.randrange(1, 4))
         if depth and source.random() < 0.08:
@@ -51,7 +53,7 @@ def _agent(source: random.Random, blocks: _Blocks, at: float, history: list[int]
         at += 2 + source.expovariate(1 / 8)
 
 
-def chat(source: random.Random, blocks: _Blocks, seconds: float = 3000.0, rate: float = 1.5) -> Iterator[Draw]:
+def chat(source: random.Random, blocks: _Blocks, seconds: float = SECONDS, rate: float = 1.5) -> Iterator[Draw]:
     system = blocks.new(1)
     at = 0.0
     while at < seconds:
@@ -67,14 +69,14 @@ def chat(source: random.Random, blocks: _Blocks, seconds: float = 3000.0, rate: 
             now += source.lognormvariate(4.8, 0.9)
 
 
-def rag(source: random.Random, blocks: _Blocks, seconds: float = 3000.0) -> Iterator[Draw]:
+def rag(source: random.Random, blocks: _Blocks, seconds: float = SECONDS) -> Iterator[Draw]:
     system = blocks.new(2)
     documents, size = 4000, [source.randrange(2, 8) for _ in range(4000)]
     weights = [1 / (rank + 1) for rank in range(documents)]
     known: dict[tuple[int, ...], list[int]] = {}
     at = 0.0
     while at < seconds:
-        at += source.expovariate(2.5)
+        at += source.expovariate(2.0)
         chosen = sorted(set(source.choices(range(documents), weights, k=4)))
         prompt = list(system)
         for end in range(1, len(chosen) + 1):
@@ -85,7 +87,7 @@ def rag(source: random.Random, blocks: _Blocks, seconds: float = 3000.0) -> Iter
         yield at, prompt + blocks.new(1), source.randrange(50, 300)
 
 
-def batch(source: random.Random, blocks: _Blocks, seconds: float = 3000.0, rate: float = 6.0) -> Iterator[Draw]:
+def batch(source: random.Random, blocks: _Blocks, seconds: float = SECONDS, rate: float = 3.0) -> Iterator[Draw]:
     at = 0.0
     while at < seconds:
         template = blocks.new(source.randrange(4, 20))
@@ -94,7 +96,7 @@ def batch(source: random.Random, blocks: _Blocks, seconds: float = 3000.0, rate:
             at += source.expovariate(rate)
 
 
-def _reader(source: random.Random, blocks: _Blocks, seconds: float = 3000.0) -> Iterator[Draw]:
+def _reader(source: random.Random, blocks: _Blocks, seconds: float = SECONDS) -> Iterator[Draw]:
     at = 0.0
     while at < seconds:
         at += source.expovariate(0.5)
@@ -109,7 +111,7 @@ def scan(source: random.Random, blocks: _Blocks) -> Iterator[Draw]:
 def mixed(source: random.Random, blocks: _Blocks) -> Iterator[Draw]:
     yield from chat(source, blocks, rate=1.0)
     yield from batch(source, blocks, rate=1.0)
-    yield from _reader(source, blocks, seconds=1000.0)
+    yield from _reader(source, blocks, seconds=SECONDS / 3)
 
 
 WORKLOADS: dict[str, Callable[[random.Random, _Blocks], Iterable[Draw]]] = {
@@ -120,18 +122,18 @@ WORKLOADS: dict[str, Callable[[random.Random, _Blocks], Iterable[Draw]]] = {
     "rag": rag,
     "scan": scan,
 }
-NAMES = sorted([*WORKLOADS, "tenants"])
+NAMES = sorted([*WORKLOADS, "quiet", "tenants"])
 
 
-def generate(name: str, seed: int = 0, flood: bool = True) -> Trace:
-    """``flood``: whether the second of two tenants is there at all."""
+def generate(name: str, seed: int = 0) -> Trace:
     source, blocks = random.Random(f"{name} {seed}"), _Blocks()
-    if name == "tenants":
-        quiet = [_request(draw, "quiet") for draw in chat(source, blocks, rate=0.4)]
-        loud = [_request(draw, "loud") for draw in _reader(source, blocks)] if flood else []
-        requests: Iterable[Request] = quiet + loud
+    if name in ("quiet", "tenants"):
+        source = random.Random(f"quiet {seed}")
+        requests = [_request(draw, "quiet") for draw in chat(source, blocks, rate=0.4)]
+        if name == "tenants":
+            requests += [_request(draw, "loud") for draw in _reader(source, blocks)]
     elif name in WORKLOADS:
-        requests = map(_request, WORKLOADS[name](source, blocks))
+        requests = list(map(_request, WORKLOADS[name](source, blocks)))
     else:
         raise ValueError(f"no workload {name!r}: expected one of {', '.join(NAMES)}")
     return Trace(f"{name} (generated)", sorted(requests, key=lambda request: request.at), BLOCK)

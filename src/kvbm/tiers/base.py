@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -17,7 +17,10 @@ from kvbm.plans import Hello, TierHello, TierName
 from kvbm.tiers.bounded import Call
 
 if TYPE_CHECKING:
+    from kvbm.core.catalog import Journal
+    from kvbm.core.policy import Clock
     from kvbm.core.policy.admission import AdmissionRule
+    from kvbm.core.pool import Pool
 
 # Identifies the KV of an engine: model, weights, dtype, layout, block size, ranks, scheme of the keys.
 Fingerprint = Mapping[str, str | int]
@@ -149,12 +152,19 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         """The leader's catalog, with the blocks that the tier holds from before."""
         return None
 
-    def simulated_catalog(self, config: Config, slots: int, clock: Callable[[], float]) -> Catalog:
-        """A catalog of so many slots with nothing behind it, for `kvbm simulate`, as :meth:`open_catalog` would make
-        it: with the same eviction policy and quotas."""
+    def eviction_policy(self, config: Config) -> str:
+        """The name of the policy that the settings ask for."""
+        return "lru"
+
+    def make_pool(
+        self, config: Config, slots: int, clock: Clock = time.monotonic, journal: Journal | None = None
+    ) -> Pool:
+        """The catalog of so many numbered slots, for :meth:`open_catalog` and, with a clock of its own, `kvbm
+        simulate`."""
+        from kvbm.core.policy import make_policy
         from kvbm.core.pool import Pool
 
-        return Pool(slots)
+        return Pool(slots, make_policy(self.eviction_policy(config), slots, clock), journal)
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""

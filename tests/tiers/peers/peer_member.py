@@ -58,7 +58,7 @@ class Member:
                 "engine": engine or os.getpid(), "control": -1, "board": -1, "leases": -1, "slabs": [], "slots": slots,
                 "slot_bytes": [slot_bytes], "fingerprint": dict(cache), "member": name, "machine": machine(),
                 "generation": self.generation, "directory": str(directory), "listen": listen, "secret": SECRET,
-                "nice": 0, **settings,
+                "nice": 0, "seconds": 60.0, **settings,
             }
         )  # fmt: skip
         file = SharedMemory(os.dup(self.slab.file), os.fstat(self.slab.file).st_size)
@@ -103,7 +103,7 @@ class Reader:
     """The other engine: a rank's store, and memory to read into. ``elsewhere``: it runs on another machine."""
 
     def __init__(
-        self, sources, blocks=16, slot_bytes=64 << 10, secret=SECRET, cache=CACHE, seconds=5.0, elsewhere=True
+        self, sources, blocks=16, slot_bytes=64 << 10, secret=SECRET, cache=CACHE, seconds=60.0, elsewhere=True
     ):
         self.slot_bytes = slot_bytes
         me = Identity(Who(VERSION, dict(cache), ""), "another machine" if elsewhere else machine(), secret, 0, seconds)

@@ -1,69 +1,63 @@
-"""The classes of blocks that are expected to come back alike."""
+"""The classes of blocks: what a policy knows of them that says when they come back.
+
+A class belongs to a family and has one value of each feature of that family. A family has its own distribution of
+return times; each value of a feature multiplies the chance of a return (:mod:`kvbm.core.policy.returns`).
+"""
 
 from __future__ import annotations
 
-TURNS, LENGTHS, TOUCHES, LEVELS = 6, 8, 5, 4
+from itertools import product
+from typing import NamedTuple
 
-_PRIVATE = 0
-_LAST = _PRIVATE + TURNS * LENGTHS
-_REST = _LAST + TURNS
-_SHARED = _REST + 2
-_ODD = _SHARED + TOUCHES
-_KINDS = _ODD + 2
-
-LOOSE = _ODD
-OVERTAKEN = _ODD + 1
-CLASSES = _KINDS * LEVELS
-_LEVEL_SCALES = (1.0, 2.0, 0.5, 0.1)
+TURNS, LENGTHS, OUTPUTS, TOUCHES = 6, 8, 4, 6
+# What callers say: nothing, keep, drop early, the session is over. The factors are where learning begins.
+LEVELS = (1.0, 2.0, 0.5, 0.1)
 
 
-def of_private(turn: int, new: int, level: int) -> int:
-    return level * _KINDS + _PRIVATE + (min(turn, TURNS) - 1) * LENGTHS + min(new.bit_length(), LENGTHS) - 1 + (new < 1)
+class Family(NamedTuple):
+    first: int  # class
+    features: tuple[int, ...]  # the number of values of each
+    prior: float  # of the chance of a return, until the family has been seen
+
+    @property
+    def classes(self) -> int:
+        return len(list(product(*map(range, self.features))))
 
 
-def of_last(turn: int, level: int) -> int:
-    return level * _KINDS + _LAST + min(turn, TURNS) - 1
+PRIVATE = Family(0, (len(LEVELS), TURNS, LENGTHS, OUTPUTS), 1.0)  # blocks of one conversation
+LAST = Family(PRIVATE.first + PRIVATE.classes, (len(LEVELS), TURNS), 1.0)  # the last block of a turn
+REST = Family(LAST.first + LAST.classes, (len(LEVELS), 2), 0.5)  # left behind by a request that branched off
+SHARED = Family(REST.first + REST.classes, (len(LEVELS), TOUCHES), 2.0)  # used by several conversations
+OVERTAKEN = Family(SHARED.first + SHARED.classes, (1,), 0.1)  # last blocks without which the conversation went on
+FAMILIES = (PRIVATE, LAST, REST, SHARED, OVERTAKEN)
+CLASSES = OVERTAKEN.first + OVERTAKEN.classes
+LOOSE = PRIVATE.first
 
 
-def of_rest(is_long: bool, level: int) -> int:
-    return level * _KINDS + _REST + is_long
+def of_private(level: int, turn: int, new: int, output: int) -> int:
+    turn, length = min(turn, TURNS) - 1, min(max(new, 1).bit_length(), LENGTHS) - 1
+    spoken = 0 if output < 16 else 1 if output < 128 else 2 if output < 512 else 3
+    return PRIVATE.first + ((level * TURNS + turn) * LENGTHS + length) * OUTPUTS + spoken
 
 
-def of_shared(touches: int, level: int) -> int:
-    return level * _KINDS + _SHARED + min(touches.bit_length() - 1, TOUCHES) - 1
+def of_last(level: int, turn: int) -> int:
+    return LAST.first + level * TURNS + min(turn, TURNS) - 1
+
+
+def of_rest(level: int, is_long: bool) -> int:
+    return REST.first + level * 2 + is_long
+
+
+def of_shared(level: int, touches: int) -> int:
+    return SHARED.first + level * TOUCHES + min(touches.bit_length(), TOUCHES) - 1
 
 
 def is_shared(kind: int) -> bool:
-    return _SHARED <= kind % _KINDS < _ODD
+    return SHARED.first <= kind < OVERTAKEN.first
 
 
 def level_of(kind: int) -> int:
-    return kind // _KINDS
-
-
-def _tree() -> tuple[list[int], list[float]]:
-    """Parents and scales of the nodes: the classes, then (level, turn), (level, family), family."""
-    families = 5  # private, last, rest, shared, overtaken
-    turn_at = CLASSES
-    level_at = turn_at + LEVELS * TURNS
-    family_at = level_at + LEVELS * families
-    parents: list[int] = []
-    scales: list[float] = []
-    for level in range(LEVELS):
-        base = level_at + level * families
-        for turn in range(TURNS):
-            parents += [turn_at + level * TURNS + turn] * LENGTHS
-        parents += [base + 1] * TURNS + [base + 2] * 2 + [base + 3] * TOUCHES + [base, base + 4]
-        scales += [1.0] * _KINDS
-    for level in range(LEVELS):
-        parents += [level_at + level * families] * TURNS
-        scales += [1.0] * TURNS
-    for level in range(LEVELS):
-        parents += [family_at + family for family in range(families)]
-        scales += [_LEVEL_SCALES[level]] * families
-    parents += [-1] * families
-    scales += [1.0, 1.0, 0.5, 2.0, 0.1]
-    return parents, scales
-
-
-PARENTS, SCALES = _tree()
+    for family in FAMILIES[:4]:
+        if kind < family.first + family.classes:
+            return (kind - family.first) * len(LEVELS) // family.classes
+    return 0

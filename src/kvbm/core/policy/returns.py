@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
-# Ages are counted in buckets that grow by half: from a quarter of a second to more than a day.
-_FIRST_SECONDS = 0.25
-_GROWTH = 1.5
-BUCKETS = 32
+from kvbm.core.policy.classes import CLASSES, FAMILIES, LEVELS, Family
+
+# Ages are counted in buckets that grow by a fifth: from a second to most of a day.
+_FIRST_SECONDS = 1.0
+_GROWTH = 1.2
+BUCKETS = 56
 _EDGES = [0.0, *(_FIRST_SECONDS * _GROWTH**i for i in range(BUCKETS - 1))]  # where each bucket begins
 _WIDTHS = np.diff([*_EDGES, _EDGES[-1] * _GROWTH])
-# A class borrows from its parent what it has not seen for itself: the parent counts as much as so many blocks.
-_PARENT_WEIGHT = 10.0
+# Classes with about the same chance of a return share a score: two scores double the chance.
+SCORES = 16
+_MIDDLE = 9
+_FACTORS = 2.0 ** ((np.arange(SCORES) - _MIDDLE) / 2)
+# A value of a feature, and a class, count for what they are after so many returns.
+_FEATURE_WEIGHT = 3.0
+_CLASS_WEIGHT = 100.0
 # What is assumed before anything has been seen: the chance of a return is the same in each bucket, so that a block is
 # worth less the older it is, as LRU has it.
 _PRIOR_RETURN = 0.05
+_PRIOR_WEIGHT = 10.0
+_SMOOTHING = np.array([1, 2, 3, 2, 1]) / 9  # over neighbouring buckets: few returns make a ragged curve
 _DECAY = 0.998  # of everything learned, with each new table: half of it is forgotten after 350 tables
 
 
@@ -30,51 +40,82 @@ def end_of(bucket: int) -> float:
     return _EDGES[bucket + 1] if bucket + 1 < BUCKETS else float("inf")
 
 
+class _Model:
+    """One family: a chance of a return for each age, and a factor for each value of each feature."""
+
+    def __init__(self, family: Family, returned: np.ndarray, exposed: np.ndarray) -> None:
+        self._prior = family.prior * _PRIOR_RETURN
+        self._returned, self._exposed = returned, exposed  # classes of this family x buckets
+        values = np.array(list(product(*map(range, family.features))))
+        self._values = [values[:, i] for i in range(len(family.features))]
+        self._scales = [np.ones(count) for count in family.features]
+        if family.features[0] == len(LEVELS):
+            self._scales[0] = np.array(LEVELS)
+        self._logs = [np.log(scale) for scale in self._scales]
+        self.ratios = np.exp(self._sum())
+
+    def _sum(self) -> np.ndarray:
+        return sum(log[value] for log, value in zip(self._logs, self._values, strict=True))  # type: ignore[return-value]
+
+    def fit(self) -> np.ndarray:
+        """The chance of a return for each age, of a class with the ratio 1. One round of an iteration that goes on
+        from table to table: the ages from the ratios of the classes, then one feature after the other."""
+        returned, exposed = self._returned, self._exposed
+        returned *= _DECAY
+        exposed *= _DECAY
+        hazard = (returned.sum(0) + _PRIOR_WEIGHT * self._prior) / (self.ratios @ exposed + _PRIOR_WEIGHT)
+        hazard = np.convolve(np.pad(hazard, 2, mode="edge"), _SMOOTHING, mode="valid")
+        np.minimum(hazard, 0.9, out=hazard)
+        seen, expected = returned.sum(1), exposed @ hazard
+        total = self._sum()
+        for i, (value, scale) in enumerate(zip(self._values, self._scales, strict=True)):
+            others = expected * np.exp(total - self._logs[i][value])
+            more = np.bincount(value, seen, len(scale)) + _FEATURE_WEIGHT * scale
+            log = np.log(more / (np.bincount(value, others, len(scale)) + _FEATURE_WEIGHT))
+            total += log[value] - self._logs[i][value]
+            self._logs[i] = log
+        ratios = np.exp(total)
+        self.ratios = ratios * (seen + _CLASS_WEIGHT) / (expected * ratios + _CLASS_WEIGHT)
+        return hazard
+
+
 class Returns:
     """Counts how many groups of blocks of each class reach an age (``exposed``), and return at it (``returned``).
 
     Groups that are still waiting count for the ages that they have reached, so early returns do not look more frequent
-    than they are. The classes are the leaves of a tree: ``parents[i]`` is the number of a later node, or -1, and the
-    chance of a return in node i is ``scales[i]`` times that of its parent until the node has seen more.
+    than they are.
     """
 
-    def __init__(self, classes: int, parents: Sequence[int], scales: Sequence[float]) -> None:
-        self.returned = np.zeros((classes, BUCKETS))
-        self.exposed = np.zeros((classes, BUCKETS))
-        nodes = len(parents)
-        members = np.zeros((nodes, classes))
-        members[:classes] = np.eye(classes)
-        depths = [0] * nodes
-        for node in range(nodes - 1, -1, -1):
-            depths[node] = depths[parents[node]] + 1 if parents[node] >= 0 else 0
-        for node in range(nodes):  # parents come later
-            if parents[node] >= 0:
-                members[parents[node]] += members[node]
-        self._members = members[classes:]
-        self._layers = [np.array([i for i in range(nodes) if depths[i] == d]) for d in range(max(depths) + 1)]
-        self._parents = np.array(parents)
-        self._scales = np.array(scales)[:, None]
-        self.values = np.empty((classes, BUCKETS))
-        self.update()
+    def __init__(self) -> None:
+        # Flat arrays, entry ``class * BUCKETS + bucket``: numpy takes three times as long to add one to an element.
+        self.returned = array("d", [0.0]) * (CLASSES * BUCKETS)
+        self.exposed = array("d", [0.0]) * (CLASSES * BUCKETS)
+        returned, exposed = (np.frombuffer(a).reshape(CLASSES, BUCKETS) for a in (self.returned, self.exposed))
+        self._models = []
+        for family in FAMILIES:
+            mine = slice(family.first, family.first + family.classes)
+            self._models.append(_Model(family, returned[mine], exposed[mine]))
+        self.values = np.empty((len(FAMILIES) * SCORES, BUCKETS))  # by row and bucket
+        self.rows = array("i", [0]) * CLASSES  # of each class: its family and score
+        self._next = 0
+        for _ in FAMILIES:
+            self.update()
 
     def update(self) -> None:
-        """Make the table of values anew: the uses to be expected of a block for each second that it stays, if it is
-        kept for the best of all times from now on. Few blocks are used again within seconds and many within minutes:
-        a value that looked at the next moment only would evict the young ones."""
-        self.returned *= _DECAY
-        self.exposed *= _DECAY
-        returned = np.concatenate([self.returned, self._members @ self.returned])
-        exposed = np.concatenate([self.exposed, self._members @ self.exposed])
-        hazard = np.empty_like(returned)
-        for depth, layer in enumerate(self._layers):
-            above = hazard[self._parents[layer]] if depth else _PRIOR_RETURN
-            above = np.minimum(above * self._scales[layer], 0.99)
-            hazard[layer] = (returned[layer] + _PARENT_WEIGHT * above) / (exposed[layer] + _PARENT_WEIGHT)
-        self.values = _best_rates(np.minimum(hazard[: len(self.returned)], 0.999))
+        """Make the table of values anew for one family, the next each time: the uses to be expected of a block for each
+        second that it stays, if it is kept for the best of all times from now on. Few blocks are used again within
+        seconds and many within minutes: a value that looked at the next moment only would evict the young ones."""
+        number, self._next = self._next, (self._next + 1) % len(FAMILIES)
+        model, family = self._models[number], FAMILIES[number]
+        hazard = model.fit()
+        scores = np.clip(np.rint(2 * np.log2(model.ratios)) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
+        first = number * SCORES
+        self.rows[family.first : family.first + family.classes] = array("i", (first + scores).astype(np.int32).tobytes())
+        self.values[first : first + SCORES] = _best_rates(np.minimum(hazard * _FACTORS[:, None], 0.99))
 
 
 def _best_rates(hazard: np.ndarray) -> np.ndarray:
-    """For each class and age: the largest ratio, over all horizons, of the chance of a return within the horizon to
+    """For each score and age: the largest ratio, over all horizons, of the chance of a return within the horizon to
     the time that the block is held for it."""
     best = np.zeros_like(hazard)
     chance = np.zeros_like(hazard)

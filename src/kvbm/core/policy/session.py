@@ -10,28 +10,17 @@ import numpy as np
 
 from kvbm.core.keys import Key
 from kvbm.core.policy.base import Clock, EvictionPolicy, Slots, Turn
-from kvbm.core.policy.classes import (
-    CLASSES,
-    LOOSE,
-    OVERTAKEN,
-    PARENTS,
-    SCALES,
-    is_shared,
-    level_of,
-    of_last,
-    of_private,
-    of_rest,
-    of_shared,
-)
+from kvbm.core.policy.classes import LOOSE, OVERTAKEN, is_shared, level_of, of_last, of_private, of_rest, of_shared
 from kvbm.core.policy.lru import LRU
 from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
 
 _NONE = -1
 _MAX_RUN = 32  # blocks that are evicted from one group before the values are compared again
-_TABLE_TURNS = 64  # turns between two tables of values
+_TABLE_TURNS = 12  # turns between two tables of values, of one family each
 _MIN_GHOSTS = 4096
+_RUNNING_SECONDS = 60.0
 _MAX_AWAITED = 16384
-_AGING_SECONDS = 0.5
+_AGING_SECONDS = 1.0
 
 
 class Group:
@@ -78,11 +67,11 @@ class SessionAware(EvictionPolicy):
         self._idle_count = 0
         self._groups: list[Group] = []
         self._unused: list[Group] = []
-        self._cells: list[deque[tuple[int, Group]]] = [deque() for _ in range(CLASSES * BUCKETS)]
+        self._returns = Returns()
+        self._values = self._returns.values.ravel()  # the same memory; one for each cell
+        self._cells: list[deque[tuple[int, Group]]] = [deque() for _ in range(self._returns.values.size)]
         self._ghost_cells: dict[int, deque[tuple[int, Group]]] = {}
         self._rank = np.full(len(self._cells), np.inf)
-        self._returns = Returns(CLASSES, PARENTS, SCALES)
-        self._values = self._returns.values.ravel()
         self._ghosts: dict[Key, Group] = {}
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
@@ -157,17 +146,17 @@ class SessionAware(EvictionPolicy):
         now = self._clock()
         self._advance(now)
         loose = np.inf
-        if len(self._open):
-            loose = self._values[LOOSE * BUCKETS + bucket_of(now - self._used_at[self._open.oldest()])]
+        if len(self._open) and (age := now - self._used_at[self._open.oldest()]) >= _RUNNING_SECONDS:
+            loose = self._values[self._returns.rows[LOOSE] * BUCKETS + bucket_of(age)]
         while True:
             cell = int(self._rank.argmin())
             value = self._rank[cell]
-            if loose <= value and loose < np.inf:
+            if value == np.inf and self._stalled and loose == np.inf and (slot := self._pop_stalled()) != _NONE:
+                return slot
+            if loose <= value:
                 slot = self._open.evict()
                 self._leave(slot)
                 return slot
-            if value == np.inf:
-                return self._evict_stalled()
             queue = self._cells[cell]
             while queue and queue[0][0] != queue[0][1].version:
                 queue.popleft()
@@ -182,12 +171,12 @@ class SessionAware(EvictionPolicy):
             self._unplace(group)
             self._stalled[group.id] = group
 
-    def _evict_stalled(self) -> int:
+    def _pop_stalled(self) -> int:
         for group in list(self._stalled.values()):
             if (slot := self._pop(group)) != _NONE:
                 return slot
-            del self._stalled[group.id]
-        raise KeyError("no slot may be evicted")
+            self._stalled.pop(group.id, None)
+        return _NONE
 
     def _pop(self, group: Group) -> int:
         """Evict the last block of a group that may be evicted; -1: there is none."""
@@ -230,14 +219,13 @@ class SessionAware(EvictionPolicy):
         self._turns += 1
         if self._turns % _TABLE_TURNS == 0:
             self._returns.update()
-            self._values = self._returns.values.ravel()
             self._rank = np.where(self._rank < np.inf, self._values, np.inf)
         path = self._path(keys, slots)
         parent, shared_end, number = None, 0, 1
         shared = self._shared(path)
         for i, (group, start, stop) in enumerate(path):
             self._age(group, now)
-            self._returns.returned[group.kind, group.bucket] += 1
+            self._returns.returned[group.kind * BUCKETS + group.bucket] += 1
             if i <= shared:
                 if not group.live:
                     self._forget(group)
@@ -245,7 +233,7 @@ class SessionAware(EvictionPolicy):
                 if stop - start < group.live:
                     group = self._split(group, slots[start:stop])
                 group.touches += 1
-                group.kind = of_shared(group.touches, level_of(group.kind))
+                group.kind = of_shared(level_of(group.kind), group.touches)
                 self._touch(group, now, parent)
                 parent, shared_end, number = group, stop, 1
             else:
@@ -254,10 +242,10 @@ class SessionAware(EvictionPolicy):
         end = len(keys)
         new = end - max(turn.found, shared_end)
         if shared_end < end - 1:
-            parent = self._make(keys, slots, shared_end, end - 1, of_private(number, new, 0), number, now, parent)
+            parent = self._make(keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent)
             shared_end = end - 1
         if shared_end < end:
-            last = self._make(keys, slots, shared_end, end, of_last(number, 0), number, now, parent)
+            last = self._make(keys, slots, shared_end, end, of_last(0, number), number, now, parent)
             if parent is not None and last.live:
                 parent.last = last
 
@@ -294,7 +282,7 @@ class SessionAware(EvictionPolicy):
         """The conversation has gone on without this block: it was not full, or the answer was made anew."""
         self._age(last, self._clock())
         self._orphan(last)
-        last.kind = OVERTAKEN
+        last.kind = OVERTAKEN.first
         self._place(last)
 
     def _split(self, group: Group, slots: np.ndarray) -> Group:
@@ -306,7 +294,7 @@ class SessionAware(EvictionPolicy):
         self._own(front, slots)
         group.live -= front.live
         group.head = None
-        group.kind = of_rest(group.live > front.live, level_of(group.kind))
+        group.kind = of_rest(level_of(group.kind), group.live > front.live)
         if group.placed:
             self._place(group)
         return front
@@ -344,7 +332,7 @@ class SessionAware(EvictionPolicy):
             if parent is not None and group.live:
                 parent.children += 1
         group.time, group.bucket = now, 0
-        self._returns.exposed[group.kind, 0] += 1
+        self._returns.exposed[group.kind * BUCKETS] += 1
         some = np.frombuffer(group.slots, np.int32)
         some = some[self._all_group[some] == group.id]
         opened = some[self._open.contains(some)]
@@ -412,27 +400,32 @@ class SessionAware(EvictionPolicy):
         self._unplace(group)
         self._age(group, self._clock())
         group.placed = True
-        cell = group.kind * BUCKETS + group.bucket
+        cell = self._cell_of(group)
         self._cells[cell].append((group.version, group))
         self._rank[cell] = self._values[cell]
+
+    def _cell_of(self, group: Group) -> int:
+        return self._returns.rows[group.kind] * BUCKETS + group.bucket
 
     def _age(self, group: Group, now: float) -> None:
         bucket = bucket_of(now - group.time)
         if bucket > group.bucket:
-            self._returns.exposed[group.kind, group.bucket + 1 : bucket + 1] += 1
+            first = group.kind * BUCKETS + 1
+            for cell in range(first + group.bucket, first + bucket):
+                self._returns.exposed[cell] += 1
             group.bucket = bucket
 
     def _bury(self, group: Group) -> None:
         """The last block is gone: remember the group for a while, to learn whether it would have been used again."""
         self._unplace(group)
         self._orphan(group)
-        if group.head is None or group.head in self._ghosts or group.kind == OVERTAKEN:
+        if group.head is None or group.head in self._ghosts or group.kind == OVERTAKEN.first:
             self._forget(group)
             return
         self._ghosts[group.head] = group
         entry = (group.version, group)
         self._ghost_order.append(entry)
-        self._ghost_cells.setdefault(group.kind * BUCKETS + group.bucket, deque()).append(entry)
+        self._ghost_cells.setdefault(self._cell_of(group), deque()).append(entry)
         limit = _MIN_GHOSTS + 4 * (len(self._groups) - len(self._unused) - len(self._ghosts))
         while len(self._ghost_order) > limit:
             version, old = self._ghost_order.popleft()
@@ -447,7 +440,7 @@ class SessionAware(EvictionPolicy):
         for cell in np.flatnonzero(self._rank < np.inf)[::-1].tolist():
             queue = self._cells[cell]
             for entry in self._due(cell, queue, now):
-                to = entry[1].kind * BUCKETS + entry[1].bucket
+                to = self._cell_of(entry[1])
                 self._cells[to].append(entry)
                 self._rank[to] = self._values[to]
             if not queue:
@@ -455,7 +448,7 @@ class SessionAware(EvictionPolicy):
         for cell in sorted(self._ghost_cells, reverse=True):
             queue = self._ghost_cells[cell]
             for entry in self._due(cell, queue, now):
-                self._ghost_cells.setdefault(entry[1].kind * BUCKETS + entry[1].bucket, deque()).append(entry)
+                self._ghost_cells.setdefault(self._cell_of(entry[1]), deque()).append(entry)
             if not queue:
                 del self._ghost_cells[cell]
 

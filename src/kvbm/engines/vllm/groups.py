@@ -4,13 +4,17 @@ Layers that see different parts of a prompt are in different KV cache groups, ea
 sliding window of 1,024 tokens vLLM frees the blocks farther back, where other layers keep all blocks. So sixteen tokens
 have a block in each group until vLLM frees it there.
 
+Other layers keep no KV but a state (Mamba, gated delta net, short convolution). vLLM saves it at some block boundaries,
+each time in a block of its own, and offers those blocks in the step that fills them. To go on from a boundary, a request
+needs the one block that was saved there.
+
 All groups take their blocks from one pool. They have equally many layers, and the first layers of all groups use the
 same memory, as do the second, and so on: the place of a block's bytes depends on its number, not on its group. So a
 tier keeps each of them as a block like any other, under a key that tells the groups apart. No other module handles
 groups.
 
 A prefix can be loaded when the tiers hold, for every group, the blocks that its layers see from the prefix's end: all
-blocks, or those of one window.
+blocks, those of one window, or the state at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvbm.core.catalog import Hint
 from kvbm.core.keys import Key, in_group
@@ -26,6 +30,17 @@ from kvbm.core.manager import BlockManager, Match, Run
 from kvbm.plans import TierName
 
 Tables = Sequence[Sequence[int]]  # block 0 stands where there is none
+
+# The window of a group whose layers keep a state.
+STATE = -1
+
+
+class Offer(NamedTuple):
+    """A block with the state of a group's layers after so many tokens of a request."""
+
+    group: int
+    block: int
+    tokens: int
 
 
 class Groups(Protocol):
@@ -50,10 +65,10 @@ class Groups(Protocol):
         """The engine's blocks that so many blocks of a prompt are in."""
 
     def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
+        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
         """(keys, blocks) of a prompt's blocks ``first`` to ``end``, which a step completes that began with so many
-        ``computed`` tokens."""
+        ``computed`` tokens, and of the states that vLLM offers up to there."""
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """The keys of the blocks that a request has used up to this position, the front first."""
@@ -85,7 +100,7 @@ class OneGroup:
         return tables[0][start : start + count]
 
     def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
+        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
         return keys[first:end], tables[0][first:end]
 
@@ -97,12 +112,15 @@ class OneGroup:
 
 
 class SeveralGroups:
-    """``windows``: how many tokens the layers of each group see, the next one included; 0 for all of them."""
+    """``windows``: how many tokens the layers of each group see, the next one included; 0 for all of them, STATE for
+    layers that keep a state."""
 
     apart = True
 
     def __init__(self, windows: Sequence[int], block_size: int) -> None:
-        self._windows = windows
+        # A state needs the block that the last token is in, as a window does of that token and the next.
+        self._windows = [2 if window == STATE else window for window in windows]
+        self._states = [window == STATE for window in windows]
         self._seeing_all = [group for group, window in enumerate(windows) if not window]
         self._sliding = [group for group, window in enumerate(windows) if window]
         self._block_size = block_size
@@ -189,11 +207,20 @@ class SeveralGroups:
         return [block for table in tables for block in table[start : start + count] if block]
 
     def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
+        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
-        """Without the blocks that vLLM had freed before the step: another request may own them."""
-        firsts = [max(first, self._first(group, computed)) for group in range(len(tables))]
-        return self._pieces(keys, tables, firsts, end)
+        """Without the blocks that vLLM had freed before the step: another request may own them. Of states only those
+        offered: a table also has blocks whose state is that of some token within them, and goes on changing."""
+        firsts = [
+            end if is_state else max(first, self._first(group, computed)) for group, is_state in enumerate(self._states)
+        ]
+        there, places = self._pieces(keys, tables, firsts, end)
+        for group, block, tokens in offers:
+            at = tokens // self._block_size - 1
+            if 0 <= at < end and tokens % self._block_size == 0 and self._states[group]:
+                there += in_group([keys[at]], group)
+                places.append(block)
+        return there, places
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """Blocks behind a window keep their age: only a request that branches off there uses them."""

@@ -35,9 +35,11 @@ MAX_READ_SECONDS = 60.0
 _NO_WEIGHTS = ("scale", "zero", "bias", "azp", "g_idx", "shape")
 
 
-# Methods of vLLM's workers and model runners that bring new weights, some of them past the model's own method.
+# Methods of vLLM's workers and model runners that bring new weights, some of them past the model's own method. The last
+# calls a user's function, which may write to the parameters.
 _UPDATES = (
     "reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update",
+    "apply_model",
 )  # fmt: skip
 
 

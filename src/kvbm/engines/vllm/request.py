@@ -7,14 +7,15 @@ from typing import Any
 
 from kvbm.core.catalog import Hint
 from kvbm.engines import session
+from kvbm.engines.vllm.groups import Offer
 
 
 class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "fetched", "hint", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since",
-        "refused", "request", "tables", "waits_since",
+        "failures", "fetched", "hint", "loaded", "loads", "local_tokens", "offers", "outside", "put_off",
+        "put_off_since", "refused", "request", "tables", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Any, hint: Hint | None = None) -> None:
@@ -26,6 +27,7 @@ class RequestState(session.RequestState):
         self.tables: list[list[int]] | None = None
         # Blocks that a remote tier sends while the request waits; None: not looked for yet.
         self.fetched: int | None = None
+        self.offers: Sequence[Offer] = ()  # states that vLLM has saved in the current step
         self.loads = False  # blocks are on their way to it, or have been
         self.local_tokens = 0  # that vLLM's own prefix cache had when it last asked for more
         self.loaded = range(0)  # blocks of the load that was planned since

@@ -58,6 +58,7 @@ class SchedulerAdapter:
         self._cache = fingerprint.describe(vllm_config, kv_cache_config) if outlives else None
         self._groups = groups
         self._drops_last_block = compat.drops_last_block(vllm_config)
+        self._clears_before_fences = compat.clears_before_fences(vllm_config, kv_cache_config)
         self._prefills_whole_prompts = compat.prefills_whole_prompts(vllm_config)
         self._decode_tokens, may_layer = compat.layer_hooks(vllm_config)
         self._may_layer = may_layer and not groups.apart
@@ -378,7 +379,10 @@ class SchedulerAdapter:
         """Bring the block tables up to date; returns the copies that must be over before this step writes."""
         written = follow_tables(output, self._requests, self._block_size, self._admit)
         self._active.update(output.num_scheduled_tokens)
-        return self.leader.fences(written) if self.leader else []
+        fences = self.leader.fences(written) if self.leader else []
+        if fences and self._clears_before_fences and self.leader:
+            self.leader.taint(fences)
+        return fences
 
     def _admit(self, state: RequestState, tables: Tables, computed: int) -> None:
         """A request has new block tables, and starts to compute behind so many tokens."""

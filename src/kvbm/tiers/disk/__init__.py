@@ -30,6 +30,9 @@ class DiskTier(Tier, frozen=True, kw_only=True):
 
         return staging_slots(config, slot_bytes)
 
+    def eviction_policy(self, config: Config) -> str:
+        return config.disk_policy
+
     def open_catalog(self, context: LeaderContext) -> Catalog | None:
         from kvbm.tiers.disk.open import open_catalog
 
@@ -52,6 +55,7 @@ TIER = DiskTier(
     medium="STORAGE",
     prior=Rate(5e9, 0.002),
     size_setting="DYN_KVBM_DISK_CACHE_GB",
+    policy_setting="KVBM_DISK_POLICY",
     persistent=True,
     advice="put DYN_KVBM_DISK_CACHE_DIR on local NVMe",
     offload_metrics={"h2d": "host", "d2d": DEVICE},

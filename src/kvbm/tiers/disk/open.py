@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog, Journal
-from kvbm.core.pool import Pool
 from kvbm.testing.disk_faults import disk_io
 from kvbm.tiers import disk
 from kvbm.tiers.base import LeaderContext, RankContext, Store
@@ -134,7 +133,7 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
             reason_of(error),
         )
         return None
-    pool = Pool(slots, journal=journal)
+    pool = disk.TIER.make_pool(context.config, slots, journal=journal)
     found = pool.adopt(index.entries())
     logger.info("disk tier: %d of %d blocks are there from before, in %s", found, slots, directory)
     return pool

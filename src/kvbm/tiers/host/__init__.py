@@ -49,6 +49,9 @@ class HostTier(Tier, frozen=True, kw_only=True):
 
         return None if context.config.disable_numa else numa.node_of_device(context.device)
 
+    def eviction_policy(self, config: Config) -> str:
+        return config.host_policy
+
     def open_catalog(self, context: LeaderContext) -> Catalog | None:
         from kvbm.tiers.host.persistent_host import open_pool
 
@@ -61,6 +64,7 @@ TIER = HostTier(
     medium="CPU",
     prior=Rate(20e9, 0.0005),
     size_setting="DYN_KVBM_CPU_CACHE_GB",
+    policy_setting="KVBM_HOST_POLICY",
     staged=False,
     offload_metrics={"d2h": DEVICE},
     onboard_metric="h2d",

@@ -29,10 +29,10 @@ def open_pool(context: LeaderContext) -> Pool:
     """The near tier's pool, with the blocks of the last engine where the ranks have kept them."""
     slots = min(tier.slots for tier in context.opened(host.TIER.name))
     if host.TIER.outlives_engine(context.config) and context.cache is not None:
-        pool = Pool(slots)
+        pool = host.TIER.make_pool(context.config, slots)
         if adopt(context, context.cache, pool):
             return pool
-    return Pool(slots)
+    return host.TIER.make_pool(context.config, slots)
 
 
 def adopt(context: LeaderContext, cache: Fingerprint, pool: Pool) -> bool:

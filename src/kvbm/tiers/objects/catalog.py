@@ -27,7 +27,7 @@ _END_SECONDS = 1.0
 class ObjectCatalog(Catalog):
     """Places say which object holds a block (:mod:`kvbm.tiers.objects.format`), so pins need not keep anything."""
 
-    size = MAX_KEYS
+    is_bounded = False  # by this engine; see the capacity module
     is_remote = True
 
     def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
@@ -181,8 +181,12 @@ class ObjectCatalog(Catalog):
         return MAX_WRITING - len(self._writing)
 
     @property
+    def size(self) -> int:  # type: ignore[override]
+        return len(self._found) + len(self._writing)
+
+    @property
     def free(self) -> int:
-        return max(0, self.size - len(self._found) - len(self._writing))
+        return 0
 
     @property
     def writing(self) -> int:
@@ -201,8 +205,8 @@ class ObjectCatalog(Catalog):
         self.changes += 1
         if keys and self.on_change is not None:
             self.on_change(keys, True)
-        if len(self._found) > self.size:
-            oldest = [key for key, _ in zip(self._found, range(len(self._found) - self.size), strict=False)]
+        if len(self._found) > MAX_KEYS:
+            oldest = [key for key, _ in zip(self._found, range(len(self._found) - MAX_KEYS), strict=False)]
             self.evictions += len(oldest)
             self._lose(oldest)
 

@@ -12,7 +12,7 @@ Answers age: an object may be deleted, and another engine may write one. The eng
 
 A lookup is pending no longer than the requests of its check usually take (their smoothed time plus four times its
 deviation, as TCP bounds its retransmissions), and never longer than KVBM_OBJECT_LOOKUP_SECS. An answer that comes later
-serves the next lookup.
+serves the next lookup; until it comes, no lookup is pending.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ class Presence:
             is_known = now < self._recent.get(span, 0.0) or any(check.span == span for check in self._checks)
             if is_known or len(self._checks) >= MAX_CHECKS:
                 return
-            check = _Check(keys, start, now + self._longest_wait(len(keys) - start))
+            # A store that owes an answer is slow for every request: the first one that waited in vain is the last.
+            is_late = any(now >= check.deadline for check in self._checks)
+            check = _Check(keys, start, now + (0.0 if is_late else self._longest_wait(len(keys) - start)))
             self._checks.append(check)
         try:
             self._threads.submit(self._begin, check)

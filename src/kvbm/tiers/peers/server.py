@@ -37,7 +37,7 @@ logger = logging.getLogger("kvbm.peers")
 
 MAX_CONNECTIONS = 256
 MAX_STRANGERS = 16  # connections that have not proved the secret yet
-HANDSHAKE_SECONDS = 2.0
+HANDSHAKE_SECONDS = 5.0
 LOG_SUFFIX = ".log"
 _TAKEOVER_SECONDS = 5.0
 _CREDENTIALS = struct.Struct("3i")
