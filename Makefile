@@ -31,8 +31,7 @@ pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reord
 here := not sglang and not gpu and not observe and not deploy and not dynamo and not objects and not peers
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-deploy test-disk test-objects test-peers test-simulate test-trtllm test-dynamo test-sglang \
-  bench-sglang test-matrix test-gpu bench-core bench-events bench-disk bench-objects bench-peers bench-policies bench-hashing bench-observe bench-attacks dashboard docs docs-site dist clean distclean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -160,6 +159,9 @@ bench-attacks: models ## measure decode steps while others use the metrics port 
 
 dashboard: env ## write the Grafana dashboard from its list of panels
 	@$(python) scripts/dashboard.py
+
+bench-fleet: env ## simulate 64 engines that find each other's blocks: make bench-fleet TRACE=mooncake.jsonl
+	$(VENV)/bin/python benchmarks/fleet.py --trace $(TRACE) --check
 
 bench-events: env ## measure what block events cost the engine
 	$(python) benchmarks/events.py --check

@@ -23,7 +23,7 @@ from kvbm.cli.main import main
 from kvbm.cli.screen import draw
 from kvbm.observe.findings import explain
 from kvbm.observe.remote import NotReachableError, fetch, normal_url
-from kvbm.observe.snapshot import Flow
+from kvbm.observe.snapshot import Flow, SourceFlow, TierState
 from processes import heed_interrupts
 
 
@@ -54,6 +54,23 @@ def test_the_screen_has_tiers_flows_rates_and_requests():
     assert re.search(r"↑ host → device +20\.0 blocks/s +2 GB/s", text)
     assert re.search(r"↓ host → disk +0\.0 blocks/s", text)
     assert re.search(r"330 +16 +240 +10 ms +200 ms  loaded in the step \(no other requests ru", text)
+
+
+def test_the_screen_has_sources_and_what_others_read():
+    peer = TierState(tier="peer", slots=0, free=0, writing=0, idle=0, pinned=0, block_bytes=1_000_000)
+    sources = [
+        SourceFlow(tier="peer", source=f"10.0.0.{n}:23280", path="socket", blocks=n, bytes=n * 1_000_000,
+                   bytes_per_second=2e9, refused={"late": 3} if n == 12 else {}, suspended=n == 12)
+        for n in range(1, 13)
+    ]  # fmt: skip
+    now = observed.snapshot(tiers=[observed.HOST, peer], sources=sources)
+    lines = lines_of(None, now)
+    assert "    ← 10.0.0.12:23280  12 blocks, 12 MB, 2 GB/s over socket, 3 refused, suspended" in [
+        line.rstrip() for line in lines
+    ]
+    assert sum("←" in line for line in lines) == 8
+    assert any("and 4 more sources" in line for line in lines)
+    assert any("→ other engines have read 9 blocks, 9 MB, 2 refused" in line for line in lines)
 
 
 def test_without_an_earlier_look_there_are_no_rates():

@@ -123,6 +123,36 @@ def test_what_manifests_say_to_kvbm_is_understood(name):
     assert cached == {"agg": 1, "disagg": 1, "disagg-2p2d": 2}[name]
 
 
+def test_the_engines_of_a_fleet_find_each_other():
+    """By the name of the service, at the port where they listen, with one secret; and in compose as in Kubernetes."""
+    path = PROJECT / "deploy" / "kubernetes" / "fleet.yaml"
+    (data,) = [document["data"] for document in documents(path) if document["kind"] == "ConfigMap"]
+    config = settings.load(environ=data, files=())
+    assert config.warnings == ()
+    assert config.peers_enabled
+    host, _, port = config.peers.rpartition(":")
+    (service,) = [d for d in documents(path) if d["kind"] == "Service" and d["metadata"]["name"] == host]
+    assert service["spec"]["clusterIP"] == "None"
+    assert [str(entry["port"]) for entry in service["spec"]["ports"]] == [port]
+    assert config.peer_listen.endswith(f":{port}")
+    ((document, _, container),) = containers(path)
+    assert service["spec"]["selector"] == document["spec"]["template"]["metadata"]["labels"]
+    assert int(port) in {entry["containerPort"] for entry in container["ports"]}
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "secret"]
+    assert str(config.peer_secret_file).startswith(mount["mountPath"])
+    (policy,) = [d for d in documents(path) if d["kind"] == "NetworkPolicy"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": int(port)}]
+
+    compose = yaml.safe_load((PROJECT / "deploy/docker-fleet.yml").read_text())
+    ((name, engine),) = compose["services"].items()
+    environ = {key: str(value).split(":-")[-1].rstrip("}") for key, value in engine["environment"].items()}
+    told = settings.load(environ=environ, files=())
+    assert told.warnings == ()
+    assert told.peers == f"{name}:{told.peer_listen.rpartition(':')[2]}"
+    assert str(told.peer_secret_file) == f"/run/secrets/{engine['secrets'][0]}"
+    assert "ports" not in engine
+
+
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
 def test_compose_files_fit_their_schema(path):
     checked = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", path)

@@ -9,6 +9,7 @@ from kvbm.core.catalog import PENDING
 from kvbm.core.pool import Pool
 
 LOOKUP_SECONDS = 0.2  # that a lookup may wait for an answer
+IS_REMOTE = False  # lookups begin when a request arrives
 MAX_UNANSWERED = 3  # lookups in a row; after that the server has to answer before a lookup waits again
 
 
@@ -19,6 +20,7 @@ class ToyCatalog(Pool):
 
     def __init__(self, size, server=None, ranks=1) -> None:
         super().__init__(size)
+        self.is_remote = IS_REMOTE
         self._server, self._ranks = server, ranks
         self._answers: SimpleQueue = SimpleQueue()
         self._asked: dict[bytes, float] = {}  # -> when a lookup stops to wait

@@ -25,6 +25,12 @@ def forget(scenario) -> None:
     assert scenario.reset()
 
 
+def forget_near(scenario) -> None:
+    """Nothing is near the engine any more."""
+    Pool.clear(scenario.adapter.leader.manager.near)
+    assert scenario.reset()
+
+
 def state(scenario) -> dict:
     server, counts, name = toy_tier.SERVER, scenario.adapter.leader.counts, toy_tier.TIER.name
     return {

@@ -11,6 +11,8 @@ if [ -z "${KVBM_PEER_SECRET:-}${KVBM_PEER_SECRET_FILE:-}" ]; then
   KVBM_PEER_SECRET=$(head -c 32 /dev/urandom | base64)
   export KVBM_PEER_SECRET
 fi
+# The blocks of a worker that dies are not served on: a script ends everything that it has started.
+export KVBM_PEER_ORPHAN_SECS=${KVBM_PEER_ORPHAN_SECS:-0}
 
 frontend --router-mode kv
 peer 0

@@ -17,8 +17,9 @@ from rich.text import Text
 
 from kvbm.observe.format import seconds, size
 from kvbm.observe.remote import NotReachableError, fetch
-from kvbm.observe.snapshot import DEVICE, Flow, Request, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Request, Served, Snapshot, SourceFlow, TierState
 
+MAX_SOURCES = 8  # of a tier that are shown
 _QUIT = "q or Ctrl-C quits"
 _NARROW = 90  # columns; below it, a request is shown with less
 _COLUMNS = ("when", "prompt", "device", "loaded", "took", "saved")
@@ -112,6 +113,11 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
         here = [flow for flow in flows if flow.source != tier.tier or flow.target == DEVICE]
         lines += [_flow(flow, before, now, is_short=width < _NARROW) for flow in here]
         lines.append(_tier(tier, 30 if width >= _NARROW else 16))
+        sources = sorted((s for s in now.sources if s.tier == tier.tier), key=lambda s: -s.blocks)
+        lines += [_source(source) for source in sources[:MAX_SOURCES]]
+        if len(sources) > MAX_SOURCES:
+            lines.append(_line((f"    and {len(sources) - MAX_SOURCES} more sources", "dim")))
+        lines += [_served(served) for served in now.served if served.tier == tier.tier]
     # The wrapped lines of findings, the table's header and empty lines take room too.
     used = sum(1 if line.no_wrap else -(-len(line.plain) // width) or 1 for line in lines) + 3
     latest = now.requests[: max(0, height - used)] if height else now.requests
@@ -160,6 +166,20 @@ def _tier(tier: TierState, cells: int) -> Text:
         text = f" {size(used * tier.block_bytes)} of {size(tier.slots * tier.block_bytes)} ({used / tier.slots:.0%})"
     evicted = f", {tier.evictions:,} evicted" if tier.evictions else ""
     return _line((f"{tier.tier:8}", "bold"), bar, text + evicted)
+
+
+def _source(source: SourceFlow) -> Text:
+    rate = f", {size(source.bytes_per_second)}/s" if source.bytes_per_second else ""
+    refused = f", {sum(source.refused.values()):,} refused" if source.refused else ""
+    state = ", suspended" if source.suspended else ""
+    text = f"    ← {source.source}  {source.blocks:,} blocks, {size(source.bytes)}{rate} over {source.path}"
+    return _line((text + refused + state, "" if source.blocks else "dim"))
+
+
+def _served(served: Served) -> Text:
+    refused = f", {sum(served.refused.values()):,} refused" if served.refused else ""
+    text = f"    → other engines have read {served.blocks:,} blocks, {size(served.bytes)}{refused}"
+    return _line((text, "" if served.blocks else "dim"))
 
 
 def _request(request: Request) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
+
 import pytest
 from engines import do, generate, prompt
 
 pytestmark = pytest.mark.engine
 
-ADDED = {"toy_tier.plugin:REGISTERED": True, "toy_tier:SIZE": 200}
+ADDED = {"toy_tier.plugin:REGISTERED": True, "toy_tier:SIZE": 200, "toy_tier.catalog:IS_REMOTE": True}
 PROMPT = prompt(700, 200)  # six blocks of 32 tokens, and a rest
 ENDPOINT = "tcp://10.0.0.4:23280"
 
@@ -38,6 +41,15 @@ BAD = {
     "nothing": broken({}),
     "not even an object": broken(None),
     "deep": broken({"block_hashes": [[[[1]]]], "source_control_endpoint": {"a": 1}}),
+}
+
+
+# Addresses that a hint may name, and nothing serves blocks there.
+LYING = {
+    "nothing listens": fetch(6, endpoint="tcp://127.0.0.1:1"),
+    "another server": None,  # its port is known when the test runs
+    "not reachable": fetch(6, endpoint="tcp://192.0.2.1:23280"),
+    "no such name": fetch(6, endpoint="tcp://peer.invalid:23280"),
 }
 
 
@@ -88,3 +100,24 @@ def test_hints_reach_the_tier_when_a_request_arrives_and_bad_ones_cost_nothing(r
     assert counts["unknown"] == 4
     assert counts["malformed"] == len(BAD) - 5 + 1
     assert story["metrics"]["kvbm_hints"] == sum(counts.values())
+
+
+def test_hints_to_peers_that_are_not_there_cost_the_hit(run_scenario, baseline):
+    """With the real tier for peers: good hashes, and an address where no peer answers, or not as one."""
+    (wanted,) = baseline([PROMPT])
+    with socket.create_server(("127.0.0.1", 0)) as silent, tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        envelopes = {**LYING, **BAD, "another server": fetch(6, endpoint=f"tcp://127.0.0.1:{silent.getsockname()[1]}")}
+        steps = []
+        for name, envelope in envelopes.items():
+            steps += [do("call", target="toy_tier.plugin:forget_near"), add(name, envelope), do("finish", name)]
+        steps += [do("call", "end", target="toy_tier.plugin:hints"), do("state", "leader")]
+        settings = {
+            "cpu_cache_override_num_blocks": 100, "peers_enabled": True, "peer_dir": folder, "load": "always",
+            "peer_secret": "a secret of the tests",
+        }  # fmt: skip
+        story = run_scenario(steps, settings)
+    for name in envelopes:
+        assert story[name][name] == wanted[:8], name
+    counts = story["end"]["counts"]
+    assert counts == {"taken": len(LYING), "stale": 1, "unknown": 4, "malformed": len(BAD) - 5}
+    assert story["leader"]["requests"] == 0

@@ -161,6 +161,23 @@ function drawFlow(source, target, sign) {
   return node;
 }
 
+// What has come from each source of a tier that has several, and what others have read here.
+function drawSources(state, tier) {
+  const refusals = (each) => Object.values(each.refused).reduce((sum, n) => sum + n, 0);
+  const lines = state.sources.filter((s) => s.tier === tier).sort((a, b) => b.blocks - a.blocks).slice(0, 16).map((s) => {
+    const speed = s.bytes_per_second ? `, ${bytes(s.bytes_per_second)}/s` : "";
+    const refused = refusals(s) ? `, ${whole(refusals(s))} refused (${Object.keys(s.refused).join(", ")})` : "";
+    const text = `${whole(s.blocks)} blocks, ${bytes(s.bytes)}${speed} over ${s.path}${refused}${s.suspended ? ", suspended" : ""}`;
+    return make("span", { class: s.blocks ? "on" : "" }, `← ${s.source}: `, make("b", {}, text));
+  });
+  for (const s of state.served.filter((each) => each.tier === tier)) {
+    const refused = refusals(s) ? `, ${whole(refusals(s))} refused (${Object.keys(s.refused).join(", ")})` : "";
+    lines.push(make("span", { class: s.blocks ? "on" : "" }, "→ other engines have read ",
+      make("b", {}, `${whole(s.blocks)} blocks, ${bytes(s.bytes)}${refused}`)));
+  }
+  return lines.length ? [make("div", { class: "flow", "data-sources": tier }, ...lines)] : [];
+}
+
 function drawTiers(state) {
   const id = state.identity;
   const nodes = [make(
@@ -174,7 +191,8 @@ function drawTiers(state) {
     const flows = above.flatMap((upper) => [drawFlow(upper, tier.tier, "↓"), drawFlow(tier.tier, upper, "↑")]);
     nodes.push(make("div", { class: "flow" }, ...flows.filter(Boolean)));
     const used = tier.slots - tier.free;
-    const size = !tier.bounded ? `${bytes(used * tier.block_bytes)} known to this engine` : tier.slots
+    const others = state.sources.some((s) => s.tier === tier.tier) || state.served.some((s) => s.tier === tier.tier);
+    const size = others ? "of other engines" : !tier.bounded ? `${bytes(used * tier.block_bytes)} known to this engine` : tier.slots
       ? `${bytes(used * tier.block_bytes)} of ${bytes(tier.slots * tier.block_bytes)} (${percent(used / tier.slots)})`
       : "size not known";
     const label = `${tier.tier}: ${whole(tier.idle)} kept, ${whole(tier.pinned)} being read, ${whole(tier.writing)} being written, ${whole(tier.free)} free`;
@@ -183,7 +201,7 @@ function drawTiers(state) {
       "div", { class: "tier", "data-tier": tier.tier },
       make("div", { class: "names" }, make("b", {}, NAMES[tier.tier] || tier.tier), make("span", {}, `${size}${evicted}`)),
       bar(["pinned", "idle", "writing", "free"].map((kind) => [kind, tier[kind]]), label),
-    ));
+    ), ...drawSources(state, tier.tier));
     above.push(tier.tier);
   }
   $("tiers").replaceChildren(...nodes);

@@ -100,7 +100,7 @@ class Link:
     @classmethod
     def open(cls, address: str, me: Identity, seconds: float) -> Link:
         """Raises PeerError."""
-        connection = _connect(address, min(seconds, _CONNECT_SECONDS))
+        connection = connect(address, min(seconds, _CONNECT_SECONDS))
         channel = Channel(connection, seconds)
         files: Sequence[int] = ()
         try:
@@ -303,7 +303,7 @@ class Peer:
             link.close()
 
 
-def _connect(address: str, seconds: float) -> socket.socket:
+def connect(address: str, seconds: float) -> socket.socket:
     try:
         if address.startswith(UNIX):
             connection = socket.socket(socket.AF_UNIX)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
+import kvbm
 from kvbm.core.catalog import ServedState
 from kvbm.core.keys import Key
 from kvbm.tiers.peers.board import Board, Directory
@@ -30,10 +31,12 @@ from kvbm.tiers.peers.wire import (
     Changes,
     Channel,
     Dismiss,
+    Facts,
     Filter,
     Lease,
     Leased,
     PeerError,
+    Probe,
     Read,
     Refused,
     Who,
@@ -136,9 +139,12 @@ class Serving:
 
     def serve(self, channel: Channel, member: str) -> None:
         """Until the peer goes or breaks a rule. ``member``: whose share of the bandwidth it takes."""
-        first = channel.receive(Who, Dismiss)
+        first = channel.receive(Who, Dismiss, Probe)
         if isinstance(first, Dismiss):
             channel.send(Answer(bytes([self._on_dismiss(first)])))
+            return
+        if isinstance(first, Probe):
+            channel.send(Facts(kvbm.__version__, self._fingerprint, self.about))
             return
         if (refused := self._compare(first)) is not None:
             channel.send(refused)

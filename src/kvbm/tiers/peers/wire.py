@@ -127,6 +127,16 @@ class Dismiss(msgspec.Struct, frozen=True, array_like=True, tag=True):
     any_engine: bool  # its memory is needed, whatever it holds
 
 
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`kvbm doctor` asks who the server is. The answer is :class:`Facts`."""
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    release: str  # of KVBM
+    fingerprint: dict[str, str | int]
+    about: About
+
+
 class Changes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The client has the server's filter of keys as of this change, see :class:`kvbm.core.key_filter.Update`."""
 
@@ -140,7 +150,7 @@ class Filter(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Message = (
     Hello | Challenge | Proof | Who | About | Ask | Answer | Lease | Leased | Read | Block | Refused | Dismiss
-    | Changes | Filter
+    | Changes | Filter | Probe | Facts
 )  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode

@@ -43,6 +43,8 @@ class NeighbourList:
         self._machine = machine
 
     def read(self) -> Sequence[Source]:
+        if not self._directory.exists():
+            return ()  # no engine has run here
         paths = sorted(path for path in self._directory.iterdir() if path.suffix == SUFFIX)
         return [Source(f"unix:{path}", machine=self._machine, generation=path.stem) for path in paths]
 
