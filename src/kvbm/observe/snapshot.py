@@ -13,7 +13,19 @@ import msgspec
 
 from kvbm.plans import DEVICE
 
-__all__ = ["DEVICE", "Finding", "Flow", "HitRates", "Identity", "Request", "Saved", "Snapshot", "Source", "SourceFlow", "TierState"]
+__all__ = [
+    "DEVICE",
+    "Finding",
+    "Flow",
+    "HitRates",
+    "Identity",
+    "Request",
+    "Saved",
+    "Snapshot",
+    "Source",
+    "SourceFlow",
+    "TierState",
+]
 
 # Incremented when a field changes its meaning or goes: `kvbm top` and `kvbm doctor` read engines of other releases.
 FORMAT = 1

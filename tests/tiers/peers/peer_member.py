@@ -102,7 +102,9 @@ class Member:
 class Reader:
     """The other engine: a rank's store, and memory to read into. ``elsewhere``: it runs on another machine."""
 
-    def __init__(self, sources, blocks=16, slot_bytes=64 << 10, secret=SECRET, cache=CACHE, seconds=60.0, elsewhere=True):
+    def __init__(
+        self, sources, blocks=16, slot_bytes=64 << 10, secret=SECRET, cache=CACHE, seconds=60.0, elsewhere=True
+    ):
         self.slot_bytes = slot_bytes
         me = Identity(Who(VERSION, dict(cache), ""), "another machine" if elsewhere else machine(), secret, 0, seconds)
         self.store = PeerStore(me, slot_bytes)

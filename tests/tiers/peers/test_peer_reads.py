@@ -10,7 +10,6 @@ from peer_member import CACHE, Reader, content, key
 
 from kvbm.tiers.peers.sources import BLOCKS, refusals
 
-
 WAYS = ["unix", "tcp"]
 
 
@@ -68,7 +67,8 @@ def test_a_neighbour_that_is_found_by_its_address_is_read_from_memory(member, wa
 def test_another_fingerprint_is_refused_with_a_sentence(member, caplog):
     reader = Reader([member.tcp], cache={**CACHE, "tensor_parallel": 2})
     operation = reader.read([1])
-    assert operation.bad == [0] and "fingerprint" in operation.reason
+    assert operation.bad == [0]
+    assert "fingerprint" in operation.reason
     assert refusals(reader.counts()) == {"fingerprint": 1}
     reader.close()
 

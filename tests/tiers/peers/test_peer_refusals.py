@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from peer_member import CACHE, SECRET, Member, Reader, content, key
@@ -221,7 +222,8 @@ def test_a_block_that_is_withdrawn_while_it_is_copied_is_refused(member, way, mo
 
         monkeypatch.setattr(Channel, "receive_block", overwritten)
     operation = reader.read([1, 2] * 4)
-    assert set(operation.bad) <= {0, 2, 4, 6} and operation.bad
+    assert set(operation.bad) <= {0, 2, 4, 6}
+    assert operation.bad
     assert reader.block(1) == content(2, member.slot_bytes)
     assert refusals(reader.counts()) == {"withdrawn": len(operation.bad)}
     reader.close()
@@ -257,7 +259,9 @@ def test_no_listener_but_the_configured_one(run_dir):
     member = Member(run_dir, listen="")
     files = [os.readlink(f"/proc/{member.server.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{member.server.pid}/fd")]
     inodes = {file.removeprefix("socket:[").rstrip("]") for file in files if file.startswith("socket:")}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").read().splitlines()[1:]]
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     assert [line[1] for line in lines if line[9] in inodes] == []
     assert os.stat(member.server.path).st_mode & 0o777 == 0o600
     member.close()
