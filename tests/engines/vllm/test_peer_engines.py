@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -111,10 +112,9 @@ class Pair:
         def run(i, steps):
             folder = self.folder / f"engine-{i}"
             folder.mkdir()
-            scenario = {
-                "engine": {"model": self._model, **(engine or {})},
-                "kvbm": settings(self._run_dir, peer_name=f"e{i}", **kvbm), "env": {}, "patch": PATIENT, "swap": None, "spawn": False, "steps": steps,
-            }  # fmt: skip
+            kvbm_settings = settings(self._run_dir, peer_name=f"e{i}", **kvbm)
+            scenario = {"engine": {"model": self._model, **(engine or {})}, "kvbm": kvbm_settings, "env": {}}
+            scenario |= {"patch": PATIENT, "swap": None, "spawn": False, "steps": steps}
             try:
                 found[i] = self._drivers[i].run(scenario, folder, 300)
             except Exception as error:
@@ -157,6 +157,40 @@ def test_two_engines_answer_from_each_other_at_the_speed_of_their_own_hits(pair,
     assert a["end"]["onboarded_from"]["peer"] == b["end"]["onboarded_from"]["peer"] == 4 * (900 // 32)
     assert a["end"]["faults"] == b["end"]["faults"] == {}
     print(b["times"])
+
+
+@pytest.mark.peers
+def test_a_reset_source_is_not_read_and_a_killed_reader_costs_nothing(pair, run_dir, baseline):
+    wanted = baseline(LONG, 4)
+    source = [
+        READY, generate(*LONG[:2], max_tokens=4), do("drain"), do("tell", path=pair.mark("a")),
+        do("wait_for", path=pair.mark("read")), do("reset", connector=True), do("tell", path=pair.mark("reset")),
+        do("wait_for", path=pair.mark("over")), generate(*LONG[:4], max_tokens=4, name="again"), do("drain"),
+        do("state", "end"),
+    ]  # fmt: skip
+    reader = [
+        READY, do("wait_for", path=pair.mark("a")), generate(LONG[0], max_tokens=4, name="read"), do("state", "before"),
+        do("tell", path=pair.mark("read")), do("wait_for", path=pair.mark("reset")),
+        generate(LONG[1], max_tokens=4, name="computed"), do("drain"), do("state", "after"),
+        do("call", target="test_peer_engines:save", path=pair.mark("saved")),
+        do("tell", path=pair.mark("over")), do("kill"),
+    ]  # fmt: skip
+    a, b = pair.run(source, reader, peer_orphan_secs=0.5)
+    assert "status -9" in str(b), b
+    assert not isinstance(a, Exception), a
+    assert a.tokens("again") == wanted[:4]
+    assert a["end"]["faults"] == {}
+    saved = json.loads(Path(pair.mark("saved")).read_text())
+    assert saved["onboarded_from"] == {"peer": 900 // 32}  # of the first prompt alone
+    deadline = time.monotonic() + 60
+    while list(run_dir.iterdir()):  # the orphan of the killed one ends by itself
+        assert time.monotonic() < deadline, list(run_dir.iterdir())
+        time.sleep(0.1)
+
+
+def save(scenario, path) -> None:
+    """For a test that kills the engine before it can answer."""
+    Path(path).write_text(json.dumps(scenario.state()))
 
 
 def compare(scenario, prompts) -> dict:

@@ -270,3 +270,38 @@ def test_no_listener_but_the_configured_one(run_dir):
 def test_the_server_needs_no_torch():
     code = "import kvbm.tiers.peers.server, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_an_idle_server_uses_no_cpu(member):
+    member.store(1)
+    readers = [Reader([source]) for source in (member.tcp, member.unix)]
+    assert all(reader.read([1]).bad == [] for reader in readers)
+
+    def ticks():
+        fields = Path(f"/proc/{member.server.pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = ticks()
+    time.sleep(3)
+    assert ticks() - before <= 3  # of 300: one percent of a core
+    for reader in readers:
+        reader.close()
+
+
+def test_a_reader_that_is_killed_in_the_middle_leaves_the_source_as_it_was(run_dir):
+    member = Member(run_dir, slots=64, slot_bytes=256 << 10)
+    member.store(*range(64))
+    files = len(os.listdir(f"/proc/{member.server.pid}/fd"))
+    child = os.fork()
+    if child == 0:
+        reader = Reader([member.tcp], blocks=64, slot_bytes=256 << 10)
+        while True:
+            reader.read(range(64))
+    time.sleep(1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    wait_for(lambda: len(os.listdir(f"/proc/{member.server.pid}/fd")) <= files)
+    reader = Reader([member.tcp], blocks=64, slot_bytes=256 << 10)
+    assert reader.read(range(64)).bad == []
+    reader.close()
+    member.close()
