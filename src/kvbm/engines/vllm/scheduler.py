@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
+from kvbm import gil
 from kvbm.config import Config
 from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
@@ -33,7 +34,6 @@ from kvbm.engines.vllm.worker import WorkerAdapter, find_local
 from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, StepPlan, StorePlan
 from kvbm.runtime.leader import Leader
 from kvbm.tiers import registry
-from kvbm.transfer import gil
 
 logger = logging.getLogger("kvbm")
 

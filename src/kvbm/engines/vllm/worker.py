@@ -12,13 +12,13 @@ from kvbm.engines import weights
 from kvbm.engines.vllm import compat, fingerprint
 from kvbm.engines.vllm.adapter_loads import AdapterLoads
 from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
+from kvbm.gil import decoding
 from kvbm.plans import Hello, LoadPlan, Report, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
 from kvbm.tiers import registry
 from kvbm.tiers.base import Fingerprint
-from kvbm.transfer.gil import decoding
 from kvbm.transfer.layout import LayoutError
 
 logger = logging.getLogger("kvbm")
