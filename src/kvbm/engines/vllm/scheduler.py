@@ -498,7 +498,8 @@ class SchedulerAdapter:
 
     @property
     def busy(self) -> bool:
-        """Stores or events are pending: vLLM must go on stepping to deliver them."""
+        """Stores or events are pending, or loads of a paused engine: vLLM must go on stepping to deliver them. A reset
+        that follows a pause fails while a load holds blocks."""
         if self._services.owes_events or (leader := self.leader) is None:
             return self._services.owes_events
-        return leader.owes_verdicts or leader.stores_under_way or self._moves.are_wanted()
+        return leader.plans_under_way > 0 or leader.owes_verdicts or self._moves.are_wanted()
