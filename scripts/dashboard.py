@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,16 @@ WIDTH = 24  # columns of Grafana's grid
 
 
 class Query(NamedTuple):
-    expr: str
+    expr: str  # `selected` adds the variables to it
     legend: str = "__auto"
+
+
+def selected(expr: str) -> str:
+    """The expression for the chosen instances. ``[i]``: over four scrapes at least, of whatever interval."""
+    expr = expr.replace("[i]", "[$__rate_interval]")
+    expr = re.sub(r"\b(kvbm_\w+)(?![\w{])", r"\1{}", expr)
+    expr = re.sub(r"\b(kvbm_\w+){(.*?)}", r'\1{instance=~"$instance",\2}', expr)
+    return expr.replace('",}', '"}')
 
 
 class Panel(NamedTuple):
@@ -54,13 +63,26 @@ ROWS = [
                      "{{instance}}")], "stat", 6, most=1),
         Panel("Time to first token saved", "Seconds per second, over all requests. Estimate: prefill time of the "
               "loaded tokens at the measured speed, minus their load time.", "s",
-              [Query("rate(kvbm_ttft_saved_seconds_total[1m]) - rate(kvbm_ttft_lost_seconds_total[1m])",
+              [Query("rate(kvbm_ttft_saved_seconds_total[i]) - rate(kvbm_ttft_lost_seconds_total[i])",
                      "{{instance}}")], "stat", 6),
         Panel("Tokens loaded", "Tokens per second that were loaded instead of computed.", "short",
-              [Query("rate(kvbm_matched_tokens[1m])", "{{instance}}")], "stat", 6),
+              [Query("rate(kvbm_matched_tokens[i])", "{{instance}}")], "stat", 6),
         Panel("Faults", "Exceptions inside KVBM in the last hour. Each cost a hit, or block events.", "short",
               [Query("sum by (instance) (increase(kvbm_failures_total[1h])) or 0 * kvbm_matched_tokens",
                      "{{instance}}")], "stat", 6),
+    ]),
+    Row("Time to first token", [
+        Panel("Time to first token, as vLLM measures it", "Of all requests, from vLLM's own page (job vllm of "
+              "prometheus.yml): with a hit and without.", "s",
+              [Query(f"histogram_quantile({part}, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket"
+                     '{model_name=~"$model"}[i])))', name)
+               for part, name in ((0.5, "median"), (0.9, "90 %"), (0.99, "99 %"))], width=12),
+        Panel("Time to first token saved, by load", "Seconds that a load saved on average. Estimate: prefill time of "
+              "its tokens at the measured speed, minus its load time.", "s",
+              [Query("(rate(kvbm_ttft_saved_seconds_total[i]) - "
+                     "rate(kvbm_ttft_lost_seconds_total[i])) / "
+                     '(sum by (instance, job) (rate(kvbm_requests_total{outcome="loaded"}[i])) > 0)',
+                     "{{instance}}")], width=12),
     ]),
     Row("Cache Hit", [
         Panel("Host Cache Hit Rate", "Share of the latest requests' blocks that the host tier held.", "percentunit",
@@ -85,9 +107,9 @@ ROWS = [
               [Query("kvbm_onboard_blocks_d2d")], width=12),
     ]),
     Row("Transfers", [
-        Panel("Bytes moved", "All ranks together.", "Bps", [way("rate(kvbm_transfer_bytes_total[1m])")]),
+        Panel("Bytes moved", "All ranks together.", "Bps", [way("rate(kvbm_transfer_bytes_total[i])")]),
         Panel("Speed while moving", "Bytes divided by transfer time, which is that of the slowest rank.", "Bps",
-              [way("rate(kvbm_transfer_bytes_total[1m]) / (rate(kvbm_transfer_seconds_total[1m]) > 0)")]),
+              [way("rate(kvbm_transfer_bytes_total[i]) / (rate(kvbm_transfer_seconds_total[i]) > 0)")]),
         Panel("Waiting to be moved", "Blocks whose transfer is planned or in flight.", "short",
               [way("kvbm_transfer_queued_blocks")]),
     ]),
@@ -98,7 +120,7 @@ ROWS = [
         Panel("Slots by state", "Free, being written, idle (hold a block), pinned (being read).", "short",
               [Query("kvbm_slots", "{{tier}} {{state}}")], stacked=True),
         Panel("Evictions", "Evicted blocks per second.", "short",
-              [Query("rate(kvbm_evictions_total[1m])", "{{tier}}")]),
+              [Query("rate(kvbm_evictions_total[i])", "{{tier}}")]),
         Panel("Size", "All ranks together.", "decbytes", [Query("kvbm_capacity_bytes", "{{tier}}")], "stat"),
         Panel("Speed of loads, as measured", "The cost model's estimate for one rank.", "Bps",
               [Query("kvbm_load_bytes_per_second", "{{tier}}")]),
@@ -107,19 +129,19 @@ ROWS = [
     ]),
     Row("Why blocks are not loaded or kept", [
         Panel("Requests by outcome", "Outcome of the lookup when the engine admitted a request.", "reqps",
-              [Query("rate(kvbm_requests_total[1m])", "{{outcome}}")], stacked=True),
+              [Query("rate(kvbm_requests_total[i])", "{{outcome}}")], stacked=True),
         Panel("Missed lookups", "Lookups that ended at a block that was never computed before (new: prompts do not "
               "repeat), or at an evicted block (evicted: the tiers are too small).", "reqps",
-              [Query("rate(kvbm_missed_lookups_total[1m])", "{{why}}")], stacked=True),
+              [Query("rate(kvbm_missed_lookups_total[i])", "{{why}}")], stacked=True),
         Panel("Found and not loaded", "Blocks whose load would take longer than the prefill, by reason.", "short",
-              [Query("rate(kvbm_refused_load_blocks_total[1m])", "{{reason}}"),
+              [Query("rate(kvbm_refused_load_blocks_total[i])", "{{reason}}"),
                Query("0 * kvbm_matched_tokens", "none")]),
         Panel("Not kept", "Blocks that were not offloaded or not moved to disk, by reason.", "short",
-              [Query("rate(kvbm_refused_blocks_total[1m])", "{{reason}}")]),
+              [Query("rate(kvbm_refused_blocks_total[i])", "{{reason}}")]),
         Panel("Did not arrive", "Blocks whose transfer failed. A failed load is recomputed.", "short",
-              [way("rate(kvbm_transfer_failed_blocks_total[1m])")]),
+              [way("rate(kvbm_transfer_failed_blocks_total[i])")]),
         Panel("Faults by reason", "Exceptions inside KVBM. Each cost a hit, or block events.", "short",
-              [Query("rate(kvbm_failures_total[1m])", "{{reason}}"), Query("0 * kvbm_matched_tokens", "none")]),
+              [Query("rate(kvbm_failures_total[i])", "{{reason}}"), Query("0 * kvbm_matched_tokens", "none")]),
     ]),
 ]  # fmt: skip
 
@@ -147,18 +169,12 @@ def dashboard() -> dict[str, Any]:
             panels.append(_panel(len(panels) + 1, panel, {"h": height, "w": panel.width, "x": x, "y": y}))
             x += panel.width
         y += height
-    variable = {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "refresh": 1,
-        "hide": 0,
-        "includeAll": False,
-        "multi": False,
-        "options": [],
-        "regex": "",
-    }
+    source = {**_variable("datasource", "Data source", "datasource", "prometheus"), "includeAll": False, "multi": False}
+    variables = [
+        source,
+        _variable("model", "Model", "query", "label_values(kvbm_info, model)"),
+        _variable("instance", "Instance", "query", 'label_values(kvbm_info{model=~"$model"}, instance)'),
+    ]
     return {
         "uid": UID,
         "title": "KVBM Dashboard",
@@ -166,15 +182,25 @@ def dashboard() -> dict[str, Any]:
         "tags": ["kvbm"],
         "editable": True,
         "graphTooltip": 1,
-        "refresh": "5s",
+        "refresh": "30s",
         "schemaVersion": 41,
-        "time": {"from": "now-15m", "to": "now"},
+        "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [variable]},
+        "templating": {"list": variables},
         "annotations": {"list": []},
         "links": [],
         "panels": panels,
     }
+
+
+def _variable(name: str, label: str, kind: str, query: str) -> dict[str, Any]:
+    variable: dict[str, Any] = {
+        "name": name, "label": label, "type": kind, "query": query, "refresh": 2, "hide": 0, "includeAll": True,
+        "multi": True, "options": [], "regex": "",
+    }  # fmt: skip
+    if kind == "query":
+        variable |= {"datasource": DATASOURCE, "current": {"text": ["All"], "value": ["$__all"]}, "sort": 1}
+    return variable
 
 
 def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
@@ -218,7 +244,7 @@ def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + i),
                 "datasource": DATASOURCE,
-                "expr": query.expr,
+                "expr": selected(query.expr),
                 "legendFormat": query.legend,
                 "range": True,
             }

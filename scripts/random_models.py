@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 COMPLETE = "model.safetensors.index.json"  # written last
 
 Weights = Mapping[str, Callable[[], Any]]
-Shape: TypeAlias = "Dense | Latent | Windowed"
+Shape: TypeAlias = "Dense | Latent | Windowed | GatedDelta | StateSpace"
 
 
 class Dense(NamedTuple):
@@ -151,6 +151,127 @@ class Windowed(NamedTuple):
         }
 
 
+class GatedDelta(NamedTuple):
+    """A Qwen3-Next: every fourth layer is attention, the others keep a state (gated delta net). vLLM requires experts, and
+    the last layer has two."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    dtype: str
+    key_heads: int = 1
+    value_heads: int = 2
+    state_dim: int = 32  # of keys and of values
+    norm = 0.0  # this family adds one to the weights of its norms
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": self.head_dim,
+            "num_key_value_heads": self.kv_heads, "rope_theta": 1000000, "partial_rotary_factor": 0.25,
+            "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": self.state_dim,
+            "linear_value_head_dim": self.state_dim, "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads, "mlp_only_layers": list(range(self.layers - 1)),
+            "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": self.mlp,
+            "shared_expert_intermediate_size": self.mlp,
+        }  # fmt: skip
+
+    def layer(self, draw: Draw, number: int) -> Weights:
+        if number % 4 == 3:
+            queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            mixer: Weights = {
+                "self_attn.q_norm.weight": lambda: draw.full(self.head_dim, 1.0),  # twos: see Dense
+                "self_attn.k_norm.weight": lambda: draw.full(self.head_dim, 1.0),
+                "self_attn.q_proj.weight": lambda: draw.normal(2 * queries, self.hidden),  # half of it gates the output
+                "self_attn.k_proj.weight": lambda: draw.normal(keys, self.hidden),
+                "self_attn.v_proj.weight": lambda: draw.normal(keys, self.hidden),
+                "self_attn.o_proj.weight": lambda: draw.normal(self.hidden, queries),
+            }
+        else:
+            key, value = self.key_heads * self.state_dim, self.value_heads * self.state_dim
+            mixer = {
+                "linear_attn.in_proj_qkvz.weight": lambda: draw.normal(2 * key + 2 * value, self.hidden),
+                "linear_attn.in_proj_ba.weight": lambda: draw.normal(2 * self.value_heads, self.hidden),
+                "linear_attn.conv1d.weight": lambda: draw.normal(2 * key + value, 1, 4, std=0.5),
+                # The state loses about one part in eighty a token: it carries what was many blocks ago.
+                "linear_attn.A_log": lambda: draw.full(self.value_heads, -4.0),
+                "linear_attn.dt_bias": lambda: draw.full(self.value_heads, 0.0),
+                "linear_attn.norm.weight": lambda: draw.full(self.state_dim),
+                "linear_attn.out_proj.weight": lambda: draw.normal(self.hidden, value),
+            }
+        if number < self.layers - 1:
+            return {**mixer, **_mlp(self, draw)}
+        experts = [f"mlp.{name}" for name in ("experts.0", "experts.1", "shared_expert")]
+        return {
+            **mixer,
+            **{name.replace("mlp", part): make for part in experts for name, make in _mlp(self, draw).items()},
+            "mlp.gate.weight": lambda: draw.normal(2, self.hidden),
+            "mlp.shared_expert_gate.weight": lambda: draw.normal(1, self.hidden),
+        }
+
+
+class StateSpace(NamedTuple):
+    """A Granite 4 without experts: Mamba2 layers and attention in turn."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int
+    dtype: str
+    state_heads: int = 4
+    state_head_dim: int = 32
+    state_dim: int = 16
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+            "num_key_value_heads": self.kv_heads, "position_embedding_type": "nope",
+            "layer_types": ["attention" if i % 2 else "mamba" for i in range(self.layers)],
+            "attention_multiplier": 1 / math.sqrt(self.hidden / self.heads), "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0, "logits_scaling": 1.0, "num_local_experts": 0, "num_experts_per_tok": 0,
+            "shared_intermediate_size": self.mlp, "mamba_n_heads": self.state_heads,
+            "mamba_d_head": self.state_head_dim, "mamba_d_state": self.state_dim, "mamba_d_conv": 4,
+            "mamba_n_groups": 1, "mamba_chunk_size": 64, "mamba_conv_bias": True, "mamba_proj_bias": False,
+            "mamba_expand": self.state_heads * self.state_head_dim // self.hidden,
+        }  # fmt: skip
+
+    def layer(self, draw: Draw, number: int) -> Weights:
+        inner, state = self.state_heads * self.state_head_dim, self.state_dim
+        if number % 2:
+            size = self.hidden // self.heads
+            twice = 2 / math.sqrt(self.hidden)  # for the scores' sake: see Dense
+            mixer: Weights = {
+                "self_attn.q_proj.weight": lambda: draw.normal(self.hidden, self.hidden, std=twice),
+                "self_attn.k_proj.weight": lambda: draw.normal(self.kv_heads * size, self.hidden, std=twice),
+                "self_attn.v_proj.weight": lambda: draw.normal(self.kv_heads * size, self.hidden),
+                "self_attn.o_proj.weight": lambda: draw.normal(self.hidden, self.hidden),
+            }
+        else:
+            mixer = {
+                "mamba.in_proj.weight": lambda: draw.normal(2 * inner + 2 * state + self.state_heads, self.hidden),
+                "mamba.conv1d.weight": lambda: draw.normal(inner + 2 * state, 1, 4, std=0.5),
+                "mamba.conv1d.bias": lambda: draw.full(inner + 2 * state, 0.0),
+                # The state loses about one part in fifty a token: it carries what was many blocks ago.
+                "mamba.A_log": lambda: draw.full(self.state_heads, -1.0),
+                "mamba.D": lambda: draw.full(self.state_heads),
+                "mamba.dt_bias": lambda: draw.full(self.state_heads, -3.0),
+                "mamba.norm.weight": lambda: draw.full(inner),
+                "mamba.out_proj.weight": lambda: draw.normal(self.hidden, inner),
+            }
+        return {
+            **mixer,
+            "shared_mlp.input_linear.weight": lambda: draw.normal(2 * self.mlp, self.hidden),
+            "shared_mlp.output_linear.weight": lambda: draw.normal(self.hidden, self.mlp),
+        }
+
+
 class Draw:
     """Makes weights. Most models start with a ``std`` of 0.02 at a width of 4,096; here the output of a layer has the
     same spread at all widths."""
@@ -192,6 +313,21 @@ def model_folder(shape: Shape, under: Path) -> Path:
     return folder
 
 
+def _layer(shape: Shape, draw: Draw, number: int) -> Weights:
+    """A layer's weights, all but its norms."""
+    if isinstance(shape, GatedDelta | StateSpace):
+        return shape.layer(draw, number)
+    return {**{f"self_attn.{name}": make for name, make in shape.attention(draw).items()}, **_mlp(shape, draw)}
+
+
+def _mlp(shape: Dense | Latent | Windowed | GatedDelta, draw: Draw) -> Weights:
+    return {
+        "mlp.gate_proj.weight": lambda: draw.normal(shape.mlp, shape.hidden),
+        "mlp.up_proj.weight": lambda: draw.normal(shape.mlp, shape.hidden),
+        "mlp.down_proj.weight": lambda: draw.normal(shape.hidden, shape.mlp),
+    }
+
+
 def _write(shape: Shape, folder: Path) -> None:
     from safetensors.torch import save_file
 
@@ -203,22 +339,19 @@ def _write(shape: Shape, folder: Path) -> None:
         "vocab_size": shape.vocab, **shape.config(),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    draw = Draw(shape)
+    draw, norm = Draw(shape), getattr(shape, "norm", 1.0)
     ends = {
         "model.embed_tokens.weight": lambda: draw.normal(shape.vocab, shape.hidden, std=1.0),
-        "model.norm.weight": lambda: draw.full(shape.hidden),
+        "model.norm.weight": lambda: draw.full(shape.hidden, norm),
         "lm_head.weight": lambda: draw.normal(shape.vocab, shape.hidden),
     }
-    layer = {
-        "input_layernorm.weight": lambda: draw.full(shape.hidden),
-        "post_attention_layernorm.weight": lambda: draw.full(shape.hidden),
-        **{f"self_attn.{name}": make for name, make in shape.attention(draw).items()},
-        "mlp.gate_proj.weight": lambda: draw.normal(shape.mlp, shape.hidden),
-        "mlp.up_proj.weight": lambda: draw.normal(shape.mlp, shape.hidden),
-        "mlp.down_proj.weight": lambda: draw.normal(shape.hidden, shape.mlp),
+    norms = {
+        "input_layernorm.weight": lambda: draw.full(shape.hidden, norm),
+        "post_attention_layernorm.weight": lambda: draw.full(shape.hidden, norm),
     }
     files: dict[str, Weights] = {"ends.safetensors": ends}
     for i in range(shape.layers):
+        layer = {**norms, **_layer(shape, draw, i)}
         files[f"layer{i:02}.safetensors"] = {f"model.layers.{i}.{name}": make for name, make in layer.items()}
     places = {}
     for file, weights in files.items():

@@ -28,13 +28,9 @@ from typing import IO
 
 import models
 
-KV_TRANSFER = {
-    "kv_connector": "DynamoConnector",
-    "kv_connector_module_path": "kvbm.vllm_integration.connector",
-    "kv_role": "kv_both",
-    # Without it vLLM ends a request with an error if its blocks cannot be loaded.
-    "kv_load_failure_policy": "recompute",
-}
+from kvbm import config as settings
+from kvbm.engines.vllm.transfer_config import EXAMPLE
+
 BLOCK_SIZE = 32  # the CPU attention kernel takes multiples of 32 only
 MAX_MODEL_LEN = 2048
 # The engine must hold one request of full length (64 blocks, and one for its own use). The cache has little more than
@@ -75,22 +71,22 @@ class Server:
         # Without a timeout the API server kills its engine instead of letting it finish.
         command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--shutdown-timeout", "10"]
         if self.kvbm:
-            command += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
+            command += ["--kv-transfer-config", EXAMPLE]
         return command
 
     def environment(self) -> dict[str, str]:
-        settings = {
+        variables = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": compute_cpus(),
             "VLLM_NO_USAGE_STATS": "1",
         }
         if Path(self.model).is_dir():
-            settings["HF_HUB_OFFLINE"] = "1"
+            variables["HF_HUB_OFFLINE"] = "1"
         if self.kvbm:
-            settings["DYN_KVBM_CPU_CACHE_GB"] = f"{self.cpu_cache_gb:g}"
+            variables["DYN_KVBM_CPU_CACHE_GB"] = f"{self.cpu_cache_gb:g}"
         if self.kvbm and self.metrics_port:
-            settings |= {"DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": str(self.metrics_port)}
-        return {**os.environ, **settings}
+            variables |= {"DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": str(self.metrics_port)}
+        return {**os.environ, **variables}
 
     def __enter__(self) -> Server:
         if not is_free(self.port):  # else another server on this port would look like this one
@@ -267,26 +263,42 @@ def curl(server: Server) -> str:
     return f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}"
 
 
+def cache_settings(cpu_cache_gb: str) -> tuple[float, int]:
+    """(GB of host memory, port of the status page or 0). The user's DYN_KVBM_* variables count; an argument wins."""
+    given = {"DYN_KVBM_CPU_CACHE_GB": cpu_cache_gb} if cpu_cache_gb else {}
+    config = settings.load(environ={"DYN_KVBM_CPU_CACHE_GB": "2", "DYN_KVBM_METRICS": "1", **os.environ, **given})
+    if not config.metrics:
+        return config.cpu_cache_gb, 0
+    is_chosen = config.sources["metrics_port"] != settings.DEFAULT
+    port = config.metrics_port if is_chosen or is_free(config.metrics_port) else free_port()
+    return config.cpu_cache_gb, port
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or a Hugging Face name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--cpu-cache-gb", type=float, default=2)
+    parser.add_argument("--cpu-cache-gb", default="", help="default: DYN_KVBM_CPU_CACHE_GB, or 2")
     parser.add_argument("--log", type=Path, default=Path("demo-results/serve.log"))
     args = parser.parse_args()
     leave_on_signals()
+    try:
+        size, metrics_port = cache_settings(args.cpu_cache_gb)
+    except settings.ConfigError as error:
+        parser.error(str(error))
     server = Server(
         args.model or str(models.smollm2()),
         args.log,
         kvbm=True,
         port=args.port,
-        cpu_cache_gb=args.cpu_cache_gb,
-        metrics_port=6880 if is_free(6880) else free_port(),
+        cpu_cache_gb=size,
+        metrics_port=metrics_port,
     )
     print(f"Starting vLLM with KVBM on {server.url}, log in {args.log}")
     try:
         with server:
-            print(f"\nTry it:\n\n{curl(server)}\n\nWatch it: http://127.0.0.1:{server.metrics_port}")
+            page = f"\n\nWatch it: http://127.0.0.1:{server.metrics_port}" if server.metrics_port else ""
+            print(f"\nTry it:\n\n{curl(server)}{page}")
             print("Ctrl-C stops the server.", flush=True)
             status = server.wait()
             raise server.failure(f"vllm serve ended with status {status}")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvbm.observe.server import Server
-from kvbm.observe.snapshot import Flow, HitRates, Identity, Request, Saved, Snapshot, TierState
+from kvbm.observe.snapshot import Flow, HitRates, Identity, Request, Saved, Served, Snapshot, TierState
 
 IDENTITY = Identity(
     kvbm="2.0", engine="vllm", engine_version="0.31.0", model="a/model", ranks=2, block_tokens=16,
@@ -32,11 +32,12 @@ REQUEST = Request(
     id="cmpl-1", at=1000.0, prompt_tokens=330, device_tokens=16, found={"host": 160, "disk": 80}, loaded_tokens=240,
     why="loaded in the step (no other requests running)", in_step=True, load_seconds=0.01, saved_seconds=0.2,
 )  # fmt: skip
+SERVED = [Served(tier="peer", blocks=9, bytes=9_000_000, questions=3, refused={"secret": 2})]
 SNAPSHOT = Snapshot(
     at=1060.0, started=1000.0, identity=IDENTITY, tiers=[HOST, DISK], flows=FLOWS, lookups=30, looked_up_blocks=120,
     matched_tokens=960, matched_blocks={"host": 55, "disk": 5},
     hit_rates=HitRates(requests=30, blocks=120, hits={"host": 55, "disk": 5}),
-    refused_blocks={"queue full": 3}, refused_loads={"recomputing is faster": 4},
+    refused_blocks={"queue full": 3}, refused_loads={"recomputing is faster": 4}, hints={"taken": 6}, served=SERVED,
     outcomes={"loaded": 12, "not found": 18}, missed={"new": 16, "evicted": 2}, failures={'load: "odd"\\': 2},
     saved=Saved(saved_seconds=2.5, lost_seconds=0.25, loads=12, prefill_tokens_per_second=9000.0, measured=True),
     requests=[REQUEST],

@@ -50,7 +50,7 @@ class Server:
         pytest.fail(f"not healthy after {seconds} s:\n{self.process.log.read_text()[-5000:]}")
 
     def stream(self, prompt: list[int], max_tokens: int = 16) -> tuple[str, int]:
-        """The answer, and in how many pieces it came."""
+        """The answer, and how many tokens it has. A busy server puts several tokens into one piece of the stream."""
         body = {
             "model": "tiny",
             "prompt": prompt,
@@ -58,12 +58,11 @@ class Server:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        pieces = []
-        for line in self.post("/v1/completions", body).splitlines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line[6:])["choices"][0]["text"])
-        return "".join(pieces), len(pieces)
+        lines = self.post("/v1/completions", body).splitlines()
+        *pieces, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return "".join(piece["choices"][0]["text"] for piece in pieces), last["usage"]["completion_tokens"]
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -92,11 +91,17 @@ def free_ports(count: int) -> list[int]:
 
 
 def start_server(
-    start_process, model: str, env: dict[str, str], connector: dict | None = CONNECTOR, options: list[str] | None = None
+    start_process,
+    model: str,
+    env: dict[str, str],
+    connector: dict | None = CONNECTOR,
+    options: list[str] | None = None,
+    program: str = "vllm.entrypoints.cli.main",
 ) -> Server:
-    """A server with the tiny model, under the name "tiny"; ``connector`` None is vLLM alone."""
+    """A server with the tiny model, under the name "tiny"; ``connector`` None is vLLM alone. ``program``: the module
+    whose command `serve` starts it."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "tiny"]
+    command = [sys.executable, "-m", program, "serve", model, "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "1024", "--block-size", "32", "--shutdown-timeout", "20", *(options or [])]
     if not options or "--num-gpu-blocks-override" not in options:

@@ -30,7 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/v1/models":
-            self._whole(json.dumps({"data": [{"id": "the-model"}]}))
+            self._whole(json.dumps({"data": [{"id": "the-model", "max_model_len": self.server.context}]}))
         elif self.path == "/metrics":
             served = self.server.served
             self._whole(
@@ -85,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.mode, server.delay, server.served, server.bodies = "well", 0.2, 0, []
+    server.mode, server.delay, server.served, server.bodies, server.context = "well", 0.2, 0, [], None
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -107,6 +107,8 @@ def test_the_first_token_is_the_first_text_that_is_not_empty(server):
     assert answer.error == ""
     assert answer.ttft > 0.19  # the empty piece before the delay does not count
     assert answer.generation_seconds > 0.04
+    (gap,) = answer.gaps  # between the two words
+    assert 0.04 < gap <= answer.generation_seconds
     assert (answer.text, answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == ("one two", 10, 6, 2)
     assert (answer.user, answer.round) == (3, 2)
 
@@ -226,6 +228,8 @@ def test_two_targets_beside_each_other(server, tmp_path, capsys):
     assert users[0].isdisjoint(users[2])
     out = capsys.readouterr().out
     assert "mean TTFT" in out
+    assert "99 % gap" in out
+    assert 0.004 < result.runs[0].summary.gap_p50 < 1
     assert str(tmp_path / "bench.html") in out
     assert len(list(tmp_path.glob("*.csv"))) == 4
 
@@ -271,7 +275,22 @@ def test_a_trace_is_replayed(server, tmp_path):
     assert "trace" in (tmp_path / "out" / "bench.html").read_text()
 
 
-def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path):
+def test_a_history_longer_than_the_context_is_refused_before_the_first_request(server, tmp_path, capsys):
+    server.context = 20_000
+    assert main(["bench", "--base-url", server.url, "--qps", "1", "--out", str(tmp_path)]) == 2
+    problem = capsys.readouterr().err
+    assert "the longest request has about 21," in problem
+    assert "context of 20,000: choose a smaller --user-history-prompt" in problem
+    assert server.served == 0
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 30_000, "output_length": 9, "hash_ids": [1]}))
+    assert main(["bench", "--base-url", server.url, "--trace", str(trace), "--out", str(tmp_path)]) == 2
+    assert "choose a smaller --scale" in capsys.readouterr().err
+    server.context, server.delay = 100, 0.0
+    assert main(["bench", "--base-url", server.url, "--qps", "12", *SMALL, "--out", str(tmp_path)]) == 0
+
+
+def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path, capsys):
     server.delay = 0.0
     options = ["--qps", "12", *SMALL[:-2], "--warm-up", "0", "--out", str(tmp_path)]
     server.mode = "error"
@@ -279,7 +298,12 @@ def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path):
     (run,) = from_json((tmp_path / "bench.json").read_bytes()).runs
     assert run.summary.failed == run.summary.sent > 0
     assert run.summary.ttft_mean is None
-    assert (tmp_path / "bench.html").exists()
+    assert list(run.summary.errors.values()) == [run.summary.failed]
+    assert f"{run.summary.failed} failed: " in (said := capsys.readouterr().err)
+    assert "the engine died" in said
+    page = (tmp_path / "bench.html").read_text()
+    assert "Why requests failed" in page
+    assert "the engine died" in page
 
 
 @pytest.mark.parametrize(

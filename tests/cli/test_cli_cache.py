@@ -245,3 +245,15 @@ def test_looking_changes_nothing(engine):
     caches.describe(engine.path)
     caches.verify(engine.path, lambda done, total: None)
     assert {file.name: file.read_bytes() for file in engine.path.iterdir()} == before
+
+
+@pytest.mark.parametrize("action", ["verify", "clear", "stat", "ls"])
+def test_a_path_that_is_not_there_fails(action, tmp_path, capsys):
+    assert main(["cache", action, str(tmp_path / "gone")]) == 2
+    assert f"{tmp_path / 'gone'}" in capsys.readouterr().err
+
+
+def test_a_directory_without_caches_cannot_be_verified(tmp_path, capsys):
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert f"no caches in {tmp_path}" in capsys.readouterr().err
+    assert main(["cache", "ls", str(tmp_path)]) == 0

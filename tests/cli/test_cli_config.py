@@ -58,6 +58,21 @@ def test_all_has_every_setting_and_marks_what_is_not_used(capsys):
     assert out.count("(not used)") == sum(not row.used for row in LIVE)
 
 
+def test_changed_has_only_what_a_source_sets(monkeypatch, capsys):
+    assert main(["config", "--changed"]) == 0
+    assert capsys.readouterr().out == "every setting is at its default\n"
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "0.5")
+    monkeypatch.setenv("DYN_CONNECTOR", "kvbm")
+    assert main(["config", "--changed"]) == 0
+    rows = columns(capsys.readouterr().out)
+    assert rows == {
+        "DYN_KVBM_CPU_CACHE_GB": ["0.5", "environment"],
+        "DYN_CONNECTOR": ["kvbm", "environment", "(not", "used)"],
+    }
+    assert main(["config", "--changed", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["settings"]) == {"cpu_cache_gb", "dyn_connector"}
+
+
 def test_warnings_and_unused_go_to_standard_error(monkeypatch, capsys):
     monkeypatch.setenv("DYN_KVBM_CPU_CACH_GB", "1")
     monkeypatch.setenv("DYN_KVBM_DISABLE_WRITE_COMBINED", "1")

@@ -23,13 +23,13 @@ from kvbm.cli.main import main
 from kvbm.cli.screen import draw
 from kvbm.observe.findings import explain
 from kvbm.observe.remote import NotReachableError, fetch, normal_url
-from kvbm.observe.snapshot import Flow
+from kvbm.observe.snapshot import Flow, SourceFlow, TierState
 from processes import heed_interrupts
 
 
-def lines_of(before, now, width=100):
+def lines_of(before, now, width=100, height=0):
     console = Console(width=width, file=io.StringIO(), markup=False)
-    console.print(draw(before, now))
+    console.print(draw(before, now, width, height))
     return console.file.getvalue().splitlines()
 
 
@@ -56,6 +56,23 @@ def test_the_screen_has_tiers_flows_rates_and_requests():
     assert re.search(r"330 +16 +240 +10 ms +200 ms  loaded in the step \(no other requests ru", text)
 
 
+def test_the_screen_has_sources_and_what_others_read():
+    peer = TierState(tier="peer", slots=0, free=0, writing=0, idle=0, pinned=0, block_bytes=1_000_000)
+    sources = [
+        SourceFlow(tier="peer", source=f"10.0.0.{n}:23280", path="socket", blocks=n, bytes=n * 1_000_000,
+                   bytes_per_second=2e9, refused={"late": 3} if n == 12 else {}, suspended=n == 12)
+        for n in range(1, 13)
+    ]  # fmt: skip
+    now = observed.snapshot(tiers=[observed.HOST, peer], sources=sources)
+    lines = lines_of(None, now)
+    assert "    ← 10.0.0.12:23280  12 blocks, 12 MB, 2 GB/s over socket, 3 refused, suspended" in [
+        line.rstrip() for line in lines
+    ]
+    assert sum("←" in line for line in lines) == 8
+    assert any("and 4 more sources" in line for line in lines)
+    assert any("→ other engines have read 9 blocks, 9 MB, 2 refused" in line for line in lines)
+
+
 def test_without_an_earlier_look_there_are_no_rates():
     assert re.search(r"↑ host → device +0\.0 blocks/s", "\n".join(lines_of(None, later())))
 
@@ -65,6 +82,26 @@ def test_every_line_fits_the_screen(width):
     lines = lines_of(observed.SNAPSHOT, later(), width)
     assert len([line for line in lines if "█" in line]) == 2
     assert all(len(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (120, 50)])
+def test_a_small_terminal_shows_what_matters(width, height):
+    now = msgspec.structs.replace(later(), requests=[observed.REQUEST] * 50)
+    lines = lines_of(observed.SNAPSHOT, now, width, height)
+    assert len(lines) <= height
+    text = "\n".join(lines)
+    for part in ("It helps", "host 46%, disk 4%", "300 MB of 400 MB (75%)", "20.0 blocks/s", "2 GB/s"):
+        assert part in text
+    assert any(re.match(r" *\d\d:\d\d:\d\d +330 ", line) for line in lines)
+    assert lines[-1] == "q or Ctrl-C quits"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "0.01", "soon"])
+def test_an_interval_that_makes_no_sense_is_refused(value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["top", f"--every={value}"])
+    assert stop.value.code == 2
+    assert f"'{value}': expected" in capsys.readouterr().err
 
 
 def test_a_full_and_an_empty_tier_can_be_drawn():
@@ -163,7 +200,8 @@ def test_addresses_are_taken_as_people_write_them(text, url):
     assert normal_url(text) == url
 
 
-def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
+@pytest.mark.parametrize("key", ["Ctrl-C", "q"])
+def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source, key):
     """A real one: the screen is drawn again when figures change, and given back at the end."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
@@ -186,7 +224,11 @@ def test_on_a_terminal_it_goes_on_until_it_is_stopped(server, source):
         read_until(b"307 blocks")
         source.now = observed.snapshot(flows=[Flow(source="device", target="host", blocks=412)])
         read_until(b"412 blocks")
-        process.send_signal(2)
+        read_until(b"q or Ctrl-C quits")
+        if key == "q":
+            os.write(master, b"xq")  # other keys do nothing
+        else:
+            process.send_signal(2)
         read_until(b"\x1b[?1049l")
         assert process.wait(60) == 0
     finally:

@@ -41,7 +41,7 @@ def leader():
 
 @pytest.fixture
 def controller(leader):
-    about = {"engine": "e", "rank": 0, "model": "m", "kvbm": "2"}
+    about = {"engine": "e", "rank": 0, "model": "m", "kvbm": "2", "pid": 4711, "metrics": 6881}
     return Controller(threading.RLock(), lambda: leader, about, lambda: True, lambda: (100, 60))
 
 
@@ -313,9 +313,9 @@ def test_another_users_socket_is_shown_as_foreign_and_given_no_commands(server, 
     try:
         assert impostor.stdout.readline() == "ready\n"
         assert main(["control", "list"]) == 0
-        owners = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-        assert owners[server.address] == "you"
-        assert owners[name] == "user 65534: foreign"
+        owners = {line.split()[0]: line.split(maxsplit=1)[1].split() for line in capsys.readouterr().out.splitlines()}
+        assert owners[server.address] == ["m", "4711", "6881", "you"]
+        assert owners[name] == ["user", "65534:", "foreign"]
         assert main(["control", "list", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert {"address": name, "user": 65534} in shown["foreign"]
@@ -425,7 +425,11 @@ def test_a_leader_that_is_gone_is_not_listed(controller):
 def test_the_command_shows_and_empties_tiers(server, leader, capsys):
     name = ["--engine", server.address]
     assert main(["control", "list"]) == 0
-    assert server.address in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if server.address in line]
+    assert line.split() == [server.address, "m", "4711", "6881", "you"]
+    assert main(["control", "list", "--json"]) == 0
+    engine = {"address": server.address, "model": "m", "pid": "4711", "metrics": "6881"}
+    assert engine in json.loads(capsys.readouterr().out)["engines"]
     assert main(["control", "status", *name]) == 0
     shown = capsys.readouterr().out
     assert "m, engine e, rank 0" in shown
@@ -440,6 +444,21 @@ def test_the_command_shows_and_empties_tiers(server, leader, capsys):
     assert capsys.readouterr().out == "5 blocks dropped\n"
     assert main(["control", "announce", *name]) == 0
     assert "announces its blocks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["list", "host"], "list takes no tier, got 'host'"),
+        (["list", "--engine", "e"], "list takes no --engine, got 'e'"),
+        (["status", "host"], "status takes no tier, got 'host'"),
+        (["status", "--block", "1"], "status takes no --block, got '1'"),
+        (["announce", "disk"], "announce takes no tier, got 'disk'"),
+    ],
+)
+def test_arguments_without_an_effect_are_refused(arguments, problem, capsys):
+    assert main(["control", *arguments]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_missing(server, capsys):

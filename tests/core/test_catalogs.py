@@ -145,7 +145,7 @@ class Remote(Pool):
         self.unknown = set()
         self.expected = []
 
-    def expect(self, keys, start=0):
+    def expect(self, keys, start=0, hint=None):
         self.expected.append(list(keys[start:]))
 
     def find(self, key):

@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -20,51 +19,14 @@ from kvbm import config, doctor
 from kvbm.cli.main import main
 from kvbm.doctor import gpu, memory, setup, tiers
 from kvbm.engines.vllm import shortcuts
+from kvbm.engines.vllm.transfer_config import EXAMPLE
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import HitRates, Saved
 from kvbm.runtime.channel import ZmqLeader
 from kvbm.tiers.lock import FileLock
-from servers import free_ports
 
 GOOD = {"DYN_KVBM_CPU_CACHE_GB": "0.1"}
-VERSIONS = {"vllm": "0.31.0+cpu", "torch": "2.13.0+cpu", "kvbm": kvbm.__version__}
 PORTS = ("DYN_KVBM_METRICS_PORT", "DYN_KVBM_LEADER_ZMQ_PUB_PORT", "DYN_KVBM_LEADER_ZMQ_ACK_PORT")
-
-
-def _version(name):
-    if name in VERSIONS:
-        return VERSIONS[name]
-    raise metadata.PackageNotFoundError(name)
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if "KVBM" in name or name.startswith("DYN_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(config.table, "SYSTEM_FILE", tmp_path / "missing.toml")
-    monkeypatch.setattr(gpu, "gpus", lambda: ())
-    monkeypatch.setattr(setup, "gpus", lambda: ())
-    monkeypatch.setattr(metadata, "version", _version)
-    # Others on this machine may have the usual ones.
-    for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):
-        monkeypatch.setenv(name, str(port))
-    monkeypatch.setenv("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", "0")
-
-
-@pytest.fixture
-def ask(monkeypatch, capsys):
-    """Runs the command with these variables: (exit code, name of a finding -> finding)."""
-
-    def run(*arguments, **environment):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, str(value))
-        code = main(["doctor", "--json", *arguments])
-        answer = json.loads(capsys.readouterr().out)
-        assert answer["ok"] == (code == 0)
-        return code, {finding["name"]: finding for finding in answer["findings"]}
-
-    return run
 
 
 def assert_wrong(answer, name, fault, cure):
@@ -224,18 +186,8 @@ def test_a_folder_in_which_no_file_can_be_made(ask):
     assert_wrong(answer, "disk-not-writable", "/proc/kvbm", "export DYN_KVBM_DISK_CACHE_DIR=")
 
 
-@pytest.fixture
-def ramfs(tmp_path):
-    """A filesystem without O_DIRECT and without fallocate; a real one, which takes root."""
-    folder = tmp_path / "ramfs"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "ramfs", "none", str(folder)], capture_output=True).returncode:
-        pytest.skip("this user cannot mount a filesystem")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_filesystem_without_o_direct_and_fallocate(ask, ramfs, monkeypatch):
+def test_a_filesystem_without_o_direct_and_fallocate(ask, mount, monkeypatch):
+    ramfs = mount("ramfs")
     monkeypatch.setattr(tiers.shutil, "disk_usage", lambda _: tiers.shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
     disk = {"DYN_KVBM_DISK_CACHE_GB": "0.2", "DYN_KVBM_DISK_CACHE_DIR": ramfs}
     answer = ask("--quick", **disk, **GOOD)
@@ -285,7 +237,7 @@ def test_an_engine_that_was_not_tested(ask, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     _, found = ask("--quick", **GOOD)
     assert found["engine-untested"]["level"] == "note"
-    assert "0.99.1 is installed; KVBM supports" in found["engine-untested"]["text"]
+    assert "KVBM supports" in found["engine-untested"]["text"]
 
 
 @pytest.mark.parametrize(("switch", "name"), [("1", "shortcuts"), ("0", "shortcuts-off")])
@@ -304,7 +256,7 @@ def test_a_release_without_shortcuts_has_none_to_list(ask, monkeypatch):
 
 def pd(*children):
     """A PdConnector with these in it."""
-    outer = {**json.loads(setup.EXAMPLE), "kv_connector": "PdConnector"}
+    outer = {**json.loads(EXAMPLE), "kv_connector": "PdConnector"}
     return json.dumps({**outer, "kv_connector_extra_config": {"connectors": list(children)}})
 
 
@@ -315,7 +267,7 @@ def pd(*children):
         ("[]", "transfer-json", "DynamoConnector"),
         ('{"kv_connector": "KvbmConnector"}', "connector-name", '"kv_connector'),
         ('{"kv_connector": "DynamoConnector"}', "connector-name", "kvbm.vllm_integration.connector"),
-        (setup.EXAMPLE.replace("kv_both", "kv_producer"), "connector-role", "kv_both"),
+        (EXAMPLE.replace("kv_both", "kv_producer"), "connector-role", "kv_both"),
         (pd({"kv_connector": "DynamoConnector"}), "connector-name", "kvbm.vllm_integration.connector"),
         (pd(), "connector-name", "kvbm.vllm_integration.connector"),
     ],
@@ -325,22 +277,23 @@ def test_a_connector_that_is_named_wrongly(ask, text, name, cure):
 
 
 def test_a_connector_that_is_named_well(ask):
-    code, found = ask("--quick", "--kv-transfer-config", setup.EXAMPLE, **GOOD)
+    code, found = ask("--quick", "--kv-transfer-config", EXAMPLE, **GOOD)
     assert (code, found["connector"]["level"]) == (0, "good")
-    code, found = ask("--quick", "--kv-transfer-config", setup.EXAMPLE.replace("recompute", "fail"), **GOOD)
+    code, found = ask("--quick", "--kv-transfer-config", EXAMPLE.replace("recompute", "fail"), **GOOD)
     assert (code, found["failure-policy"]["level"]) == (0, "note")
 
 
 def test_prefill_and_decode_apart_is_named_well_too(ask):
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    code, found = ask("--quick", "--kv-transfer-config", pd(json.loads(setup.EXAMPLE), nixl), **GOOD)
+    code, found = ask("--quick", "--kv-transfer-config", pd(json.loads(EXAMPLE), nixl), **GOOD)
     assert (code, found["connector"]["level"]) == (0, "good")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_settings_in_what_vllm_is_started_with_count(ask, wrapped):
-    ours = {**json.loads(setup.EXAMPLE), "kv_connector_extra_config": {"cpu_cache_gb": 0.25}}
-    code, found = ask("--quick", "--kv-transfer-config", pd(ours) if wrapped else json.dumps(ours))
+    ours = {**json.loads(EXAMPLE), "kv_connector_extra_config": {"cpu_cache_gb": 0.25}}
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    code, found = ask("--quick", "--kv-transfer-config", pd(ours, nixl) if wrapped else json.dumps(ours))
     assert code == 0
     assert "cpu_cache_gb=0.25" in found["settings"]["text"]
 

@@ -89,6 +89,20 @@ def test_a_child_that_asks_without_pause_gets_no_more(source):
     theirs.close()
 
 
+def test_a_client_that_asks_without_pause_gets_a_bounded_number_of_answers():
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listening, theirs:
+        subject = web.Web(listening, theirs, os.getppid(), web.Limits(answers_a_second=10))
+        thread = threading.Thread(target=subject.run)
+        thread.start()
+        began, answers = time.monotonic(), []
+        hammer(listening.getsockname()[1], "/healthz", began + 1.0, answers)
+        took = time.monotonic() - began
+        ours.close()
+        thread.join(PATIENCE)
+    assert 1 <= len(answers) <= 2 + 10 * took + 1
+
+
 def test_a_bucket_gives_its_burst_and_then_its_rate():
     now = [0.0]
     bucket = Bucket(rate=4, burst=2, clock=lambda: now[0])

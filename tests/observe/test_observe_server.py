@@ -7,12 +7,15 @@ import json
 import logging
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 
 import observed
+from kvbm.observe import server as module
+from kvbm.observe import web
 from kvbm.observe.server import Server, open_server
 from kvbm.observe.snapshot import from_json, to_json
 from kvbm.observe.web import Limits
@@ -223,3 +226,22 @@ def test_json_of_another_format_is_refused():
     newer = {**json.loads(to_json(observed.SNAPSHOT)), "format": 2}
     with pytest.raises(msgspec.DecodeError, match="format 2"):
         from_json(json.dumps(newer).encode())
+
+
+def test_the_last_minutes_are_kept_without_a_client(source, monkeypatch):
+    monkeypatch.setattr(web, "HISTORY_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(web, "HISTORY_POINTS", 3)
+    monkeypatch.setattr(module, "SNAPSHOTS_A_SECOND", 1000)
+    with observed.serving(source, Limits()) as server:
+        deadline = time.monotonic() + 60
+        while source.asked < 12:
+            source.now = observed.snapshot(at=1000.0 + source.asked)
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        points = json.loads(get(server, "/api/history")[0])
+    times = [point["at"] for point in points]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert times[0] > 1005  # the oldest are gone
+    assert points[0]["flows"][0]["bytes"] == 307_000_000
+    assert points[0]["hit_rates"]["hits"] == {"host": 55, "disk": 5}

@@ -78,7 +78,7 @@ def test_the_eight_panels_that_guides_name_are_there():
         "Onboard Blocks - Host to Device": "kvbm_onboard_blocks_h2d",
         "Onboard Blocks - Disk to Device": "kvbm_onboard_blocks_d2d",
     }.items():
-        assert [target["expr"] for target in panels[title]["targets"]] == [query]
+        assert [target["expr"] for target in panels[title]["targets"]] == [f'{query}{{instance=~"$instance"}}']
     for panel in panels.values():
         if panel["type"] != "row":
             assert panel["description"]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -118,6 +123,36 @@ def test_what_manifests_say_to_kvbm_is_understood(name):
     assert cached == {"agg": 1, "disagg": 1, "disagg-2p2d": 2}[name]
 
 
+def test_the_engines_of_a_fleet_find_each_other():
+    """By the name of the service, at the port where they listen, with one secret; and in compose as in Kubernetes."""
+    path = PROJECT / "deploy" / "kubernetes" / "fleet.yaml"
+    (data,) = [document["data"] for document in documents(path) if document["kind"] == "ConfigMap"]
+    config = settings.load(environ=data, files=())
+    assert config.warnings == ()
+    assert config.peers_enabled
+    host, _, port = config.peers.rpartition(":")
+    (service,) = [d for d in documents(path) if d["kind"] == "Service" and d["metadata"]["name"] == host]
+    assert service["spec"]["clusterIP"] == "None"
+    assert [str(entry["port"]) for entry in service["spec"]["ports"]] == [port]
+    assert config.peer_listen.endswith(f":{port}")
+    ((document, _, container),) = containers(path)
+    assert service["spec"]["selector"] == document["spec"]["template"]["metadata"]["labels"]
+    assert int(port) in {entry["containerPort"] for entry in container["ports"]}
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "secret"]
+    assert str(config.peer_secret_file).startswith(mount["mountPath"])
+    (policy,) = [d for d in documents(path) if d["kind"] == "NetworkPolicy"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": int(port)}]
+
+    compose = yaml.safe_load((PROJECT / "deploy/docker-fleet.yml").read_text())
+    ((name, engine),) = compose["services"].items()
+    environ = {key: str(value).split(":-")[-1].rstrip("}") for key, value in engine["environment"].items()}
+    told = settings.load(environ=environ, files=())
+    assert told.warnings == ()
+    assert told.peers == f"{name}:{told.peer_listen.rpartition(':')[2]}"
+    assert str(told.peer_secret_file) == f"/run/secrets/{engine['secrets'][0]}"
+    assert "ports" not in engine
+
+
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
 def test_compose_files_fit_their_schema(path):
     checked = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", path)
@@ -168,3 +203,44 @@ def test_asked_for_help_the_script_of_the_dashboard_writes_none(tmp_path):
     assert not target.exists()
     assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 0
     assert target.read_bytes() == (PROJECT / "deploy/observability/grafana/dashboards/kvbm.json").read_bytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_the_disk_tier_trusts_the_volume_of_the_chart(tmp_path):
+    """fsGroup gives the volume to the image's group, which has the image's user alone. The chart needs no root."""
+    volume = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        os.chown(volume, 0, 10001)
+        volume.chmod(0o2775)
+        (tmp_path / "passwd").write_text("root:x:0:0::/root:/bin/sh\nkvbm:x:10001:10001::/home/kvbm:/bin/sh\n")
+        (tmp_path / "group").write_text("root:x:0:\nkvbm:x:10001:\n")
+        program = "from pathlib import Path; from kvbm.tiers.directory import private_directory as p; import sys"
+        # The tests' own Python may lie where other users cannot go; this module needs no packages.
+        python = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
+        source = volume.with_name(f"{volume.name}-source")
+        shutil.copytree(PROJECT / "src" / "kvbm", source / "kvbm", ignore=shutil.ignore_patterns("__pycache__"))
+        inner = f"{shlex.quote(python)} -c '{program}; p(Path(sys.argv[1]))' {volume}/cache/kvbm-model"
+        script = (
+            f"mount --bind {tmp_path}/passwd /etc/passwd && mount --bind {tmp_path}/group /etc/group && "
+            f"exec setpriv --reuid 10001 --regid 10001 --clear-groups env PYTHONPATH={source} {inner}"
+        )
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+        if "unshare" in done.stderr or "mount:" in done.stderr or "setpriv" in done.stderr:
+            pytest.skip(f"this machine has no namespaces: {done.stderr}")
+        assert done.returncode == 0, done.stderr
+        assert (volume / "cache" / "kvbm-model").stat().st_uid == 10001
+    finally:
+        shutil.rmtree(volume)
+        shutil.rmtree(f"{volume}-source", ignore_errors=True)
+
+
+def test_no_image_has_a_moving_tag():
+    chart = yaml.safe_load((PROJECT / "deploy/helm/kvbm/values.yaml").read_text())["image"]
+    images = [f"{chart['repository']}:{chart['tag']}"]
+    for path in [*MANIFESTS, *PROJECT.glob("deploy/**/*.yml"), *CONTAINERFILES]:
+        images += re.findall(r"^\s*(?:image:|ARG ENGINE_IMAGE=|FROM) ?(\S+)", path.read_text(), re.MULTILINE)
+    images = [re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", image) for image in images if image != "${ENGINE_IMAGE}"]
+    assert len(images) > 10
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+        assert "bitnami" not in image  # its free images are no longer maintained

@@ -202,3 +202,12 @@ def test_the_message_that_is_shown_for_a_wrong_value_is_the_one_that_is_given():
     with pytest.raises(settings.ConfigError) as refused:
         settings.load(environ={"KVBM_STAGING_MB": "many"}, files=())
     assert f"`{refused.value}`" in page
+
+
+def test_calls_of_sglangs_storage_backend_carry_the_admin_key():
+    text = (DOCS / "sglang.md").read_text()
+    calls = [line for line in text.splitlines() if line.startswith("curl") and "hicache" in line]
+    assert calls
+    assert all('-H "Authorization: Bearer $KEY"' in call for call in calls)
+    assert "--admin-api-key" in text
+    assert all(float(ratio) > 1 for ratio in re.findall(r"--hicache-ratio ([\d.]+)", text))

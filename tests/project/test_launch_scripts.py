@@ -23,6 +23,7 @@ SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 EXPECTED = {
     "vllm/agg_kvbm.sh": ["frontend", "kvbm"],
     "vllm/agg_kvbm_router.sh": ["frontend", "kvbm", "kvbm"],
+    "vllm/agg_kvbm_peers.sh": ["frontend", "kvbm", "kvbm"],
     "vllm/disagg_kvbm.sh": ["frontend", "decode", "prefill"],
     "vllm/disagg_kvbm_2p2d.sh": ["frontend", "decode", "decode", "prefill", "prefill"],
     "vllm/disagg_kvbm_router.sh": ["frontend", "decode", "decode", "prefill", "prefill"],

@@ -22,11 +22,11 @@ from kvbm import config as settings
 from kvbm.control.discovery import FileRegistry
 from kvbm.runtime.channel import ChannelError, local
 from kvbm.runtime.rank import Rank
-from kvbm.runtime.tiers import open_manager
 from kvbm.tiers import directory
 from kvbm.tiers.directory import CacheRefused, open_trusted, private_directory
 from kvbm.tiers.disk.file import ALIGNMENT, DiskFile
 from kvbm.tiers.disk.index import Index, slab_path
+from kvbm.tiers.disk.open import DiskDirectoryError
 from tiernames import HOST
 
 STRANGER = 65534
@@ -292,13 +292,30 @@ def refused_rank(caplog, **values):
     rank.close()
 
 
-def test_the_disk_tier_alone_is_lost(tmp_path, caplog):
-    shared = folder(tmp_path / "shared", 0o777)
-    with refused_rank(caplog, disk_cache_override_num_blocks=4, disk_cache_dir=str(shared)) as (config, hello):
-        assert list(hello.slots) == [HOST]
-        assert list(open_manager(config, [hello], WHAT).catalogs) == [HOST]
-    assert f"goes on without a disk tier: {shared} belongs to" in caplog.text
-    assert list(shared.iterdir()) == []
+@pytest.mark.parametrize("kind", ["shared", "file", "read-only"])
+def test_an_unusable_disk_directory_stops_the_start_and_names_its_setting(tmp_path, caplog, kind):
+    place = tmp_path / "place"
+    reason = "Not a directory"
+    if kind == "shared":
+        folder(place, 0o777)
+        reason = f"{place} belongs to"
+    elif kind == "file":
+        place.touch()
+    else:
+        place.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True).returncode:
+            pytest.skip("this user cannot mount a filesystem")
+        reason = "Read-only file system"
+    try:
+        with (
+            pytest.raises(DiskDirectoryError, match=f"DYN_KVBM_DISK_CACHE_DIR={place} cannot be used: {reason}"),
+            refused_rank(caplog, disk_cache_override_num_blocks=4, disk_cache_dir=str(place)),
+        ):
+            pytest.fail("the rank has opened")
+    finally:
+        if kind == "read-only":
+            subprocess.run(["umount", str(place)], check=True)
+    assert kind != "shared" or list(place.iterdir()) == []
 
 
 def test_a_host_tier_in_such_a_place_ends_with_the_engine(tmp_path, caplog):

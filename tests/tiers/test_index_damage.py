@@ -9,10 +9,12 @@ import random
 import resource
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,7 +128,17 @@ def _directory(file: Path) -> None:
     (file / "something").write_text("of the user")
 
 
+def _special(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        file.unlink(missing_ok=True)
+        make(file)
+
+    return damage
+
+
 DAMAGES = {
+    "fifo": _special(lambda file: os.mkfifo(file, 0o600)),
+    "socket": _special(lambda file: os.mknod(file, stat.S_IFSOCK | 0o600)),
     "empty": lambda file: file.write_bytes(b""),
     "cut": lambda file: os.truncate(file, file.stat().st_size // 2 + 100),
     "one byte": lambda file: file.write_bytes(b"S"),
@@ -138,10 +150,23 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [DATABASE, DESCRIPTION])
+@pytest.mark.parametrize("name", [DATABASE, DESCRIPTION, f"{DESCRIPTION}.new"])
+@pytest.mark.timeout(60)
 def test_whatever_lies_in_the_place_of_a_file_the_index_starts(place, name, damage):
+    if name == f"{DESCRIPTION}.new":
+        (place / name).touch(0o600)
+        (place / DESCRIPTION).unlink()
     DAMAGES[damage](place / name)
     assert check_start(place) <= BLOCKS
+
+
+def test_a_description_larger_than_any_engine_writes_is_not_read(place):
+    with open(place / DESCRIPTION, "ab") as file:
+        file.write(b" " * (1 << 20))  # and still valid JSON
+    index = Index.open(place, WHAT, SLOTS)
+    index.close()
+    assert "1,048,576 bytes" in index.started_clean
+    assert (place / DESCRIPTION).stat().st_size < 10_000
 
 
 @pytest.mark.parametrize("suffix", ["-wal", "-shm", "-journal"])

@@ -9,14 +9,18 @@ from kvbm.core.catalog import PENDING
 from kvbm.core.pool import Pool
 
 LOOKUP_SECONDS = 0.2  # that a lookup may wait for an answer
+IS_REMOTE = False  # lookups begin when a request arrives
 MAX_UNANSWERED = 3  # lookups in a row; after that the server has to answer before a lookup waits again
 
 
 class ToyCatalog(Pool):
     """Places are handles of known keys. To evict one is to forget that the server has the block: ask again."""
 
+    takes_hints = True
+
     def __init__(self, size, server=None, ranks=1) -> None:
         super().__init__(size)
+        self.is_remote = IS_REMOTE
         self._server, self._ranks = server, ranks
         self._answers: SimpleQueue = SimpleQueue()
         self._asked: dict[bytes, float] = {}  # -> when a lookup stops to wait
@@ -24,8 +28,10 @@ class ToyCatalog(Pool):
         self._unanswered = 0
         self._may_ask = server is not None
 
-    def expect(self, keys, start=0) -> None:
+    def expect(self, keys, start=0, hint=None) -> None:
         self._hear()
+        if hint is not None and self._server is not None:
+            self._server.hints.append([hint.address, hint.blocks, hint.introduces, start])
         if not self._may_ask:
             return
         passed = (self._asked, self._absent)

@@ -16,6 +16,7 @@ class Server:
         self.silent = False
         self.asked = 0
         self.pending_lookups = 0  # times that a lookup has come before the answer
+        self.hints: list = []  # that came with lookups
         self._questions: SimpleQueue = SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -9,6 +9,9 @@
 #   PUB_PORT               first port of the leaders; a worker takes two (56001)
 #   SIDE_PORT              first port of NIXL's handshakes; a worker takes one (20096)
 #   METRICS_PORT           first port of KVBM's metrics, if DYN_KVBM_METRICS is on; a worker takes one (6880)
+#   PEER_PORT              first port at which workers read each other's host memory, where a script turns that on; a
+#                          worker takes one (23280)
+#   PEER_HOST              address of these ports, which the router puts into its hints (127.0.0.1)
 #   EVENT_PORT             first port of vLLM's events, open to the whole network; a worker takes one
 #                          (not set: a socket in a private folder)
 #   ENGINE_ARGS            more arguments for every worker, separated by blanks
@@ -25,6 +28,8 @@ PUB_PORT=${PUB_PORT:-56001}
 EVENT_PORT=${EVENT_PORT:-}
 SIDE_PORT=${SIDE_PORT:-20096}
 METRICS_PORT=${METRICS_PORT:-6880}
+PEER_PORT=${PEER_PORT:-23280}
+PEER_HOST=${PEER_HOST:-127.0.0.1}
 read -r -a engine_args <<<"${ENGINE_ARGS:-}"
 export VLLM_NIXL_SIDE_CHANNEL_HOST=${VLLM_NIXL_SIDE_CHANNEL_HOST:-127.0.0.1} # all workers are on this machine
 
@@ -77,6 +82,16 @@ worker() {
     --enforce-eager --kv-transfer-config "$connector" \
     --kv-events-config "{\"publisher\":\"zmq\",\"topic\":\"kv-events\",\"endpoint\":\"$events\",\"enable_kv_cache_events\":true}" \
     "${engine_args[@]}" "$@"
+}
+
+# peer NUMBER
+# A worker with KVBM that reads from the host memory of the others, and tells the router at which address they read
+# from its own (secondary_tiers). All need the same secret.
+peer() {
+  local port=$((PEER_PORT + $1))
+  local hints="[{\"type\":\"kvbm\",\"router_capabilities\":[\"router_hint\"],\"control_ports\":[$port],\"control_advertise_host\":\"$PEER_HOST\"}]"
+  export KVBM_PEERS_ENABLED=1 KVBM_PEER_LISTEN=$PEER_HOST:$port
+  worker "$1" "{\"kv_connector\":\"DynamoConnector\",$ours,\"kv_connector_extra_config\":{\"secondary_tiers\":$hints}}"
 }
 
 # prefill NUMBER, decode NUMBER

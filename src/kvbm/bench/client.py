@@ -25,10 +25,10 @@ class EndpointError(Exception):
 
 
 class Prompt(NamedTuple):
-    """A conversation (messages of the chat API) or bare tokens (the completions API)."""
+    """A conversation (messages of the chat API), or bare tokens or text (the completions API)."""
 
     messages: list[dict[str, str]] | None = None
-    tokens: list[int] | None = None
+    tokens: list[int] | str | None = None
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -42,6 +42,7 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, where the server reports them
     output_tokens: int = 0
+    gaps: list[float] = []  # seconds between two pieces of text, which are single tokens with most servers
     text: str = ""
     error: str = ""
 
@@ -93,10 +94,12 @@ class Endpoint:
             raise EndpointError(f"{self.url}{path} answered with {response.status}: {text[:300]}")
         return text
 
-    def models(self) -> list[str]:
+    def models(self) -> dict[str, int | None]:
+        """The models, with the tokens of their context if the server tells, as vLLM does."""
         try:
-            return [str(model["id"]) for model in json.loads(self.get("/v1/models"))["data"]]
-        except (ValueError, KeyError, TypeError) as error:
+            found = json.loads(self.get("/v1/models"))["data"]
+            return {str(model["id"]): _whole(model.get("max_model_len")) for model in found}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EndpointError(f"{self.url}/v1/models gave no list of models: {error!r}") from error
 
     def ask(self, prompt: Prompt, max_tokens: int, user: int, number: int, epoch: float) -> Answer:
@@ -134,7 +137,7 @@ class Endpoint:
             answer.error = f"{response.status}: {response.read().decode(errors='replace')[:300]}"
             return
         pieces: list[str] = []
-        ended = False
+        ended, last = False, 0.0
         while line := response.readline():
             if not line.startswith(b"data:"):
                 continue
@@ -152,12 +155,20 @@ class Endpoint:
                 answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             for choice in event.get("choices") or ():
                 if text := _text(choice):
+                    now = time.monotonic()
                     if answer.ttft is None:
-                        answer.ttft = time.monotonic() - started
+                        answer.ttft = now - started
+                    else:
+                        answer.gaps.append(round(now - last, 5))
+                    last = now
                     pieces.append(text)
         answer.text = "".join(pieces)
         if not ended:
             answer.error = "the stream ended early"
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _text(choice: dict[str, Any]) -> str:

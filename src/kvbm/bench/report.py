@@ -155,27 +155,39 @@ def _ttfts(run: Run) -> list[float]:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    header = (
-        "target", "rate", "sent", "answered", "failed", "no text", "unfinished", "late", "mean", "median", "90 %",
-        "99 %", "worst", "requests/s", "tokens in/s", "tokens out/s", "tokens/s a request", "cached %",
+    """Two tables: one with every figure would be wider than a screen."""
+    times = ("target", "rate", "mean", "median", "90 %", "99 %", "worst", "mean gap", "median gap", "99 % gap")
+    rates = (
+        "target", "rate", "sent", "answered", "failed", "no text", "unfinished", "late", "requests/s", "tokens in/s",
+        "tokens out/s", "tokens/s a request", "cached %",
     )  # fmt: skip
-    rows = []
+    time_rows, rate_rows = [], []
     for run in runs:
         s = run.summary
-        rows.append(
-            [run.target, f"{run.qps:g}" if run.qps else "trace", s.sent, s.answered, s.failed, s.without_text,
-             s.unfinished, s.late,
-             *(_seconds(v) for v in (s.ttft_mean, s.ttft_p50, s.ttft_p90, s.ttft_p99, s.ttft_max)),
+        name = run.target, f"{run.qps:g}" if run.qps else "trace"
+        ttfts = (s.ttft_mean, s.ttft_p50, s.ttft_p90, s.ttft_p99, s.ttft_max)
+        gaps = (s.gap_mean, s.gap_p50, s.gap_p99)
+        time_rows.append([*name, *map(_seconds, ttfts), *map(_milliseconds, gaps)])
+        rate_rows.append(
+            [*name, s.sent, s.answered, s.failed, s.without_text, s.unfinished, s.late,
              f"{s.requests_per_second:.2f}", f"{s.input_tokens_per_second:,.0f}", f"{s.output_tokens_per_second:,.1f}",
              "–" if s.tokens_per_second_of_a_request is None else f"{s.tokens_per_second_of_a_request:.1f}",
              "–" if s.cached_percent is None else f"{s.cached_percent:.0f}"]
         )  # fmt: skip
     note = (
-        "<p>Times to first token in seconds: from sending a request to the first text that is not empty. "
-        "<i>No text</i>: answered without any, so without such a time. <i>Late</i>: questions that came more than a "
-        "second after their turn, because the answer before them was not there yet.</p>"
+        "<p>Times to first token in seconds: from sending a request to the first text that is not empty. <i>Gap</i>: "
+        "milliseconds between two pieces of text of a request. <i>No text</i>: answered without any, so without such "
+        "a time. <i>Late</i>: questions that came more than a second after their turn, because the answer before them "
+        "was not there yet.</p>"
     )
-    return "<h2>All runs</h2>" + table(header, rows) + note
+    failures = [
+        f"<li>{escape(run.target)}, {run.qps:g}/s: {count} × {escape(error)}</li>"
+        for run in runs
+        for error, count in run.summary.errors.items()
+    ]
+    failed = f"<h2>Why requests failed</h2><ul>{''.join(failures)}</ul>" if failures else ""
+    tables = table(times, time_rows) + "<h2>Requests and tokens</h2>" + table(rates, rate_rows)
+    return f"<h2>Times</h2>{tables}{note}{failed}"
 
 
 def _servers(runs: Sequence[Run]) -> str:
@@ -183,12 +195,12 @@ def _servers(runs: Sequence[Run]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.server))
     if not names:
         return ""
-    rows = []
-    for run in runs:
-        seen = sum(sample.prompt_tokens for sample in run.samples if not sample.error)
-        counted = (f"{run.server[name]:,.0f}" if name in run.server else "–" for name in names)
-        rows.append([run.target, f"{run.qps:g}" if run.qps else "trace", f"{seen:,}", *counted])
-    header = ["target", "rate", "prompt tokens, from outside", *(name.replace("_", " ") for name in names)]
+    header = ["counter", *(f"{run.target} {run.qps:g}/s" if run.qps else f"{run.target} trace" for run in runs)]
+    seen = (sum(sample.prompt_tokens for sample in run.samples if not sample.error) for run in runs)
+    rows = [["prompt tokens, from outside", *(f"{each:,}" for each in seen)]]
+    for name in names:
+        counted = (f"{run.server[name]:,.0f}" if name in run.server else "–" for run in runs)
+        rows.append([name.replace("_", " "), *counted])
     return "<h2>What the servers counted meanwhile</h2>" + table(header, rows)
 
 
@@ -196,12 +208,20 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{1e3 * value:.1f}"
+
+
 def text(runs: Sequence[Run]) -> str:
-    """The summary as a table for a terminal."""
-    names = ("target", "rate", "answered", "failed", "mean TTFT", "median", "99 %", "requests/s", "tokens out/s")
+    """The summary as a table for a terminal. Gaps, between two tokens of a request, are in milliseconds."""
+    names = (
+        "target", "rate", "answered", "failed", "mean TTFT", "median", "99 %", "gap ms", "99 % gap", "requests/s",
+        "tokens out/s",
+    )  # fmt: skip
     rows = [
         (run.target, f"{run.qps:g}" if run.qps else "trace", str(run.summary.answered), str(run.summary.failed),
          _seconds(run.summary.ttft_mean), _seconds(run.summary.ttft_p50), _seconds(run.summary.ttft_p99),
+         _milliseconds(run.summary.gap_p50), _milliseconds(run.summary.gap_p99),
          f"{run.summary.requests_per_second:.2f}", f"{run.summary.output_tokens_per_second:.1f}")
         for run in runs
     ]  # fmt: skip

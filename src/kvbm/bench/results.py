@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    gaps: list[float] = []  # seconds between two tokens
     error: str = ""
 
     @classmethod
@@ -57,6 +59,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_max: float | None
     tokens_per_second_of_a_request: float | None  # after its first token
     latency_mean: float | None
+    gap_mean: float | None = None  # between two tokens of a request
+    gap_p50: float | None = None
+    gap_p99: float | None = None
+    errors: dict[str, int] = {}  # the text of a failure -> how many requests failed so, the first failure first
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +103,8 @@ def summarise(samples: Iterable[Sample], unfinished: int = 0, late: int = 0) -> 
         if sample.output_tokens > 1 and sample.generation_seconds
     ]
     cached = sum(sample.cached_tokens for sample in answered)
+    gaps = [gap for sample in answered for gap in sample.gaps]
+    failures = sorted((sample for sample in every if sample.error), key=lambda sample: sample.started)
     latencies = [sample.finished - sample.started for sample in answered]
 
     def rate(count: float) -> float:
@@ -121,6 +129,10 @@ def summarise(samples: Iterable[Sample], unfinished: int = 0, late: int = 0) -> 
         ttft_max=max(ttfts, default=None),
         tokens_per_second_of_a_request=_mean(speeds),
         latency_mean=_mean(latencies),
+        gap_mean=_mean(gaps),
+        gap_p50=percentile(gaps, 50) if gaps else None,
+        gap_p99=percentile(gaps, 99) if gaps else None,
+        errors=dict(Counter(sample.error for sample in failures)),
     )
 
 

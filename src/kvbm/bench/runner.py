@@ -98,9 +98,19 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
         file=sys.stderr,
         flush=True,
     )
+    if summary.errors:
+        print(f"{printable(label)}  {describe_errors(summary.errors)}", file=sys.stderr, flush=True)
     if stopped:
         raise Interrupted(result)
     return result
+
+
+def describe_errors(errors: dict[str, int]) -> str:
+    """The first failure with its count, and the number of the others."""
+    first, count = next(iter(errors.items()))
+    others = sum(errors.values()) - count
+    more = f"; {others} failed for {len(errors) - 1} other reasons" if others else ""
+    return f"{count} failed: {printable(first, 400)}{more}"
 
 
 def warm(target: Target, count: int = 10) -> None:

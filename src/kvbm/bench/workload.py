@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from kvbm.bench.client import Answer, Prompt
 
+QUESTION_WORDS = 14
 BLOCK = 512  # tokens for each hash id of a Mooncake trace
 
 
@@ -47,6 +48,11 @@ class Workload(Protocol):
     @property
     def seconds(self) -> float:
         """The duration, for a progress bar."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """About how many tokens the longest request has, its answer included."""
         ...
 
 
@@ -138,6 +144,12 @@ class MultiRound:
     @property
     def seconds(self) -> float:
         return self.shape.time
+
+    @property
+    def longest(self) -> int:
+        shape = self.shape
+        rounds = min(shape.num_rounds, int(shape.time / self._gap) + 1)
+        return shape.shared_system_prompt + shape.user_history_prompt + rounds * (shape.answer_len + QUESTION_WORDS)
 
     def _spread(self, age: float) -> None:
         """Add a user that joined ``age`` seconds ago."""
@@ -246,6 +258,10 @@ class Replay:
     @property
     def seconds(self) -> float:
         return (self._lines[-1].at - self._start) / self._speed
+
+    @property
+    def longest(self) -> int:
+        return max(round((line.input_length + line.output_length) * self._scale) for line in self._lines)
 
     def due(self, now: float) -> list[Ask]:
         asks = []

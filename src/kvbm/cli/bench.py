@@ -100,7 +100,7 @@ def _bench(args: argparse.Namespace) -> int:
     import kvbm
     from kvbm.bench import report
     from kvbm.bench.results import Result, Run, csv, to_json
-    from kvbm.bench.runner import Interrupted, Target, run, warm
+    from kvbm.bench.runner import Interrupted, Target, describe_errors, run, warm
     from kvbm.bench.workload import MultiRound, Replay, Shape, Workload, read_trace
 
     for name, least in (("warm_up", 0), ("patience", 0), ("max_requests", 1), ("block_tokens", 1)):
@@ -118,9 +118,8 @@ def _bench(args: argparse.Namespace) -> int:
             return Replay(lines, args.speed, args.scale, args.vocabulary, args.block_tokens)
         return MultiRound(shape, qps, first)
 
-    for qps in rates:
-        workload_at(qps, 0)  # rejects invalid parameters before the first request
-    targets = [Target(name, endpoint) for name, endpoint in _endpoints(args).items()]
+    longest = max(workload_at(qps, 0).longest for qps in rates)  # rejects invalid parameters before the first request
+    targets = [Target(name, endpoint) for name, endpoint in _endpoints(args, longest).items()]
     # New users, so that blocks of an earlier run give no hits.
     first = args.init_user_id if args.init_user_id is not None else int(datetime.now().timestamp()) % 10**8 * 100
     runs: list[Run] = []
@@ -158,6 +157,9 @@ def _bench(args: argparse.Namespace) -> int:
         for one in runs:
             (args.out / f"{one.target}_output_{one.qps:g}.csv").write_text(csv(one))
     print(f"\n{report.text(runs)}\n\n{args.out / 'bench.html'}")
+    for one in runs:
+        if one.summary.errors:
+            print(f"{one.target} at {one.qps:g}/s: {describe_errors(one.summary.errors)}", file=sys.stderr)
     failed = any(one.summary.failed or not one.summary.answered for one in runs)
     return 1 if interrupted or failed else 0
 
@@ -179,7 +181,8 @@ def _is_key(option: str) -> bool:
     return len(option) > 3 and "--api-key".startswith(option)  # argparse accepts abbreviations
 
 
-def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
+def _endpoints(args: argparse.Namespace, longest: int) -> "dict[str, Endpoint]":
+    """Raises ValueError if the longest request does not fit the context of a model: it would fail."""
     from kvbm.bench.client import Endpoint, EndpointError
 
     try:
@@ -205,10 +208,22 @@ def _endpoints(args: argparse.Namespace) -> "dict[str, Endpoint]":
     endpoints = {}
     for name, url in named.items():
         endpoint = Endpoint(url, args.model or "", args.api_key, extra)
-        if not args.model:
+        try:
             models = endpoint.models()
+        except EndpointError:
+            if not args.model:
+                raise
+            models = {}  # a server without this list can still be measured
+        if not endpoint.model:
             if not models:
                 raise EndpointError(f"{endpoint.url} has no model; name one with --model")
-            endpoint.model = models[0]
+            endpoint.model = next(iter(models))
+        context = models.get(endpoint.model)
+        if context is not None and longest > context:
+            shorter = "--scale" if args.trace else "--user-history-prompt, --shared-system-prompt or --answer-len"
+            raise ValueError(
+                f"the longest request has about {longest:,} tokens, and {endpoint.model} at {endpoint.url} has a "
+                f"context of {context:,}: choose a smaller {shorter}, or serve the model with a larger --max-model-len"
+            )
         endpoints[name] = endpoint
     return endpoints

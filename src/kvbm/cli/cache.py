@@ -1,4 +1,4 @@
-"""List, verify or remove the persistent caches on disk and in host memory.
+"""List, verify or remove the persistent caches on disk and in host memory; copy them to and from an object store.
 
 PATH is the directory of one cache, or of several. Without it, the command uses DYN_KVBM_DISK_CACHE_DIR and, for
 persistent host tiers (KVBM_HOST_PERSIST), KVBM_HOST_PERSIST_DIR.
@@ -10,6 +10,12 @@ examples:
   kvbm cache stat                        the details of each cache
   kvbm cache verify /mnt/nvme/kvbm       read every block and verify its checksum
   kvbm cache clear --all                 remove them
+
+  kvbm cache list                        the caches in the bucket of the settings (DYN_KVBM_OBJECT_*)
+  kvbm cache push                        copy the disk caches of this machine to the bucket
+  kvbm cache pull --model org/model      copy a cache of the bucket to DYN_KVBM_DISK_CACHE_DIR
+  kvbm cache verify --bucket             read every object of the bucket and verify it
+  kvbm cache warm prompts.jsonl          let an engine load, or compute, the prompts of a file
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.cli import bucket, warm
 from kvbm.config import load
 from kvbm.observe.format import columns, printable, size
 from kvbm.observe.terminal import Show, print_table, progress
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
     from kvbm.tiers.disk.inspect import Cache
 
 NAME = "cache"
-HELP = "list, verify or remove persistent caches"
+HELP = "list, verify, remove, copy or warm persistent caches"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--json", action="store_true", help="print JSON")
         if action is _clear:
             sub.add_argument("--all", action="store_true", help="every cache in the directory")
+        if action is _verify:
+            sub.add_argument("--bucket", action="store_true", help="caches in the object store; PATH is a cache there")
+    bucket.add_actions(actions)
+    warm.add_action(actions)
 
 
 def run(args: argparse.Namespace) -> int:
+    if "command" in args:
+        code: int = args.command(args)
+        return code
+    if getattr(args, "bucket", False):
+        return bucket.verify(args)
     from kvbm.tiers.disk import inspect as caches
 
     roots = [args.path] if args.path else _roots()
@@ -66,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             code = 2
     if not found and not code:
         print(f"no caches in {printable(' or '.join(map(str, roots)))}", file=sys.stderr)
+        # Nothing to list is an answer. Nothing to verify or to remove, at a place that the user has named, is not.
+        return 1 if args.path and args.action in (_verify, _clear) else 0
     if not found:
         return code
     try:

@@ -5,6 +5,7 @@ If a setting is invalid, it prints the error on standard error and exits with co
 
 examples:
   kvbm config                                 the settings in force
+  kvbm config --changed                       only those that are not at their defaults
   kvbm config --extra '{"cpu_cache_gb": 20}'  the settings with this kv_connector_extra_config
   kvbm config --toml > kvbm.toml              a file to edit; then set KVBM_CONFIG_PATH=kvbm.toml
 """
@@ -17,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvbm.config import (
+    DEFAULT,
     GROUPS,
     SETTINGS,
     SYSTEM_FILE,
@@ -34,6 +36,7 @@ HELP = "show the settings in force and the source of each"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="include the settings that KVBM accepts but does not use")
+    parser.add_argument("--changed", action="store_true", help="only settings that a source sets")
     parser.add_argument("--extra", metavar="JSON", help="kv_connector_extra_config, which overrides all other sources")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print all settings as JSON")
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print(docs(), end="")
         return 0
     config = load(_parse_extra(args.extra))
-    print(as_json(config) if args.json else table(config, everything=args.all))
+    print(as_json(config, args.changed) if args.json else table(config, args.all, args.changed))
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     for reason in dict.fromkeys(config.unused_because.values()):
@@ -76,9 +79,16 @@ def _by_group(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
     return {group: members for group, members in groups.items() if members}
 
 
-def table(config: Config, everything: bool = False) -> str:
+def _is_changed(config: Config, row: Setting) -> bool:
+    return config.sources[row.key] != DEFAULT
+
+
+def table(config: Config, everything: bool = False, changed: bool = False) -> str:
     """Return aligned columns for a terminal: variable, value, source."""
-    groups = _by_group(s for s in SETTINGS if not s.retired and (s.used or everything))
+    shown = [s for s in SETTINGS if not s.retired and (s.used or everything or changed)]
+    groups = _by_group(s for s in shown if not changed or _is_changed(config, s))
+    if not groups:
+        return "every setting is at its default"
     rows = [
         (
             f"  {row.env}",
@@ -92,12 +102,12 @@ def table(config: Config, everything: bool = False) -> str:
     return "\n\n".join("\n".join([group, *islice(lines, len(members))]) for group, members in groups.items())
 
 
-def as_json(config: Config) -> str:
+def as_json(config: Config, changed: bool = False) -> str:
     def plain(row: Setting) -> object:
         value = getattr(config, row.key)
         return row.show(value) if row.secret or isinstance(value, Path) else value
 
-    rows = [row for row in SETTINGS if not row.retired]
+    rows = [row for row in SETTINGS if not row.retired and (not changed or _is_changed(config, row))]
     settings = {
         row.key: {"env": row.env, "value": plain(row), "source": config.sources[row.key], "used": row.used}
         for row in rows

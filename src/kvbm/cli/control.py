@@ -1,6 +1,7 @@
 """Show the tiers of a running engine, empty them, or announce their blocks to routers again.
 
-  kvbm control list                          engines on this machine, and in Dynamo's deployment if it is configured
+  kvbm control list                          engines on this machine with model, process and metrics port, and
+                                             those of Dynamo's deployment if it is configured
   kvbm control status                        blocks in use, evictable and empty, by tier
   kvbm control reset host                    drop every block of a tier
   kvbm control reset host --block 17 ...     drop these blocks, named as in events or by their hash
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kvbm.control.socket import CommandError, addresses, ask
 
+    for name, value, owners in (("a tier", args.tier, ("reset",)), ("--block", args.block, ("reset",)),
+                                ("--engine", args.engine, ("status", "reset", "announce"))):  # fmt: skip
+        if value and args.what not in owners:
+            shown = " ".join(value) if isinstance(value, list) else value
+            return _fail(f"{args.what} takes no {name.removeprefix('a ')}, got {shown!r}", 2)
     if args.what == "list":
         return _list(args.json)
     if args.what == "reset" and not args.tier:
@@ -98,6 +104,17 @@ def _print(what: str, answer: dict[str, Any]) -> None:
         print_table(("TIER", "IN USE", "EVICTABLE", "EMPTY"), rows, right=(1, 2, 3))
 
 
+def _described(address: str) -> tuple[str, str, str]:
+    """(model, process, port of the metrics) as the engine itself tells; empty where it does not."""
+    from kvbm.control.socket import CommandError, ask
+
+    try:
+        answer = ask(address, {"do": "status"})
+        return printable(answer["model"]), str(answer.get("pid", "")), printable(answer.get("metrics") or "off")
+    except (OSError, CommandError, LookupError, TypeError, AttributeError):
+        return "no answer", "", ""
+
+
 def _list(as_json: bool) -> int:
     import msgspec
 
@@ -117,15 +134,20 @@ def _list(as_json: bool) -> int:
             _fail(f"cannot read Dynamo's registry: {printable(error, _MAX_TEXT)}")
     if as_json:
         others = [{"address": address, "user": user} for address, user in foreign]
-        print(json.dumps({"here": local, "foreign": others, "registered": [msgspec.structs.asdict(c) for c in cards]}))
+        engines = [dict(zip(("address", "model", "pid", "metrics"), (a, *_described(a)), strict=True)) for a in local]
+        registered = [msgspec.structs.asdict(card) for card in cards]
+        print(json.dumps({"here": local, "engines": engines, "foreign": others, "registered": registered}))
         return 0
-    rows = [(address, "you") for address in local]
+    rows = [(address, *_described(address), "you") for address in local]
     # The owner of a socket chooses its name, so a foreign name proves nothing.
-    rows += [(a, "unknown: accepts no connection" if user is None else f"user {user}: foreign") for a, user in foreign]
+    rows += [
+        (a, "", "", "", "unknown: accepts no connection" if user is None else f"user {user}: foreign")
+        for a, user in foreign
+    ]
     if not local:
         print("no engine of yours with KVBM on this machine")
     if rows:
-        print_table(("ENGINE", "OWNER"), rows)
+        print_table(("ENGINE", "MODEL", "PID", "METRICS", "OWNER"), rows)
     if config.runtime_enabled:
         print(f"\nregistered in namespace {config.dynamo_namespace}:" if cards else "\nnone registered")
     if cards:

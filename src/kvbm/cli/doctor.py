@@ -19,6 +19,7 @@ import os
 import sys
 import textwrap
 
+from kvbm.cli.arguments import positive
 from kvbm.config import ConfigError, load
 from kvbm.observe.format import printable
 from kvbm.observe.remote import normal_url
@@ -34,7 +35,9 @@ _SIGNS = {"good": ("ok  ", "\x1b[32m"), "note": ("note", "\x1b[33m"), "bad": ("B
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="metrics port of a running engine: port, host:port or URL")
     parser.add_argument("--quick", action="store_true", help="skip the measurements")
-    parser.add_argument("--gpu-cache-gb", type=float, metavar="GB", help="size of the engine's own cache, from its log")
+    parser.add_argument(
+        "--gpu-cache-gb", type=positive, metavar="GB", help="size of the engine's own cache, from its log"
+    )
     parser.add_argument("--kv-transfer-config", metavar="JSON", help="the JSON that vLLM is started with")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

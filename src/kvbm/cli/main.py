@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import kvbm
-from kvbm.cli import bench, cache, config, control, doctor, simulate, top
+from kvbm.cli import bench, cache, config, control, doctor, serve, simulate, size, top
 from kvbm.config import ConfigError
 
 
@@ -22,6 +22,8 @@ class Command(Protocol):
     NAME: str
     HELP: str
 
+    # A module with `PASSES_ON = True` finds undeclared arguments in `args.rest`, and the command line in `args.argv`.
+
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
@@ -29,7 +31,7 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (config, doctor, top, cache, bench, simulate, control)
+COMMANDS: tuple[Command, ...] = (serve, size, config, doctor, top, cache, bench, simulate, control)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,15 +48,27 @@ def build_parser() -> argparse.ArgumentParser:
             help=command.HELP,
             description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=not _passes_on(command),
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, passes_on=_passes_on(command))
     return parser
 
 
+def _passes_on(command: Command) -> bool:
+    return bool(getattr(command, "PASSES_ON", False))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    if sys.platform != "linux":
+        print(f"kvbm: {kvbm.LINUX_ONLY} (this is {sys.platform})", file=sys.stderr)
+        return 2
     parser = build_parser()
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args, rest = parser.parse_known_args(argv)
+    args.argv, args.rest = argv, rest
+    if rest and not getattr(args, "passes_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return 2

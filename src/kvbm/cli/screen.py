@@ -1,9 +1,14 @@
-"""What `kvbm top` draws, with rich."""
+"""What `kvbm top` draws, with rich. It fits a terminal of 60 columns and 20 lines."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import shutil
+import sys
 import time
+from collections.abc import Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,8 +17,13 @@ from rich.text import Text
 
 from kvbm.observe.format import seconds, size
 from kvbm.observe.remote import NotReachableError, fetch
-from kvbm.observe.snapshot import DEVICE, Flow, Request, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Request, Served, Snapshot, SourceFlow, TierState
 
+MAX_SOURCES = 8  # of a tier that are shown
+_QUIT = "q or Ctrl-C quits"
+_NARROW = 90  # columns; below it, a request is shown with less
+_COLUMNS = ("when", "prompt", "device", "loaded", "took", "saved")
+_FEW_COLUMNS = ("when", "prompt", "loaded", "saved")
 _LEVELS = {"good": "green", "note": "yellow", "bad": "red"}
 
 
@@ -30,26 +40,60 @@ def show_once(url: str, console: Console) -> None:
 
 
 def watch(url: str, every: float, console: Console) -> None:
-    """Draw until the user presses Ctrl-C."""
+    """Draw until the user presses q or Ctrl-C."""
     before: Snapshot | None = None
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 now = fetch(url, 50)
-                live.update(draw(before if before and before.started == now.started else None, now), refresh=True)
+                known = before if before and before.started == now.started else None
+                live.update(draw(known, now, console.width, console.height), refresh=True)
                 before = now
             except NotReachableError as error:
-                live.update(Text(f"{error}\n\ntrying again; Ctrl-C stops"), refresh=True)
-            time.sleep(every)
+                live.update(Text(f"{error}\n\ntrying again; {_QUIT}"), refresh=True)
+            if _pressed_q(every):
+                return
 
 
-def draw(before: Snapshot | None, now: Snapshot) -> Group:
-    """The screen. Rates are between the two snapshots."""
+@contextlib.contextmanager
+def _single_keys() -> Iterator[None]:
+    """Keys arrive without Enter, where standard input is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _pressed_q(seconds_to_wait: float) -> bool:
+    if not sys.stdin.isatty():
+        time.sleep(seconds_to_wait)
+        return False
+    deadline = time.monotonic() + seconds_to_wait
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0]:
+            key = os.read(sys.stdin.fileno(), 1)
+            if key in (b"q", b"Q", b""):
+                return True
+    return False
+
+
+def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int = 0) -> Group:
+    """The screen. Rates are between the two snapshots. ``height``: lines of the terminal; 0: no limit."""
     engine, window, saved = now.identity, now.hit_rates, now.saved
     ranks = f"{engine.ranks} rank{'' if engine.ranks == 1 else 's'}"
     title = f" {engine.kvbm}   {engine.model} on {engine.engine} {engine.engine_version}, {ranks}, up "
     lines = [_line(("KVBM", "bold"), title + seconds(now.at - now.started))]
-    lines += [Text(finding.text, _LEVELS[finding.level]) for finding in now.findings[:3]]
+    low = 0 < height < 30
+    for finding in now.findings[: 1 if low else 3]:
+        lines.append(Text(finding.text, _LEVELS[finding.level], no_wrap=low, overflow="ellipsis" if low else None))
     rates = ", ".join(f"{tier.tier} {window.rate(tier.tier):.0%}" for tier in now.tiers)
     net = seconds(saved.saved_seconds - saved.lost_seconds)
     guess = "" if saved.measured else ", speed of prefill not measured yet"
@@ -66,15 +110,27 @@ def draw(before: Snapshot | None, now: Snapshot) -> Group:
     ]
     for tier in now.tiers:
         flows = [flow for flow in now.flows if tier.tier in (flow.source, flow.target)]
-        lines += [_flow(flow, before, now) for flow in flows if flow.source != tier.tier or flow.target == DEVICE]
-        lines.append(_tier(tier))
+        here = [flow for flow in flows if flow.source != tier.tier or flow.target == DEVICE]
+        lines += [_flow(flow, before, now, is_short=width < _NARROW) for flow in here]
+        lines.append(_tier(tier, 30 if width >= _NARROW else 16))
+        sources = sorted((s for s in now.sources if s.tier == tier.tier), key=lambda s: -s.blocks)
+        lines += [_source(source) for source in sources[:MAX_SOURCES]]
+        if len(sources) > MAX_SOURCES:
+            lines.append(_line((f"    and {len(sources) - MAX_SOURCES} more sources", "dim")))
+        lines += [_served(served) for served in now.served if served.tier == tier.tier]
+    # The wrapped lines of findings, the table's header and empty lines take room too.
+    used = sum(1 if line.no_wrap else -(-len(line.plain) // width) or 1 for line in lines) + 3
+    latest = now.requests[: max(0, height - used)] if height else now.requests
+    shown = _COLUMNS if width >= _NARROW else _FEW_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("when", "prompt", "device", "loaded", "took", "saved"):
-        table.add_column(name, justify="right", min_width=8, no_wrap=True)
+    for name in shown:
+        table.add_column(name, justify="right", min_width=8 if width >= _NARROW or name == "when" else 6, no_wrap=True)
     table.add_column("why", no_wrap=True, overflow="ellipsis")
-    for request in now.requests:
-        table.add_row(*_request(request))
-    return Group(*lines, Text(), table if now.requests else Text("no request yet", "dim"))
+    for request in latest:
+        cells = dict(zip((*_COLUMNS, "why"), _request(request), strict=True))
+        table.add_row(*(cells[name] for name in (*shown, "why")))
+    end = [_line((_QUIT, "dim"))] if height else []
+    return Group(*lines, Text(), table if now.requests else Text("no request yet", "dim"), *end)
 
 
 def _line(*parts: str | Text | tuple[str, str]) -> Text:
@@ -82,7 +138,7 @@ def _line(*parts: str | Text | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
-def _flow(flow: Flow, before: Snapshot | None, now: Snapshot) -> Text:
+def _flow(flow: Flow, before: Snapshot | None, now: Snapshot, is_short: bool) -> Text:
     blocks = moved = 0.0
     if before is not None and now.at > before.at:
         old = next((f for f in before.flows if (f.source, f.target) == (flow.source, flow.target)), flow)
@@ -91,23 +147,39 @@ def _flow(flow: Flow, before: Snapshot | None, now: Snapshot) -> Text:
     sign = "↑" if flow.target == DEVICE else "↓"
     waiting = f", {flow.queued_blocks:,} waiting" if flow.queued_blocks else ""
     way = f"  {sign} {flow.source + ' → ' + flow.target:17}"
-    text = (
-        f"{way}{blocks:9.1f} blocks/s {size(moved) + '/s':>12}{waiting}   ({flow.blocks:,} blocks, {size(flow.bytes)})"
-    )
+    all_time = "" if is_short else f"   ({flow.blocks:,} blocks, {size(flow.bytes)})"
+    wide = 6 if is_short else 9
+    text = f"{way}{blocks:{wide}.1f} blocks/s {size(moved) + '/s':>{wide + 3}}{waiting}{all_time}"
     return _line((text, "" if blocks else "dim"))
 
 
-def _tier(tier: TierState, cells: int = 30) -> Text:
+def _tier(tier: TierState, cells: int) -> Text:
     used = tier.slots - tier.free
     bar = Text()
     for slots, style in ((tier.pinned, "green"), (tier.idle, "blue"), (tier.writing, "yellow")):
         bar.append("█" * min(cells - len(bar), -(-slots * cells // max(1, tier.slots))), style)
     bar.append("░" * (cells - len(bar)), "dim")
     text = " size not known"
-    if tier.slots:
+    if not tier.bounded:
+        text = f" {size(used * tier.block_bytes)} known to this engine"
+    elif tier.slots:
         text = f" {size(used * tier.block_bytes)} of {size(tier.slots * tier.block_bytes)} ({used / tier.slots:.0%})"
     evicted = f", {tier.evictions:,} evicted" if tier.evictions else ""
     return _line((f"{tier.tier:8}", "bold"), bar, text + evicted)
+
+
+def _source(source: SourceFlow) -> Text:
+    rate = f", {size(source.bytes_per_second)}/s" if source.bytes_per_second else ""
+    refused = f", {sum(source.refused.values()):,} refused" if source.refused else ""
+    state = ", suspended" if source.suspended else ""
+    text = f"    ← {source.source}  {source.blocks:,} blocks, {size(source.bytes)}{rate} over {source.path}"
+    return _line((text + refused + state, "" if source.blocks else "dim"))
+
+
+def _served(served: Served) -> Text:
+    refused = f", {sum(served.refused.values()):,} refused" if served.refused else ""
+    text = f"    → other engines have read {served.blocks:,} blocks, {size(served.bytes)}{refused}"
+    return _line((text, "" if served.blocks else "dim"))
 
 
 def _request(request: Request) -> list[str]:

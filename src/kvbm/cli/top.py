@@ -1,7 +1,7 @@
 """Watch a running KVBM in the terminal: tiers, blocks moving between them, hit rates, time saved, the latest requests.
 
 The engine must have been started with DYN_KVBM_METRICS=1; a web page at the same address shows the same.
-This command needs the package rich: pip install 'kvbm[cli]'.
+The key q, or Ctrl-C, quits. This command needs the package rich: pip install 'kvbm[cli]'.
 
 examples:
   kvbm top                       the engine on this machine
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from kvbm.cli.arguments import positive
 from kvbm.config import load
 from kvbm.observe.remote import NotReachableError, normal_url
 
@@ -24,8 +25,15 @@ HELP = "watch a running KVBM in the terminal"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", help="port, host:port or URL (DYN_KVBM_METRICS_PORT on this machine)")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="time between updates (1)")
+    parser.add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="time between updates (1)")
     parser.add_argument("--once", action="store_true", help="print once and exit")
+
+
+def _interval(text: str) -> float:
+    seconds = positive(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds from 0.1 to 3600")
+    return seconds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if args.once or not is_terminal:
             screen.show_once(url, console)
         else:
-            screen.watch(url, max(0.1, args.every), console)
+            screen.watch(url, args.every, console)
     except NotReachableError as error:
         print(f"kvbm top: {error}", file=sys.stderr)
         return 1

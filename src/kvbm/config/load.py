@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbm.config import table
+from kvbm.config import router_hints, table
 from kvbm.config.kinds import Backends, ConfigError, FilePath, RejectedError, Switch, closest
 from kvbm.config.setting import Setting
 from kvbm.config.table import BACKEND_PREFIX, BY_KEY, CONSOLIDATOR_PORT_OFFSET, DEFAULT, SETTINGS, Config, tcp_url
@@ -52,7 +52,9 @@ def load(
     reading.add_named_file(extra, environ)
     reading.add(environ, ENVIRONMENT)
     reading.add(extra, EXTRA_CONFIG)
-    return reading.finish()
+    found = reading.add_router_hints(extra)
+    config = reading.finish()
+    return msgspec.structs.replace(config, warnings=(*config.warnings, *router_hints.warnings_about(config, found)))
 
 
 class _Given(msgspec.Struct, frozen=True):
@@ -170,6 +172,13 @@ class _Reading:
             if near := closest(stem, keys):
                 hint = f"did you mean {BY_KEY[near].env if prefixed else near}?"
             self.warnings.append(f"{name} ({source}) is not a setting and is ignored; {hint}")
+
+    def add_router_hints(self, extra: Mapping[str, object]) -> router_hints.Advertised | None:
+        try:
+            return router_hints.advertised(extra)
+        except ConfigError as error:
+            self.problems += error.problems
+            return None
 
     def finish(self) -> Config:
         values: dict[str, Any] = {}

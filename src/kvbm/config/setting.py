@@ -13,6 +13,7 @@ GROUPS = (
     HOST := "Host tier",
     DISK := "Disk tier",
     OBJECTS := "Object store",
+    PEERS := "Peers",
     MOVING := "Offloading and onboarding",
     LEADER := "Leader and workers",
     METRICS := "Metrics and records",

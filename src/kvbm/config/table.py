@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
-
+from kvbm.config.fleet import FleetSettings
 from kvbm.config.kinds import Backends, Choice, FilePath, Host, Number, Switch, Text
 from kvbm.config.setting import (
     BACKENDS,
@@ -46,7 +45,7 @@ def _port(example: int) -> Number:
     return Number(low=1, high=65535, example=str(example))
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(FleetSettings, frozen=True, kw_only=True):
     """The settings in force, made by `load`. Each field is a setting, except the three at the end."""
 
     # fmt: off
@@ -283,7 +282,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         "DYN_KVBM_LEADER_ZMQ_HOST", LEADER, Host(example="127.0.0.1"),
         "Address on which the leader listens and to which the workers connect. For a loopback address they use Unix "
         "sockets in `$TMPDIR/kvbm-<uid>` (by default in `/tmp`), which other users cannot open. For any other address "
-        "they use TCP ports without authentication, open to that network.",
+        "they use TCP ports, which KVBM_PEER_SECRET_FILE authenticates and encrypts; without a secret they are open to "
+        "that network.",
     )] = "127.0.0.1"
     leader_zmq_pub_port: Annotated[int, Setting(
         "DYN_KVBM_LEADER_ZMQ_PUB_PORT", LEADER, _port(56001),
@@ -403,7 +403,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         BACKEND_PREFIX + "<NAME>", BACKENDS, Backends(example="{UCX = true}"),
         "Turn a NIXL backend on or off, with one variable for each backend. An empty value is an error.",
         unused="KVBM's tiers do not use NIXL, so there is no backend to choose. Remove the setting.",
-    )] = {}
+    )] = {}  # noqa: RUF012 - msgspec copies it
     nccl_mla_mode: Annotated[bool, Setting(
         "DYN_KVBM_NCCL_MLA_MODE", BACKENDS, _SWITCH,
         "For models whose ranks all hold the same KV (MLA): only rank 0 has a host tier, loads blocks and broadcasts "

@@ -4,13 +4,44 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvbm.core.keys import Key
 from kvbm.core.policy.base import Turn
 
 # Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
 PENDING = -1
+
+
+class Hint(NamedTuple):
+    """Where a router says that the first blocks of a request lie. A tier may ask there first, and believes nothing."""
+
+    address: str  # "host:port"
+    blocks: int = 0  # how many of the request's first blocks; 0: not said
+    # Whether the address may be new to this engine. A client of the engine's HTTP port can set some hints: those only
+    # choose among known members, or a client could make the engine connect to any address.
+    introduces: bool = True
+
+
+class SourceState(NamedTuple):
+    """What has come from one of several sources of a tier, summed over the ranks."""
+
+    source: str
+    path: str  # how its bytes come, in words
+    blocks: int
+    bytes: int
+    bytes_per_second: float  # of the slowest rank; 0: not measured
+    refused: dict[str, int]  # blocks that did not come or were refused, by kind
+    is_suspended: bool = False
+
+
+class ServedState(NamedTuple):
+    """What other engines have read from this one through a tier, summed over the ranks."""
+
+    blocks: int
+    bytes: int
+    questions: int  # which of these blocks are there?
+    refused: dict[str, int]  # connections and reads, by kind
 
 
 class Journal(Protocol):
@@ -48,12 +79,32 @@ class Catalog(ABC):
     _discarded: Journal | None = None  # written to no more, and still to be closed
     # Goes up with every change of what can be found.
     changes: int = 0
-    size: int = 0  # places; 0: no limit
+    size: int = 0  # places; of a tier without a bound, those that hold a block as far as this engine knows
+    is_bounded: bool = True
+    takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
+    # Lookups and reads wait for a network: the leader begins both while a request waits in the engine's queue.
+    is_remote: bool = False
+
+    # Bytes a second, of one rank, below which the engine computes a block sooner than a tier brings it. For tiers whose
+    # sources differ in speed; None: not known.
+    break_even: Callable[[], float] | None = None
+
+    def attach(self, near: Catalog) -> None:
+        """All catalogs are open; ``near`` is that of the near tier."""
+        return
+
+    def sources(self) -> Sequence[SourceState]:
+        """Of a tier that reads from several places: each of them. Called from any thread."""
+        return ()
+
+    def served(self) -> ServedState | None:
+        """Of a tier through which other engines read from this one. Called from any thread."""
+        return None
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
         """A request with the prefix ``keys`` is about to look for ``keys[start:]``. A tier with slow lookups starts
         them here."""
         return
@@ -62,6 +113,10 @@ class Catalog(ABC):
     def find(self, key: Key) -> int | None:
         """The place of a block; None when the tier does not have it, ``PENDING`` while it does not know yet. The tier
         bounds how long it says so: a lookup that is not answered in time finds nothing."""
+
+    def answer_seconds(self, key: Key) -> float | None:
+        """Expected seconds until the tier knows whether it has a block; None unless it is looking for the block."""
+        return None
 
     @abstractmethod
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:

@@ -231,6 +231,14 @@ class CostModel:
         """To compute ``tokens`` that come after ``computed_tokens`` others, in one step or several."""
         return self._step.value + self._token.value * self._work(computed_tokens, tokens)
 
+    def is_worth_asking(self, tier: TierName, answer_seconds: float, size: int, computed: int, tokens: int) -> bool:
+        """Whether a request gains if it waits for a tier's answer, finds ``size`` bytes there and loads them, beside
+        computing ``tokens`` after ``computed`` others."""
+        if self._load != "auto":
+            return self._load == "always"
+        loaded = answer_seconds + CAUTION * self.load_seconds(tier, size) + self._step.value
+        return loaded < self.compute_seconds(computed, tokens)
+
     def decide(
         self,
         match: Match,

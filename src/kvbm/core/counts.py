@@ -20,6 +20,9 @@ class Counts(msgspec.Struct):
     offloaded_blocks: int = 0
     onboarded_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
     promoted_blocks: int = 0  # came from a staged tier and stayed in the near one
+    # Came from a remote tier to the near one while their request waited in the engine's queue, by that tier.
+    fetched_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    failed_fetch_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
     failed_load_blocks: int = 0
     missed_load_blocks: int = 0  # of these: with nothing known against the block, no slot was free or it came too late
     failed_store_blocks: int = 0
@@ -32,6 +35,7 @@ class Counts(msgspec.Struct):
         default_factory=dict
     )  # passed over: queue full, or evicted first
     filtered_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)  # not admitted; may be later
+    hints: dict[str, int] = msgspec.field(default_factory=dict)  # that came with requests, by what became of them
     refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
     loaded_bytes: dict[TierName, int] = msgspec.field(default_factory=dict)
     loaded_seconds: dict[TierName, float] = msgspec.field(default_factory=dict)

@@ -1,9 +1,10 @@
 """The tiers in order: finds blocks to load, reserves slots to store to, and ends both when the ranks have reported.
 
 The leader asks the manager where a prefix is (:meth:`lookup`) and gets plans for the workers: bring it back
-(:meth:`load`), keep these blocks (:meth:`store`), copy them to another tier (:meth:`move`). When all ranks have
-answered, the leader ends each plan with :meth:`finish_load`, :meth:`finish_store` or :meth:`finish_move`. A plan holds
-its slots until then, and only until then.
+(:meth:`load`), keep these blocks (:meth:`store`), copy them to another tier (:meth:`move`) or to the near one ahead of
+their load (:meth:`fetch`). When all ranks have answered, the leader ends each plan with :meth:`finish_load`,
+:meth:`finish_store`, :meth:`finish_move` or :meth:`finish_fetch`. A plan holds its slots until then, and only until
+then.
 
 Only the first tier, the *near* one, is next to the engine: the copier reaches its slots. Blocks of every other tier are
 staged through near slots and stay there, so that the next request finds them nearer. If the near tier cannot give that
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.keys import Key
 from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.pool import Pool
@@ -109,12 +110,20 @@ class BlockManager:
         self._loads: dict[int, list[_Held]] = {}
         self._stores: dict[int, _Store] = {}
         self._moves: dict[int, tuple[MovePlan, list[Key]]] = {}
+        self._fetches: dict[int, tuple[MovePlan, list[Key], int]] = {}  # and how often there was a clear before it
+        self._clears = 0
+        self._remote = {name: catalog for name, catalog in self.catalogs.items() if catalog.is_remote}
         self._next_id = 0
 
     # -- bringing back ------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, keys: Sequence[Key], start: int = 0, limit: int | None = None, wait_for_writers: bool = True
+        self,
+        keys: Sequence[Key],
+        start: int = 0,
+        limit: int | None = None,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """The longest prefix of ``keys[start:limit]`` that can be found, each block in the fastest tier that has it.
 
@@ -142,7 +151,7 @@ class BlockManager:
             if not expected:
                 expected = True
                 for _, catalog in slower:
-                    catalog.expect(wanted, at)
+                    catalog.expect(wanted, at, hint)
             # A hole in the near tier is filled block by block, and no further than it reaches: a slower tier often
             # holds the rest of the prefix as well.
             place = None
@@ -165,6 +174,27 @@ class BlockManager:
             pending = False
         pending = pending or (at < end and any(catalog.is_writing(keys[at]) for catalog in self.catalogs.values()))
         return Match(start, runs, pending, wanted, self._changes())
+
+    def expect(self, keys: Sequence[Key], start: int, limit: int, hint: Hint | None = None) -> None:
+        """A request with this prefix has come, and the engine has its first ``start`` blocks. Remote tiers begin to
+        look for what the near tier lacks, up to block ``limit``. The lookup comes later."""
+        wanted = keys[:limit]
+        at = start + len(self.near.match(wanted, start))
+        if at < len(wanted) and not self.near.is_writing(wanted[at]):
+            for name, catalog in self._remote.items():
+                if name not in self.suspended:
+                    catalog.expect(wanted, at, hint)
+
+    def awaited_answer(self, key: Key) -> tuple[TierName, float] | None:
+        """(tier that is looking for a block, expected seconds until it knows); None when no tier is."""
+        for name, catalog in self._remote.items():
+            if name not in self.suspended and (seconds := catalog.answer_seconds(key)) is not None:
+                return name, seconds
+        return None
+
+    @property
+    def has_remote_tiers(self) -> bool:
+        return bool(self._remote)
 
     def _slower(self) -> list[tuple[TierName, Catalog]]:
         return [item for item in self.catalogs.items() if item[0] != self.near_tier and item[0] not in self.suspended]
@@ -365,6 +395,44 @@ class BlockManager:
         self.near.take_back(plan.via)
         return list(written)
 
+    # -- fetching ahead -----------------------------------------------------------------------------------------------
+
+    def fetch(self, match: Match, max_blocks: int) -> list[MovePlan]:
+        """Plan to bring the blocks of remote tiers in a match to the near tier, before the engine has room for them: up
+        to so many, first blocks first. One plan for each tier."""
+        self._check(match)
+        places: dict[TierName, dict[Key, int]] = {}
+        at = match.start
+        for tier, slots in match.runs:
+            if tier in self._remote and tier not in self.suspended:
+                fresh = ((key, place) for key, place in zip(match.keys[at : at + len(slots)], slots, strict=True))
+                places.setdefault(tier, {}).update((key, place) for key, place in fresh if not self.near.holds(key))
+            at += len(slots)
+        plans: list[MovePlan] = []
+        for tier, found in places.items():
+            keys = list(found)[: min(max_blocks, self.near.available)]
+            targets = self.near.reserve(keys) if keys else None
+            if targets is None:
+                continue
+            slots = [found[key] for key in keys]
+            self.catalogs[tier].pin(slots)
+            plan = MovePlan(self._new_id(), tier, self.near_tier, slots, targets, self._tags(keys))
+            self._fetches[plan.id] = plan, keys, self._clears
+            plans.append(plan)
+            max_blocks -= len(keys)
+        return plans
+
+    def finish_fetch(self, plan_id: int, bad: Iterable[int] = ()) -> int:
+        """Publish the blocks that have come to every rank. Returns how many became findable in the near tier."""
+        plan, keys, clears = self._fetches.pop(plan_id)
+        spoiled = set(bad)
+        source = self.catalogs[plan.source]
+        source.drop([keys[position] for position in spoiled])
+        source.unpin(plan.slots)
+        # Every block that was on its way at a clear may be of other weights.
+        arrived = [clears == self._clears and position not in spoiled for position in range(len(keys))]
+        return self._commit_staged(plan.targets, arrived)
+
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
@@ -376,6 +444,7 @@ class BlockManager:
 
     def clear(self) -> int:
         """Forget every block of every tier; returns how many there were. Plans under way end as usual."""
+        self._clears += 1
         return sum(catalog.clear() for catalog in self.catalogs.values())
 
     @property
@@ -391,7 +460,7 @@ class BlockManager:
     @property
     def busy(self) -> bool:
         """True while any plan is under way."""
-        return bool(self._loads or self._stores or self._moves)
+        return bool(self._loads or self._stores or self._moves or self._fetches)
 
     def _tags(self, keys: list[Key]) -> list[bytes]:
         return [key + self.generation for key in keys] if self.generation else keys

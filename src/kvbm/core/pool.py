@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, KeysView, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -29,7 +30,20 @@ from kvbm.core.catalog import Catalog, Journal
 from kvbm.core.keys import Key
 from kvbm.core.policy import LRU, EvictionPolicy, Turn
 
+_MAX_PASSED_OVER = 256  # slots that one reservation passes over because they are being read from outside
 _ONE = np.int32(1)  # int32: a Python int takes ufunc.at's slow path
+
+
+class Mirror(Protocol):
+    """Follows which slot holds which block, for readers outside of the engine that look at the slots themselves."""
+
+    def published(self, slots: Sequence[int], keys: Sequence[Key]) -> None: ...
+
+    def withdrawn(self, slots: Sequence[int]) -> None:
+        """Comes before any plan that writes to these slots."""
+
+    def is_read(self, slot: int) -> bool:
+        """Whether a reader has asked for the slot to stay for a moment."""
 
 
 class Pool(Catalog):
@@ -50,6 +64,7 @@ class Pool(Catalog):
         self._hit_while_pinned: set[int] = set()
         self._lent: set[int] = set()
         self._free = array("i", range(size - 1, -1, -1))
+        self.mirror: Mirror | None = None
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +151,8 @@ class Pool(Catalog):
             del self._writing[key]
             self._published[key] = slot
         self._policy.inserted(slots[::-1], keys[::-1])
+        if self.mirror is not None:
+            self.mirror.published(slots, keys)
         self._changed(keys, True)
         if journaled and keys and self.journal is not None:
             self.journal.put(list(zip(keys, slots, strict=True)))
@@ -185,13 +202,21 @@ class Pool(Catalog):
         """Evict until so many are free. ``tenants``: of the blocks that need the room."""
         gone: list[Key] = []
         evict, evict_for = self._policy.evict, self._policy.evict_for
-        missing = slots - len(self._free)
-        for i in range(missing):
-            slot = evict() if tenants is None else evict_for(tenants[i - missing])
+        evicted: list[int] = []
+        passed_over = 0
+        while len(self._free) < slots:
+            slot = evict() if tenants is None else evict_for(tenants[len(self._free) - slots])
+            if self.mirror is not None and passed_over < _MAX_PASSED_OVER and self.mirror.is_read(slot):
+                self._policy.inserted((slot,), (self._keys[slot],))
+                passed_over += 1
+                continue
             key = self._keys.pop(slot)
             del self._published[key]
             self._free.append(slot)
             gone.append(key)
+            evicted.append(slot)
+        if self.mirror is not None and evicted:
+            self.mirror.withdrawn(evicted)
         self.evictions += len(gone)
         self._gone(gone)
 
@@ -269,17 +294,21 @@ class Pool(Catalog):
         """Returns those that were published."""
         gone: list[Key] = []
         idle: list[int] = []
+        withdrawn: list[int] = []
         for key in keys:
             slot = self._published.pop(key, None)
             if slot is None:
                 continue
             gone.append(key)
+            withdrawn.append(slot)
             del self._keys[slot]
             if self._pins[slot]:
                 self._doomed.add(slot)
                 self._hit_while_pinned.discard(slot)
             else:
                 idle.append(slot)
+        if self.mirror is not None and withdrawn:
+            self.mirror.withdrawn(withdrawn)
         self._policy.dropped(idle)
         self._free.extend(idle)
         return gone

@@ -6,15 +6,19 @@ check cannot examine its subject, it yields a note. An exception in a check beco
 """
 
 from kvbm.doctor.base import Check, Examination, examine
+from kvbm.doctor.connector import Connector
 from kvbm.doctor.gpu import Bandwidth, Gpu
+from kvbm.doctor.limits import Limits
 from kvbm.doctor.memory import HostMemory
+from kvbm.doctor.object_store import ObjectStore
+from kvbm.doctor.peers import Peers
 from kvbm.doctor.running import Running
-from kvbm.doctor.setup import Connector, Engine, Ports, Settings, Shortcuts, Sizes, Versions
+from kvbm.doctor.setup import Engine, Ports, Settings, Shortcuts, Sizes, Versions
 from kvbm.doctor.tiers import Disk
 
 CHECKS: tuple[Check, ...] = (
-    Versions(), Settings(), Engine(), Shortcuts(), Connector(), Gpu(), HostMemory(), Bandwidth(), Disk(), Sizes(),
-    Ports(), Running(),
+    Versions(), Settings(), Engine(), Shortcuts(), Connector(), Limits(), Gpu(), HostMemory(), Bandwidth(), Disk(),
+    ObjectStore(), Peers(), Sizes(), Ports(), Running(),
 )  # fmt: skip
 
 __all__ = ["CHECKS", "Check", "Examination", "examine"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -11,6 +9,7 @@ from importlib import metadata
 from typing import Any, Literal, Protocol
 
 from kvbm.config import Config, ConfigError, load
+from kvbm.engines.vllm.transfer_config import extra_config
 from kvbm.observe.remote import NotReachableError, fetch
 from kvbm.observe.snapshot import Finding, Snapshot
 
@@ -53,10 +52,7 @@ class Examination:
 
     def _extra_config(self) -> dict[str, Any]:
         """The settings in --kv-transfer-config, which override all others. Another check reports its faults."""
-        with contextlib.suppress(ValueError):
-            extra = our_part(json.loads(self.transfer or "{}")).get("kv_connector_extra_config")
-            return extra if isinstance(extra, dict) else {}
-        return {}
+        return extra_config(self.transfer or "{}")
 
     @property
     def config(self) -> Config | None:
@@ -74,17 +70,6 @@ class Examination:
     @property
     def snapshot(self) -> Snapshot | None:
         return self.engine if isinstance(self.engine, Snapshot) else None
-
-
-def our_part(transfer: object) -> dict[str, Any]:
-    """KVBM's part of --kv-transfer-config: all of it, or the first connector of a PdConnector, or nothing."""
-    if not isinstance(transfer, dict):
-        return {}
-    if transfer.get("kv_connector") != "PdConnector":
-        return transfer
-    extra = transfer.get("kv_connector_extra_config")
-    children = extra.get("connectors") if isinstance(extra, dict) else None
-    return our_part(children[0]) if isinstance(children, list) and children else {}
 
 
 def installed_version(package: str) -> str:

@@ -67,7 +67,16 @@ class Gpu:
                     f"{card.most_width // card.width} times as long.",
                     "Put the card into a slot with all lanes, or check for a riser or a BIOS setting that splits them.",
                 )
-        if not case.quick:
+        if "cpu" in installed_version("vllm"):
+            yield bad(
+                "cpu-build",
+                f"vllm {installed_version('vllm')} is a build for CPUs and does not use the GPU of this machine.",
+                "Install vLLM's CUDA build: pip install vllm, without the CPU index.",
+            )
+        hidden = case.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+            yield bad("gpu-hidden", f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU from the engine.", "Unset it.")
+        elif not case.quick:
             yield from self._torch()
 
     def _torch(self) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
-from kvbm.observe.format import seconds, size
+from kvbm.observe.format import gigabytes, seconds, size
 from kvbm.observe.snapshot import Finding
 from kvbm.tiers.directory import open_trusted
 from kvbm.tiers.disk.inspect import slabs_in
@@ -57,10 +57,17 @@ class HostMemory:
                 "host-memory-short",
                 f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} asks for {size(wanted)}, and {size(available)} are "
                 "available here.",
-                f"Set it to at most {0.95 * available / 1e9:.1f}, or raise the container's memory limit.",
+                f"Set it to at most {gigabytes(0.95 * available)}, or raise the container's memory limit.",
             )
             return
         yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available.")
+        if _ready_seconds(case) is None:
+            yield bad(
+                "ready-timeout",
+                f"{READY_VARIABLE}={case.environ[READY_VARIABLE]!r} is not a whole number of seconds above 0: vLLM "
+                "refuses to start.",
+                f"Correct or remove it; the default is {READY_DEFAULT:.0f}.",
+            )
         if not case.quick:
             yield from self._start_time(case, wanted)
 
@@ -88,7 +95,7 @@ class HostMemory:
         """The host tier is faulted in before the engine serves; vLLM gives up an engine that takes too long."""
         threads = min(16, len(os.sched_getaffinity(0)))
         takes = wanted / (fault_in_speed() * threads)
-        limit = float(case.environ.get(READY_VARIABLE) or READY_DEFAULT)
+        limit = _ready_seconds(case) or READY_DEFAULT
         if takes > 0.8 * limit:
             yield bad(
                 "start-too-slow",
@@ -97,6 +104,12 @@ class HostMemory:
                 f"Set {READY_VARIABLE}={int(2 * takes) + 600}; for other engines "
                 "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS.",
             )
+
+
+def _ready_seconds(case: Examination) -> float | None:
+    """How long vLLM waits for its engine; None if the variable has another value than a number of seconds."""
+    text = case.environ.get(READY_VARIABLE, f"{READY_DEFAULT:.0f}").strip()
+    return float(text) if text.isdecimal() and int(text) else None
 
 
 def kept_bytes(folder: Path) -> int:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import platform
-import re
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Any
+from importlib import metadata
 
 import kvbm
-from kvbm.config import Config, ConfigError, require_tier
-from kvbm.doctor.base import Examination, bad, good, installed_version, note, our_part
+from kvbm.config import SETTINGS, Config, ConfigError, require_tier
+from kvbm.doctor.base import Examination, bad, good, installed_version, note
 from kvbm.doctor.gpu import gpus
-from kvbm.engines.supported import RELEASES
+from kvbm.engines.supported import RELEASES, is_supported, is_too_old
 from kvbm.engines.vllm import shortcuts
-from kvbm.observe.format import size
+from kvbm.observe.format import printable, size
 from kvbm.observe.snapshot import Finding
 from kvbm.runtime.channel import local
-
-MODULE, CLASS = "kvbm.vllm_integration.connector", "DynamoConnector"
-MODULES = (MODULE, "dynamo.llm.vllm_integration.connector")  # the second is that of older guides
-EXAMPLE = json.dumps(
-    {"kv_connector": CLASS, "kv_connector_module_path": MODULE, "kv_role": "kv_both",
-     "kv_load_failure_policy": "recompute"}
-)  # fmt: skip
 
 
 class Versions:
@@ -42,6 +34,10 @@ class Versions:
             engine = case.snapshot.identity
             running = f" The running engine: {engine.engine} {engine.engine_version} with KVBM {engine.kvbm}."
         yield good("versions", f"{here} in {sys.prefix}.{running}")
+        found = {str(each.locate_file("")): each.version for each in metadata.distributions(name="kvbm")}
+        if len(found) > 1:
+            listed = ", ".join(f"{version} in {place}" for place, version in found.items())
+            yield bad("installed-twice", f"kvbm is installed more than once: {listed}.", "Uninstall all, install one.")
 
 
 class Settings:
@@ -55,6 +51,7 @@ class Settings:
         config = case.settings
         for warning in config.warnings:
             yield note("setting-odd", warning)
+        yield from _doubtful(case, config)
         if config.unused:
             yield note("setting-unused", f"Accepted, not used: {', '.join(config.unused)}.")
         if case.snapshot is not None and not (config.has_host_tier or config.has_disk_tier):
@@ -69,9 +66,31 @@ class Settings:
         yield good("settings", f"Settings are valid: {', '.join(given)}.")
 
 
-def _shown(config: Config, key: str) -> str:
-    from kvbm.config import SETTINGS
+def _doubtful(case: Examination, config: Config) -> Iterator[Finding]:
+    """Valid settings that no user of a cache wants, and names that only look like settings."""
+    if config.inject_faults:
+        yield bad(
+            "faults-injected",
+            f"KVBM_INJECT_FAULTS={config.inject_faults}: KVBM makes its own transfers fail.",
+            "Remove it: it is for tests only.",
+        )
+    if config.load == "never":
+        yield bad(
+            "never-load", "KVBM_LOAD=never: KVBM stores blocks and loads none.", "Remove KVBM_LOAD, or set it to auto."
+        )
+    names = {row.env for row in SETTINGS}
+    for name in case.environ:
+        if name not in names and (right := name.upper()) in names:
+            yield note("setting-case", f"{name} is not a setting; names are in capitals.", f"export {right}=...")
+    if config.metrics and config.metrics_host in ("0.0.0.0", "::"):
+        yield note(
+            "metrics-open",
+            f"KVBM_METRICS_HOST={config.metrics_host} opens the metrics port to the network, without authentication.",
+            "Let only your Prometheus reach it: a firewall, a NetworkPolicy.",
+        )
 
+
+def _shown(config: Config, key: str) -> str:
     return next(row.show(getattr(config, key)) for row in SETTINGS if row.key == key)
 
 
@@ -84,13 +103,19 @@ class Engine:
             if not (version := installed_version(package)):
                 continue
             found = True
-            release = re.match(r"\d+\.\d+", version)
-            if release and release[0] in releases:
+            span = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
+            if is_supported(package, version):
                 yield good("engine", f"{package} {version} is installed, a release that KVBM supports.")
+            elif is_too_old(package, version):
+                yield bad(
+                    "engine-too-old",
+                    f"{package} {version} is installed, which is too old for the connector: KVBM supports {span}.",
+                    f"Install a supported release: pip install '{package}=={releases[-1]}.*'",
+                )
             else:
                 yield note(
                     "engine-untested",
-                    f"{package} {version} is installed; KVBM supports {releases[0]} to {releases[-1]}.",
+                    f"{package} {version} is installed; KVBM supports {span}.",
                     "KVBM is not tested with this release. Prefer a supported one.",
                 )
         if not found and case.snapshot is None:
@@ -126,47 +151,6 @@ class Shortcuts:
             )
 
 
-class Connector:
-    """The JSON of vLLM's --kv-transfer-config."""
-
-    name = "connector"
-
-    def run(self, case: Examination) -> Iterator[Finding]:
-        if case.transfer is None:
-            return
-        try:
-            config: Any = json.loads(case.transfer)
-        except ValueError as error:
-            yield bad("transfer-json", f"--kv-transfer-config is not JSON: {error}.", f"For example '{EXAMPLE}'")
-            return
-        if not isinstance(config, dict):
-            yield bad("transfer-json", "--kv-transfer-config is not a JSON object.", f"For example '{EXAMPLE}'")
-            return
-        wrong = False
-        ours = our_part(config)
-        named = [(ours, "kv_connector", (CLASS,)), (ours, "kv_connector_module_path", MODULES)]
-        if ours is not config:  # a PdConnector, which is KVBM's too
-            named.append((config, "kv_connector_module_path", MODULES))
-        for part, key, accepted in named:
-            if part.get(key) not in accepted:
-                wrong = True
-                where = "" if part is config else " of PdConnector's first connector"
-                yield bad("connector-name", f'"{key}"{where} is {part.get(key)!r}.', f'Set "{key}": "{accepted[0]}".')
-        if config.get("kv_role") != "kv_both":
-            wrong = True
-            yield bad("connector-role", f'"kv_role" is {config.get("kv_role")!r}.', 'Set "kv_role": "kv_both".')
-        if config.get("kv_load_failure_policy") != "recompute":
-            wrong = True
-            yield note(
-                "failure-policy",
-                f'"kv_load_failure_policy" is {config.get("kv_load_failure_policy", "not set, which means fail")!r}: a '
-                "failed load ends its request with an error.",
-                'Set "kv_load_failure_policy": "recompute": the engine then recomputes the missing blocks.',
-            )
-        if not wrong:
-            yield good("connector", "--kv-transfer-config names KVBM correctly.")
-
-
 class Ports:
     name = "ports"
 
@@ -195,11 +179,23 @@ class Ports:
             yield good("leader-ports", "The leader's ports are free.")
 
     def _metrics(self, case: Examination, config: Config) -> Finding:
-        if _is_free(config.metrics_host, config.metrics_port):
+        refusal = _refusal(config.metrics_host, config.metrics_port)
+        if refusal and refusal.errno != errno.EADDRINUSE:
+            return bad(
+                "metrics-host",
+                f"KVBM_METRICS_HOST={config.metrics_host}, DYN_KVBM_METRICS_PORT={config.metrics_port}: this machine "
+                f"cannot listen there ({refusal.strerror or refusal}). The engine would start without metrics.",
+                "Use 127.0.0.1, an address of this machine or 0.0.0.0, and a port of 1024 or above.",
+            )
+        if refusal is None:
             return good("metrics-port", f"Port {config.metrics_port} for metrics is free.")
         if case.snapshot is not None and case.url.endswith(f":{config.metrics_port}"):
-            model = case.snapshot.identity.model
-            return good("metrics-port", f"KVBM of {model} answers on port {config.metrics_port}.")
+            model, port = printable(case.snapshot.identity.model), config.metrics_port
+            return note(
+                "metrics-port",
+                f"KVBM of {model} answers on port {port}: an engine runs here already.",
+                "A second engine on this host needs its own DYN_KVBM_METRICS_PORT, or it runs without metrics.",
+            )
         return bad(
             "metrics-port-taken",
             f"DYN_KVBM_METRICS_PORT={config.metrics_port} is taken on {config.metrics_host} by another program: the "
@@ -214,13 +210,18 @@ def _leader_may_have(host: str, port: int, url: str) -> bool:
 
 
 def _is_free(host: str, port: int) -> bool:
+    return _refusal(host, port) is None
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Why a program cannot listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            return error
+    return None
 
 
 class Sizes:
@@ -238,7 +239,7 @@ class Sizes:
                 "disk-smaller-than-host",
                 f"The disk tier ({size(disk)}) is smaller than the host tier ({size(host)}): it holds nothing that the "
                 "host does not.",
-                f"Set DYN_KVBM_DISK_CACHE_GB to at least {host / 1e9:g}, better several times that.",
+                f"Set DYN_KVBM_DISK_CACHE_GB to at least {host / 1e9:.3g}, better several times that.",
             )
         first, setting = (host, "DYN_KVBM_CPU_CACHE_GB") if host else (disk, "DYN_KVBM_DISK_CACHE_GB")
         if not first:

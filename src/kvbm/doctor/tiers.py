@@ -18,11 +18,12 @@ from typing import NamedTuple
 from kvbm.config import Config
 from kvbm.doctor.base import Examination, bad, good, note
 from kvbm.doctor.gpu import gpus
-from kvbm.observe.format import size
+from kvbm.observe.format import gigabytes, size
 from kvbm.observe.snapshot import Finding
 from kvbm.tiers.directory import CacheRefused, open_trusted
 from kvbm.tiers.disk import gds
 from kvbm.tiers.disk.inspect import slabs_in
+from kvbm.tiers.lock import is_locked
 
 THREADS = 4
 PIECE = 4 << 20
@@ -30,6 +31,13 @@ PROBE = 256 << 20
 PROBE_SECONDS = 2.0
 SLOW, VERY_SLOW = 1e9, 0.2e9  # bytes a second read
 _DIRECTORY = "DYN_KVBM_DISK_CACHE_DIR"
+_ELSEWHERE = f"Choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_A_DISK = {
+    "overlay": "a container's own layer", "tmpfs": "memory", "ramfs": "memory",
+    "cifs": "on another machine", "smb3": "on another machine", "9p": "on another machine",
+}  # fmt: skip
+_MIN_PROBE = 4 * PIECE  # a shorter measurement says nothing
 
 
 class Disk:
@@ -40,7 +48,24 @@ class Disk:
         if config is None or not config.has_disk_tier:
             return
         folder = config.disk_cache_dir
-        where = _existing(folder)
+        if case.snapshot is not None and any(tier.tier == "disk" for tier in case.snapshot.tiers):
+            yield good("disk", "The running engine has its disk tier.")
+            return
+        try:
+            where = _existing(folder)
+        except OSError as error:
+            yield bad("disk-not-writable", f"{_DIRECTORY}={folder}: {error.strerror}.", _ELSEWHERE)
+            return
+        if not where.is_dir():
+            yield bad("disk-not-writable", f"{_DIRECTORY}={folder}: {where} is not a directory.", _ELSEWHERE)
+            return
+        if os.statvfs(where).f_flag & os.ST_RDONLY:
+            yield bad(
+                "disk-read-only",
+                f"{_DIRECTORY}={folder} is on a filesystem that is mounted read-only ({mount_of(where)[0]}).",
+                f"Mount it writable, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
+            )
+            return
         if not os.access(where, os.W_OK | os.X_OK):
             yield bad(
                 "disk-not-writable",
@@ -52,45 +77,58 @@ class Disk:
             os.close(open_trusted(where))
         except CacheRefused as error:
             # No probe file either: other users could replace it with a link.
-            yield bad("disk-not-private", f"{error.strerror}.", "Until then, the engine runs without a disk tier.")
+            yield bad(
+                "disk-not-private",
+                f"{_DIRECTORY}={folder}: {error.strerror}.",
+                "Until then, the engine refuses to start.",
+            )
             return
         except OSError as error:
             yield bad(
                 "disk-not-writable",
                 f"{_DIRECTORY}={folder} cannot be opened ({error.strerror}).",
-                f"Choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
+                _ELSEWHERE,
             )
             return
         yield from self._room(config, where)
         if gpus():
             yield note("gpudirect-storage", f"{gds.statement()}.")
         try:
-            probe = _Probe(where)
+            with _Probe(where) as probe:
+                yield from self._features(config, probe)
+                if not case.quick:
+                    yield from self._speed(config, probe)
         except OSError as error:
+            if error.errno not in _FULL:
+                text = f"{_DIRECTORY}={folder}: cannot create a file there ({error.strerror})."
+                yield bad("disk-not-writable", text, _ELSEWHERE)
+                return
+            # A full filesystem refuses every write: that says nothing about its features and its speed.
+            what = "has no free inodes" if not os.statvfs(where).f_favail else "is full"
             yield bad(
-                "disk-not-writable",
-                f"{_DIRECTORY}={folder}: cannot create a file there ({error.strerror}).",
-                f"Choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
+                "disk-full",
+                f"The filesystem of {where} {what} ({error.strerror}). Nothing else was tested on it.",
+                f"Make room, or choose another {_DIRECTORY}. `kvbm cache ls` shows caches that can go.",
             )
-            return
-        try:
-            yield from self._features(config, probe)
-            if not case.quick:
-                yield from self._speed(config, probe)
-        finally:
-            probe.close()
 
     def _room(self, config: Config, where: Path) -> Iterator[Finding]:
-        kind = _filesystem(where)
-        if kind in ("overlay", "tmpfs", "ramfs"):
+        kind = mount_of(where)[1]
+        if what := _NOT_A_DISK.get(kind, "on another machine" if kind.startswith(("fuse.", "nfs")) else ""):
             yield note(
                 "disk-not-a-disk",
-                f"{where} is on {kind}" + (", a container's own layer." if kind == "overlay" else ", which is memory."),
+                f"{where} is on {kind}, which is {what}.",
                 f"Mount a local NVMe drive and set {_DIRECTORY} to a directory on it.",
             )
         if config.disk_cache_override_num_blocks:
             return
-        held = _held(config.disk_cache_dir)
+        held, in_use = _held(config.disk_cache_dir)
+        if in_use:
+            yield note(
+                "disk-in-use",
+                f"An engine that runs now uses {size(in_use)} at {config.disk_cache_dir}. A second engine with the "
+                "same model would run without a disk tier.",
+                f"Give every engine a {_DIRECTORY} of its own.",
+            )
         free = shutil.disk_usage(where).free + held
         wanted = config.disk_cache_gb * 1e9
         if free - held < wanted <= free:
@@ -102,11 +140,12 @@ class Disk:
                 "`kvbm cache ls` shows them, `kvbm cache clear` removes those that you no longer need.",
             )
         if wanted > free:
+            most = f"Set it to at most {gigabytes(free)}, make room" if free >= 1e6 else "Make room"
             yield bad(
                 "disk-space-short",
                 f"DYN_KVBM_DISK_CACHE_GB={config.disk_cache_gb:g} asks for {size(wanted)}, and {where} has only "
-                f"{size(free)} free.",
-                f"Set it to at most {free / 1e9:.1f}, make room, or choose another {_DIRECTORY}.",
+                f"{size(free)} free" + (f" beside the {size(in_use)} of a running engine." if in_use else "."),
+                f"{most}, or choose another {_DIRECTORY}.",
             )
 
     def _features(self, config: Config, probe: _Probe) -> Iterator[Finding]:
@@ -149,7 +188,12 @@ class Disk:
         try:
             speed = probe.speed(direct)
         except OSError as error:
+            if error.errno in _FULL:
+                raise
             yield bad("disk-error", f"{probe.folder}: {error.strerror or error}", "Look at the kernel's log (dmesg).")
+            return
+        if speed is None:
+            yield note("disk-not-measured", f"{probe.folder} has too little room to measure its speed.")
             return
         text = f"{probe.folder} reads {speed.read / 1e9:.2f} GB/s and writes {speed.write / 1e9:.2f} GB/s"
         how = " with O_DIRECT" if direct else " through the page cache, which may flatter it"
@@ -166,31 +210,34 @@ class Disk:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or its closest parent that exists."""
+    """The folder, or its closest parent that exists. Raises OSError where the path can never exist."""
     folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    while True:
+        try:
+            os.stat(folder)
+            return folder
+        except (FileNotFoundError, NotADirectoryError):
+            folder = folder.parent
 
 
-def _held(folder: Path) -> int:
-    """Bytes of this user's caches there, in use or not."""
-    found = 0
+def _held(folder: Path) -> tuple[int, int]:
+    """Bytes of this user's caches there: (not in use, in use by an engine)."""
+    found = [0, 0]
     for slab in slabs_in(folder):
         with contextlib.suppress(OSError):
-            found += slab.stat().st_blocks * 512
-    return found
+            found[is_locked(slab)] += slab.stat().st_blocks * 512
+    return found[0], found[1]
 
 
-def _filesystem(path: Path) -> str:
-    """The type of the filesystem, from the longest mount point above the path."""
+def mount_of(path: Path) -> tuple[Path, str]:
+    """(the mount point that the path is on, the type of its filesystem)"""
     best, kind = Path("/"), ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, name, *_ = line.split()
         mount = Path(point.replace("\\040", " "))
         if path.resolve().is_relative_to(mount) and mount.is_relative_to(best):
             best, kind = mount, name
-    return kind
+    return best, kind
 
 
 class Speed(NamedTuple):
@@ -199,14 +246,17 @@ class Speed(NamedTuple):
 
 
 class _Probe:
-    """A temporary file in the folder, which :meth:`close` removes."""
+    """A temporary file in the folder, removed at the end. A full filesystem raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._fd, name = tempfile.mkstemp(prefix=".kvbm-doctor-", dir=folder)
         self._path = Path(name)
 
-    def close(self) -> None:
+    def __enter__(self) -> _Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
         self._path.unlink()
 
@@ -216,7 +266,10 @@ class _Probe:
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         if libc.fallocate(self._fd, 0, 0, 1 << 20) == 0:
             return True
-        return ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS)
+        error = ctypes.get_errno()
+        if error in _FULL:
+            raise OSError(error, os.strerror(error))
+        return error not in (errno.EOPNOTSUPP, errno.ENOSYS)
 
     def takes_direct(self, at_open: bool) -> bool:
         """Whether a write with O_DIRECT works: some filesystems ignore the flag, or refuse the write."""
@@ -231,17 +284,23 @@ class _Probe:
                 return False
             with mmap.mmap(-1, 4096) as page:
                 return os.pwritev(fd, [page], 0) == 4096
-        except OSError:
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
             return False
         finally:
             if fd >= 0:
                 os.close(fd)
 
-    def speed(self, direct: bool) -> Speed:
-        """The speed with several threads, as in the disk tier, in about two seconds for each direction at most."""
+    def speed(self, direct: bool) -> Speed | None:
+        """The speed with several threads, as in the disk tier, in about two seconds for each direction at most. None
+        without room for a measurement."""
+        room = min(PROBE, shutil.disk_usage(self.folder).free // 4)
+        if room < _MIN_PROBE:
+            return None
         fd = os.open(self._path, os.O_RDWR | (os.O_DIRECT if direct else 0))
         try:
-            pieces = range(min(PROBE, shutil.disk_usage(self.folder).free // 4) // PIECE)
+            pieces = range(room // PIECE)
             written = self._run(pieces, lambda i, page: os.pwritev(fd, [page], i * PIECE), fd)
             if not direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,8 +41,9 @@ class Services:
     ) -> None:
         """Open the control socket and register. ``engine`` and ``replica`` tell the engines of a deployment apart."""
         assert session.leader is not None
-        about = {"engine": engine, "rank": replica or 0, "model": model, "kvbm": kvbm.__version__}
         lock, server = self._faults.engine_lock, session.observer.server
+        about = {"engine": engine, "rank": replica or 0, "model": model, "kvbm": kvbm.__version__, "pid": os.getpid()}
+        about["metrics"] = server.port if server is not None else None
         controller = Controller(lock, lambda: session.leader, about, self._announce, engine_blocks)
         name = engine if replica is None else f"{engine}-{replica}"
         metrics = server.url if server is not None else ""

@@ -173,17 +173,27 @@ class Session:
         log, pending = self.observer.log, config.max_pending_offloads
         leader = Leader(manager, len(hellos), pending, sizes, self.cost, log, self.kept_bytes)
         connect(config, hellos, leader, self.cost, clock)
+        for catalog in manager.catalogs.values() if config.load == "auto" else ():
+            catalog.break_even = lambda: self.block_bytes * self.cost.prefill_tokens_per_second / self.block_size
         self.leader, self.counts = leader, leader.counts
         return leader
 
     def show(
-        self, package: str, version: str, model: str, engine_blocks: int, hashes: str, who: str, replica: int = 0
+        self,
+        package: str,
+        version: str,
+        model: str,
+        engine_blocks: int,
+        hashes: str,
+        who: str,
+        replica: int = 0,
+        device: str = "GPU",
     ) -> None:
         """Log the sizes and start the observer. ``package`` and ``version``: of the engine. ``hashes``: the keys are
-        made from these, in words. ``who``, ``replica``: see :meth:`Observer.start`."""
+        made from these, in words. ``who``, ``replica``: see :meth:`Observer.start`. ``device``: of the engine."""
         assert self.leader is not None
         catalogs, ranks, size = self.leader.manager.catalogs, self.leader.ranks, self.kept_bytes
-        slots = {name: catalog.size for name, catalog in catalogs.items()}
+        slots = {name: catalog.size for name, catalog in catalogs.items() if catalog.is_bounded}
         host = next(iter(slots.values()))
         logger.info(
             "KVBM is ready: %s of %d tokens (%.2f GB over %d rank%s%s), keys from %s",
@@ -214,6 +224,7 @@ class Session:
             block_tokens=self.block_size,
             block_bytes=size,
             engine_blocks=engine_blocks,
+            device=device,
             settings=settings_given(self._config),
         )
         self.observer.start(about, lambda: self.leader, self.cost, who=who, replica=replica)

@@ -21,7 +21,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,19 +259,6 @@ def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
         reason = "another rank stopped waiting" if complete else f"not all ranks sent a digest within {seconds:g} s"
         raise UnreadableError(reason)
     return [store.get(key).decode().removeprefix("=") for key in keys]
-
-
-# -- files and text ---------------------------------------------------------------------------------------------------
-
-
-def files(path: Path) -> str:
-    """A digest of the names, sizes and times of a folder's files, or of one file; empty if there is none."""
-    try:
-        found = sorted(path.iterdir()) if path.is_dir() else [path]
-        seen = [(file.name, status.st_size, status.st_mtime_ns) for file in found for status in [file.stat()]]
-    except OSError:
-        return ""
-    return digest(repr(seen))
 
 
 def digest(text: str) -> str:

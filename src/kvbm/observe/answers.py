@@ -2,12 +2,14 @@
 
 /            the page                 /metrics      Prometheus text
 /api/state   a snapshot as JSON (?requests=N adds the N latest requests)
+/api/history figures of the last five minutes as JSON, the oldest first
 /healthz     "ok"; 503 while the engine does not answer
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -15,7 +17,7 @@ import msgspec
 
 from kvbm.observe import metrics
 from kvbm.observe.findings import explain
-from kvbm.observe.snapshot import Snapshot, to_json
+from kvbm.observe.snapshot import Flow, HitRates, Snapshot, to_json
 
 MAX_REQUESTS = 256  # in a snapshot
 TEXT = "text/plain; charset=utf-8"
@@ -62,7 +64,7 @@ class Wanted(NamedTuple):
 
 
 def find(target: str) -> Answer | Wanted:
-    """The answer to a GET of this target. The caller answers /healthz, because it knows the state of the engine."""
+    """The answer to a GET of this target. The caller answers /healthz and /api/history: it knows the engine's past."""
     path = urlsplit(target)
     if path.path == "/metrics":
         return Wanted(path.path)
@@ -75,6 +77,26 @@ def find(target: str) -> Answer | Wanted:
         name, kind = _PAGE[path.path]
         return Answer(200, _file(name), kind)
     return refusal(404, f"no page at {path.path[:80]}; try / or /metrics\n")
+
+
+class Point(msgspec.Struct, frozen=True):
+    """The figures of a snapshot that the page draws over time, under the same names."""
+
+    at: float
+    started: float
+    flows: list[Flow]
+    hit_rates: HitRates
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Point:
+        return cls(snapshot.at, snapshot.started, snapshot.flows, snapshot.hit_rates)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def render_history(points: Iterable[Point]) -> Answer:
+    return Answer(200, _encode(list(points)), "application/json")
 
 
 _files: dict[str, bytes] = {}

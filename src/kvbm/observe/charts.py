@@ -134,7 +134,8 @@ svg text { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--line); }
 .f { --c0: var(--f); } .line { stroke: var(--c0); } .dot, .box { fill: var(--c0); } .key { background: var(--c0); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
 th, td { padding: 4px 8px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; } td:first-child, th:first-child { text-align: left; }
+th { color: var(--soft); font-weight: 500; white-space: normal; vertical-align: bottom; }
+td:first-child, th:first-child { text-align: left; }
 </style>
 </head>
 <body>

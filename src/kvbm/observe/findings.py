@@ -93,7 +93,7 @@ def _on_device(s: Snapshot) -> Finding | None:
         name="on-device",
         level="note",
         text=f"The engine's own cache has all blocks of most requests ({s.outcomes[ON_DEVICE]} of {seen}).",
-        cure="Nothing is wrong: KVBM takes over when the load outgrows the GPU.",
+        cure="Nothing is wrong: KVBM takes over when the load outgrows it.",
     )
 
 
@@ -184,7 +184,10 @@ def _slower(s: Snapshot) -> Finding | None:
         name="loads-too-slow",
         level="bad",
         text=f"Loads took {seconds(s.saved.lost_seconds - s.saved.saved_seconds)} longer than computing would have.",
-        cure="Set KVBM_LOAD=auto, which loads only what is faster. If it is auto, the machine has become slower.",
+        cure="Set KVBM_LOAD=auto, which loads only what is faster."
+        if s.identity.settings.get("KVBM_LOAD", "auto") != "auto"
+        else "KVBM_LOAD is auto and follows the measured speeds. If this goes on, the machine has become slower: "
+        "`kvbm doctor` measures it.",
     )
 
 
@@ -204,7 +207,7 @@ def _smaller_than_device(s: Snapshot) -> Finding | None:
 
 def _smaller_than_the_one_above(s: Snapshot) -> Finding | None:
     for above, tier in pairwise(s.tiers):
-        if 0 < tier.slots < above.slots:
+        if tier.bounded and 0 < tier.slots < above.slots:
             return Finding(
                 name=f"{tier.tier}-smaller-than-{above.tier}",
                 level="bad",

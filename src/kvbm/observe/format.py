@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 
@@ -11,6 +12,15 @@ def size(number: float) -> str:
         if number >= one:
             return f"{number / one:.3g} {unit}" if number < 1000 * one else f"{number / one:.0f} {unit}"
     return f"{number:.0f} B"
+
+
+def gigabytes(number: float) -> str:
+    """Bytes as a value for a size setting, rounded down to three digits: what it names is there."""
+    amount = number / 1e9
+    if amount <= 0:
+        return "0"
+    step = 10.0 ** (math.floor(math.log10(amount)) - 2)
+    return f"{math.floor(amount / step + 1e-6) * step:.6g}"
 
 
 def seconds(number: float) -> str:

@@ -95,6 +95,7 @@ _UPSTREAM = (
 )  # fmt: skip
 
 _WAY = ("source", "target")
+_SOURCE = ("tier", "source")
 
 _CUSTOMARY = (
     Metric("kvbm_transfer_blocks_total", "counter", "Blocks moved between tiers; a block counts once, not once a rank",
@@ -127,6 +128,9 @@ _CUSTOMARY = (
            _by_name(lambda s: s.refused_blocks), ("reason",)),
     Metric("kvbm_refused_load_blocks_total", "counter", "Blocks found but not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),
+    Metric("kvbm_hints_total", "counter", "Hints of routers and clients about where a prefix lies, by what became of "
+           "them: taken, or ignored as stale, unknown or malformed",
+           _by_name(lambda s: s.hints), ("outcome",)),
     Metric("kvbm_failures_total", "counter", "Faults inside KVBM that cost a hit, or events, by reason",
            _by_name(lambda s: s.failures), ("reason",)),
     Metric("kvbm_ttft_saved_seconds_total", "counter", "Time to first token saved, estimated: the time to compute the "
@@ -138,6 +142,25 @@ _CUSTOMARY = (
            _one(lambda s: s.saved.prefill_tokens_per_second)),
     Metric("kvbm_load_bytes_per_second", "gauge", "Speed of loads from a tier as measured, on one rank",
            lambda s: [((tier.tier,), tier.bytes_per_second) for tier in s.tiers], ("tier",)),
+    Metric("kvbm_source_blocks_total", "counter", "Blocks that came from one source of a tier, and were verified",
+           lambda s: [((each.tier, each.source), each.blocks) for each in s.sources], _SOURCE),
+    Metric("kvbm_source_bytes_total", "counter", "Bytes that came from one source of a tier, all ranks together",
+           lambda s: [((each.tier, each.source), each.bytes) for each in s.sources], _SOURCE),
+    Metric("kvbm_source_bytes_per_second", "gauge", "Speed of reads from one source as measured, on one rank",
+           lambda s: [((each.tier, each.source), each.bytes_per_second) for each in s.sources], _SOURCE),
+    Metric("kvbm_source_refused_blocks_total", "counter", "Blocks of one source that did not come or were refused, and "
+           "questions that it did not answer, by kind",
+           lambda s: [((each.tier, each.source, kind), number) for each in s.sources
+                      for kind, number in each.refused.items()], (*_SOURCE, "kind")),
+    Metric("kvbm_served_blocks_total", "counter", "Blocks that other engines have read from this one; a block counts "
+           "once for each rank that read it", lambda s: [((each.tier,), each.blocks) for each in s.served], ("tier",)),
+    Metric("kvbm_served_bytes_total", "counter", "Bytes that other engines have read from this one",
+           lambda s: [((each.tier,), each.bytes) for each in s.served], ("tier",)),
+    Metric("kvbm_served_questions_total", "counter", "Questions of other engines which blocks are here",
+           lambda s: [((each.tier,), each.questions) for each in s.served], ("tier",)),
+    Metric("kvbm_served_refused_total", "counter", "Connections and reads of other engines that were refused, by kind",
+           lambda s: [((each.tier, kind), number) for each in s.served for kind, number in each.refused.items()],
+           ("tier", "kind")),
     Metric("kvbm_record_dropped_total", "counter", "Lines that the record of decisions dropped",
            _one(lambda s: s.record_dropped)),
     Metric("kvbm_start_time_seconds", "gauge", "When KVBM started, in Unix time", _one(lambda s: s.started)),

@@ -13,7 +13,19 @@ import msgspec
 
 from kvbm.plans import DEVICE
 
-__all__ = ["DEVICE", "Finding", "Flow", "HitRates", "Identity", "Request", "Saved", "Snapshot", "Source", "TierState"]
+__all__ = [
+    "DEVICE",
+    "Finding",
+    "Flow",
+    "HitRates",
+    "Identity",
+    "Request",
+    "Saved",
+    "Snapshot",
+    "Source",
+    "SourceFlow",
+    "TierState",
+]
 
 # Incremented when a field changes its meaning or goes: `kvbm top` and `kvbm doctor` read engines of other releases.
 FORMAT = 1
@@ -38,6 +50,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: int  # of one block on all ranks together
     engine_blocks: int  # of the engine's own cache
+    device: str = "GPU"  # where the engine's own cache is: "GPU" or "CPU"
     settings: dict[str, str] = {}  # those that were set, by variable, as text; no secrets
 
 
@@ -55,6 +68,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     # The cost model's estimate for loads from this tier; 0 without a cost model.
     bytes_per_second: float = 0.0
     measured: bool = False  # False: the number is the tier's prior
+    bounded: bool = True  # False: the slots are the blocks that this engine knows of
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +81,19 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0  # of the slowest rank, summed over transfers
     failed_blocks: int = 0
     queued_blocks: int = 0  # planned or running
+
+
+class SourceFlow(msgspec.Struct, frozen=True, kw_only=True):
+    """What has come from one of the sources of a tier that reads from several. Bytes are summed over all ranks."""
+
+    tier: str
+    source: str
+    path: str = ""  # how the bytes come, in words
+    blocks: int = 0
+    bytes: int = 0
+    bytes_per_second: float = 0.0  # of the slowest rank; 0: not measured
+    refused: dict[str, int] = {}  # blocks that did not come or were refused, by kind
+    suspended: bool = False
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +147,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     saved_seconds: float | None = None
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What other engines have read from this one through a tier. Bytes are summed over all ranks."""
+
+    tier: str
+    blocks: int = 0
+    bytes: int = 0
+    questions: int = 0
+    refused: dict[str, int] = {}  # connections and reads, by kind
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix time
     started: float
@@ -138,8 +175,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]  # by reason
     saved: Saved
     record_dropped: int = 0  # lines that the record dropped
+    hints: dict[str, int] = {}  # that came with requests, by what became of them
     requests: list[Request] = []  # the latest, newest first
     findings: list[Finding] = []
+    sources: list[SourceFlow] = []
+    served: list[Served] = []
     format: int = FORMAT
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvbm.core.cost import CostModel
 from kvbm.observe.requests import RequestLog
-from kvbm.observe.snapshot import DEVICE, Flow, Identity, Snapshot, TierState
+from kvbm.observe.snapshot import DEVICE, Flow, Identity, Served, Snapshot, SourceFlow, TierState
 from kvbm.plans import LoadPlan, TierName
 from kvbm.runtime.leader import Leader
 
@@ -63,7 +63,10 @@ class LeaderSource:
             failures=kinds(self._failures),
             saved=log.saved(cost.prefill_tokens_per_second, cost.prefill_is_measured),
             record_dropped=log.record.dropped,
+            hints=dict(counts.hints),
             requests=log.latest(requests),
+            sources=_sources(leader),
+            served=_served(leader),
         )
 
     def _tiers(self, leader: Leader) -> list[TierState]:
@@ -86,6 +89,7 @@ class LeaderSource:
                     evictions=catalog.evictions,
                     bytes_per_second=self._cost.rate(tier).bytes_per_second,
                     measured=self._cost.is_measured(tier),
+                    bounded=catalog.is_bounded,
                 )
             )
         return states
@@ -129,7 +133,20 @@ class LeaderSource:
                     queued_blocks=edge.pending_blocks,
                 )
             )
-        for tier in leader.manager.catalogs:
+        for tier, catalog in leader.manager.catalogs.items():
+            if catalog.is_remote:  # ahead of the load, while the request waits in the engine's queue
+                blocks = counts.fetched_blocks.get(tier, 0)
+                flows.append(
+                    Flow(
+                        source=tier,
+                        target=target,
+                        blocks=blocks,
+                        bytes=blocks * size,
+                        seconds=0.0,  # counted with the loads of the tier
+                        failed_blocks=counts.failed_fetch_blocks.get(tier, 0),
+                        queued_blocks=leader.fetches.pending_blocks,
+                    )
+                )
             blocks = counts.onboarded_blocks.get(tier, 0)
             flows.append(
                 Flow(
@@ -143,6 +160,25 @@ class LeaderSource:
                 )
             )
         return flows
+
+
+def _sources(leader: Leader) -> list[SourceFlow]:
+    return [
+        SourceFlow(
+            tier=tier, source=state.source, path=state.path, blocks=state.blocks, bytes=state.bytes,
+            bytes_per_second=state.bytes_per_second, refused=state.refused, suspended=state.is_suspended,
+        )
+        for tier, catalog in leader.manager.catalogs.items()
+        for state in catalog.sources()
+    ]  # fmt: skip
+
+
+def _served(leader: Leader) -> list[Served]:
+    return [
+        Served(tier=tier, blocks=state.blocks, bytes=state.bytes, questions=state.questions, refused=state.refused)
+        for tier, catalog in leader.manager.catalogs.items()
+        if (state := catalog.served()) is not None
+    ]
 
 
 def _refused(leader: Leader) -> dict[str, int]:

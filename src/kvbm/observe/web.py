@@ -9,6 +9,9 @@ Each answer uses a snapshot from after the arrival of its request; requests that
 limits how often it makes one. While that limit delays a snapshot, clients get the last one if it is recent: scrapers
 have short timeouts. If the engine does not answer in time, clients get the last snapshot, and /healthz reports it. The
 process ends when the engine's process does.
+
+The server takes a snapshot every few seconds and keeps a few figures of each, so that a page that was just opened shows
+the last minutes.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.observe.answers import Answer, Renderings, Wanted, find, refusal
+from kvbm.observe.answers import Answer, Point, Renderings, Wanted, find, refusal, render_history
 from kvbm.observe.snapshot import Snapshot
 from kvbm.pacing import Bucket
 
 MAX_HEADER_BYTES = 16_384
 MAX_ACCEPTS = 128  # in a row, before the server serves its connections
 SWEEP_SECONDS = 0.25  # between checks of the deadlines and of the engine's process
+HISTORY_EVERY_SECONDS = 5.0  # a snapshot costs the engine 50 µs
+HISTORY_POINTS = 61  # five minutes
 
 _END_OF_HEADER = re.compile(rb"\r?\n\r?\n")
 _decode = msgspec.msgpack.Decoder(Snapshot).decode
@@ -90,6 +95,7 @@ class Web:
         self._requests = self._asked_requests = 0  # latest requests in that snapshot, and in the one being made
         self._incoming = bytearray()
         self._renderings: Renderings | None = None
+        self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._failure: Answer | None = None  # the engine's error, in place of its last snapshot
         self._is_accepting = True
         self._selector = selectors.DefaultSelector()
@@ -101,7 +107,7 @@ class Web:
         """Serve until the engine closes the channel or ends.
 
         A process forked from the engine may hold the channel open after its end, so this checks the parent as well."""
-        sweep = 0.0
+        sweep, started = 0.0, time.monotonic()
         while True:
             for key, _ in self._selector.select(self._patience()):
                 if key.fileobj is self._channel:
@@ -118,17 +124,18 @@ class Web:
                     return
                 self._drop_late(now)
                 self._accept_again()
-            self._ask(now)
+            self._ask(now, is_due=now - max(self._heard_at, started) >= HISTORY_EVERY_SECONDS)
             self._send_ready()
 
     def _patience(self) -> float | None:
         if self._ready:
             return max(0.005, self._pace.delay())
-        return SWEEP_SECONDS if self._connections else 2.0
+        return SWEEP_SECONDS if self._connections else min(2.0, HISTORY_EVERY_SECONDS)
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, now: float, is_due: bool) -> None:
+        """Request a snapshot if a client needs one. ``is_due``: the history does."""
         if self._asked_at is not None:
             if now - self._asked_at > self._limits.engine_seconds:
                 self._release([*self._asked, *self._unasked])
@@ -136,7 +143,7 @@ class Web:
             elif self._is_delayed and now - self._heard_at < self._limits.engine_seconds:
                 self._asked = self._serve_recent(self._asked)
                 self._unasked = self._serve_recent(self._unasked)
-        elif self._unasked:
+        elif self._unasked or is_due:
             wanted = (each.request.answer for each in self._unasked if each.request is not None)
             requests = max((each.requests for each in wanted if isinstance(each, Wanted)), default=0)
             self._asked, self._unasked = self._unasked, []
@@ -164,8 +171,11 @@ class Web:
                 continue
             self._asked_at = None
             if kind == b"S":
-                self._renderings, self._failure = Renderings(_decode(content)), None
+                snapshot = _decode(content)
+                self._renderings, self._failure = Renderings(snapshot), None
                 self._heard_at, self._requests = time.monotonic(), self._asked_requests
+                if not self._history or snapshot.at - self._history[-1].at >= 0.9 * HISTORY_EVERY_SECONDS:
+                    self._history.append(Point.of(snapshot))
             else:
                 self._failure = Answer(500, content + b"\n")
             self._release(self._asked)
@@ -298,6 +308,8 @@ class Web:
                 answer = refusal(405, "only GET and HEAD are supported\n")
             elif target.partition("?")[0] == "/healthz":
                 answer = self._health()
+            elif target.partition("?")[0] == "/api/history":
+                answer = render_history(self._history)
             else:
                 answer = find(target)
         except ValueError as error:  # the target is not a URL

@@ -26,6 +26,7 @@ from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.policy.admission import AdmissionRule
 from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
 from kvbm.tiers.edges import Edge
+from kvbm.tiers.fetches import Fetches
 
 __all__ = ["Counts", "Leader"]
 
@@ -114,6 +115,7 @@ class Leader:
         self._late: dict[int, _Load] = {}
         self.edges: list[Edge] = []
         self.breakers = {tier: Breaker() for tier in manager.catalogs if tier != manager.near_tier}
+        self.fetches = Fetches(manager, ranks, self.counts, self.breakers, self._observe_fetch)
         # Stores that are over, and whether they were good: for the workers of a near tier that outlives the engine.
         self._verdicts: dict[int, bool] = {}
         # Loads under way whose blocks the current forward pass computes on.
@@ -190,7 +192,7 @@ class Leader:
         plans = [plan for edge in self.edges if (plan := edge.plan()) is not None]
         if plans and self._watcher is not None:
             self._watcher.moves_planned(plans)
-        return plans
+        return self.fetches.take_due() + plans
 
     def take_verdicts(self) -> dict[int, bool]:
         """For :attr:`kvbm.plans.StepPlan.verdicts` of the next plan, which must reach every rank."""
@@ -208,6 +210,10 @@ class Leader:
         reading = self._reading
         return sorted({reading[block] for block in blocks if block in reading})
 
+    def taint(self, stores: Iterable[int]) -> None:
+        """Do not publish these stores: the engine may have overwritten their source while they read it."""
+        self._tainted.update(stores)
+
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def apply(self, reports: Iterable[Report]) -> None:
@@ -220,6 +226,7 @@ class Leader:
             for store in report.stores:
                 self._end_store(report.rank, store.id, store.ok, store.seconds)
             for move in report.moves:
+                self.fetches.end(report.rank, move, time.monotonic())
                 for edge in self.edges:
                     self._end_move(edge, report.rank, move)
 
@@ -315,6 +322,12 @@ class Leader:
                 if not flight.absent:
                     self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
+    def _observe_fetch(self, tier: TierName, blocks: int, seconds: float) -> None:
+        if self._block_bytes:
+            self.counts.add_loaded(tier, blocks * sum(self._block_bytes), seconds)
+            if self._cost is not None:
+                self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
+
     def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
         flight = self._stores.get(plan_id)
         if flight is None:
@@ -388,6 +401,7 @@ class Leader:
             self._end_store(rank, plan_id, ok=False)
         for edge in self.edges:
             edge.fail_rank(rank)
+        self.fetches.fail_rank(rank, time.monotonic())
         self.manager.clear()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -458,7 +472,7 @@ class Leader:
 
     @property
     def moves_under_way(self) -> bool:
-        return any(edge.under_way for edge in self.edges)
+        return self.fetches.under_way or any(edge.under_way for edge in self.edges)
 
     @property
     def busy(self) -> bool:

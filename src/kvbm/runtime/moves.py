@@ -1,7 +1,8 @@
 """Moves between tiers on one rank.
 
 Blocks of the near tier are written to the target from their slots. Blocks of a staged tier are read into near slots
-first, which the leader has lent for this, and written from there. The worker polls; no step waits for a store.
+first, which the leader has lent for this, and written from there. Where the near tier is the target, they are read into
+the slots where they stay. The worker polls; no step waits for a store.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from kvbm.tiers.staged_read import StagedStore
 class _Move:
     """A move under way."""
 
-    def __init__(self, plan: MovePlan, source: StagedStore | None, target: StagedStore) -> None:
-        """``source``: None for the near tier."""
+    def __init__(self, plan: MovePlan, source: StagedStore | None, target: StagedStore | None) -> None:
+        """``source``, ``target``: None for the near tier; not both."""
         self._plan = plan
         self._target = target
         self._bad: set[int] = set()
@@ -26,10 +27,10 @@ class _Move:
         self._reading: Operation | None = None
         self._writing: Operation | None = None
         self._written: Sequence[int] = range(len(plan.slots))  # positions that are written
-        if source is None:
+        if source is not None:
+            self._reading = source.read(plan.slots, plan.via if target is not None else plan.targets, plan.tags)
+        elif target is not None:
             self._writing = target.write(plan.targets, plan.slots, plan.tags)
-        else:
-            self._reading = source.read(plan.slots, plan.via, plan.tags)
 
     def poll(self) -> MoveResult | None:
         """None while it is under way."""
@@ -37,6 +38,8 @@ class _Move:
             if not self._reading.done():
                 return None
             self._hear(self._reading)
+            if self._target is None:
+                return MoveResult(self._plan.id, sorted(self._bad), self._reading.seconds)
             self._reading = None
             self._written = good = [i for i in self._written if i not in self._bad]
             targets, near_slots, tags = ([part[i] for i in good] for part in self._parts)
@@ -103,16 +106,19 @@ class Moves:
                 self._faults[f"spill: {type(error).__name__}: {error}"] += 1
 
     def _start(self, move: MovePlan) -> _Move:
-        source = self._stores.get(move.source)
-        if (source is None and move.source != self._near_tier) or move.target not in self._stores:
+        source, target = self._stores.get(move.source), self._stores.get(move.target)
+        known = {self._near_tier, *self._stores}
+        if move.source == move.target or not known.issuperset((move.source, move.target)):
             raise RuntimeError(f"this rank cannot move blocks from {move.source} to {move.target}")
         self._check_slots(move.source, move.slots)
         self._check_slots(move.target, move.targets)
-        if source is not None:
+        if len(move.slots) != len(move.targets):
+            raise ValueError(f"move of {len(move.slots)} blocks to {len(move.targets)} places")
+        if source is not None and target is not None:
             self._check_slots(self._near_tier, move.via)
             if not len(move.via) == len(move.slots) == len(move.targets):
                 raise ValueError(f"move of {len(move.slots)} blocks through {len(move.via)} staging slots")
-        return _Move(move, source, self._stores[move.target])
+        return _Move(move, source, target)
 
     def take_ended(self) -> list[MoveResult]:
         results = [MoveResult(move.id, list(range(len(move.slots)))) for move in self._failed]

@@ -93,8 +93,9 @@ class Rank:
     def _context(self, layout: BlockLayout) -> RankContext:
         cache = None if self.cache is None else fingerprint(self.cache, layout.description)
         return RankContext(
-            self._config, self.rank, self.ranks, layout.block_bytes, layout.slot_bytes, cache, self._device
-        )
+            self._config, self.rank, self.ranks, layout.block_bytes, layout.slot_bytes, cache, self._device,
+            shares_near_memory=registry.shares_near_memory(self._config),
+        )  # fmt: skip
 
     def _join(self, layout: BlockLayout) -> bool:
         """Meet the ranks that hold the same KV. False when each is to keep it for itself, or there are none."""
@@ -220,6 +221,7 @@ class Rank:
             )
         stores = []
         for name, store in self._stores().items():
+            store.attach(slab)
             stores.append(StagedStore(name, store, slab.address, layout.slot_bytes))
             # Injected faults count the calls of a store, and must hit those of a test.
             if not config.inject_faults:

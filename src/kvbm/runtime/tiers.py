@@ -52,7 +52,10 @@ def open_manager(
             continue
         if catalog is not None:
             catalogs[tier.name] = catalog
-    return BlockManager(catalogs)
+    manager = BlockManager(catalogs)
+    for catalog in catalogs.values():
+        catalog.attach(manager.near)
+    return manager
 
 
 def connect(

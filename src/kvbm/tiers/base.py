@@ -59,6 +59,8 @@ class RankContext(NamedTuple):
     access: Access = "own"
     # Bytes of a block in all caches of this rank that share the size of a tier; 0: block_bytes.
     sized_bytes: int = 0
+    # A tier lets other processes map the near memory (Tier.shares_near_memory).
+    shares_near_memory: bool = False
 
     def slots_for(self, setting: str, gigabytes: float, override: int, copies: int = 0) -> int:
         """Slots of a tier whose size covers all ranks, which keep ``copies`` of a block: by default one each. Raises
@@ -121,6 +123,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     persistent: bool = False  # outlives the engine
     writable: bool = True
     shared: bool = False  # other engines read and write it too
+    shares_near_memory: bool = False  # other processes map the near tier's memory where this tier is wanted
     advice: str = ""  # how to make it faster, for a user whose loads from it take longer than computing
     # Upstream's metric names: the endings of kvbm_offload_blocks_* with the source of the blocks ("" for any), the
     # ending of kvbm_onboard_blocks_*, and whether there are kvbm_{name}_read_failures and _write_failures.
@@ -222,6 +225,12 @@ class Operation:
         return True
 
 
+class NearMemory(Protocol):
+    """The near tier's memory on one rank."""
+
+    file: int  # other processes of this user can map it; -1: they cannot
+
+
 class PersistentMemory(Protocol):
     """Near memory that outlives the engine. The worker hashes the blocks that it has stored there, and records the
     checksums of a store once the leader has called it good."""
@@ -255,6 +264,10 @@ class Store(ABC):
     def close(self, timeout: float | None = None) -> bool:
         """Finish or give up within ``timeout`` seconds, or a bound of the store's own. False when an operation still
         hangs: its memory must stay."""
+
+    def attach(self, near: NearMemory) -> None:
+        """The memory that blocks pass through is there. Comes before the first read."""
+        return
 
     def describe(self) -> str:
         """For the log line of the rank, for example ``64 slots on disk at /path``."""

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from kvbm.config import Config
 from kvbm.core.rate import Rate
 from kvbm.plans import DEVICE, TierName
-from kvbm.tiers import disk, host, objects
+from kvbm.tiers import disk, host, objects, peers
 from kvbm.tiers.base import Tier
 
 NEAR = host.TIER
-TIERS: dict[TierName, Tier] = {tier.name: tier for tier in (NEAR, disk.TIER, objects.TIER)}
+TIERS: dict[TierName, Tier] = {tier.name: tier for tier in (NEAR, disk.TIER, peers.TIER, objects.TIER)}
 
 
 def register(tier: Tier) -> None:
@@ -33,6 +33,11 @@ def wanted(config: Config) -> list[Tier]:
 def outlives_engine(config: Config) -> bool:
     """Whether the next engine can find blocks of this one, in any tier."""
     return any(tier.outlives_engine(config) for tier in TIERS.values())
+
+
+def shares_near_memory(config: Config) -> bool:
+    """Whether other processes map the near tier's memory."""
+    return any(tier.shares_near_memory for tier in wanted(config))
 
 
 def priors() -> Mapping[TierName, Rate]:

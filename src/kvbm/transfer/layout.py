@@ -68,23 +68,19 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
     """The layout of an engine's cache of ``num_blocks`` blocks."""
     if not tensors:
         raise LayoutError("the engine registered no KV tensors")
-    segments: list[Segment] = []
-    shapes: list[str] = []
-    seen: dict[int, tuple[str, object]] = {}  # address -> the first layer there, and where its blocks lie
-    offset = 0
+    places: dict[int, _Place] = {}
     for layer, tensor in enumerate(tensors):
         stride, dims = _split_blocks(tensor, num_blocks)
-        starts, size = _contiguous(dims, tensor.itemsize)
-        places = (stride, starts, size)
-        first, known = seen.setdefault(tensor.address, (tensor.name, places))
-        if known != places:
-            raise LayoutError(f"layers {first} and {tensor.name} share memory but place their blocks differently")
-        if first != tensor.name:
-            continue  # a layer that reads another layer's KV, or KV cache groups that share memory
-        for start in starts:
-            segments.append(Segment(layer, tensor.address + start, stride, offset, size))
-            offset += size
-        shapes.append(f"{tensor.dtype}{_order(dims)}")
+        found = _Place(layer, stride, *_contiguous(dims, tensor.itemsize), (f"{tensor.dtype}{_order(dims)}",))
+        known = places.get(tensor.address)
+        places[tensor.address] = found if known is None else _shared(known, found, tensors)
+    segments: list[Segment] = []
+    offset = 0
+    for address, place in places.items():
+        for start in place.starts:
+            segments.append(Segment(place.layer, address + start, place.stride, offset, place.size))
+            offset += place.size
+    shapes = ["+".join(place.shapes) for place in places.values()]
     return BlockLayout(
         layers=tuple(tensor.name for tensor in tensors),
         num_blocks=num_blocks,
@@ -92,6 +88,31 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
         block_bytes=offset,
         description=_describe(shapes),
     )
+
+
+class _Place(NamedTuple):
+    """Where the blocks of the layers at one address lie."""
+
+    layer: int  # the first of them
+    stride: int
+    starts: list[int]
+    size: int
+    shapes: tuple[str, ...]
+
+
+def _shared(one: _Place, other: _Place, tensors: Sequence[TensorSpec]) -> _Place:
+    """The place of a layer that reads another layer's KV, or of KV cache groups that share memory.
+
+    A block belongs to one group at a time. Where a layer's part of it is smaller (the state of a Mamba layer beside
+    KV), the block is as large as the largest part: the engine fills up the others, to parts of equal size.
+    """
+    shapes = tuple(dict.fromkeys(one.shapes + other.shapes))
+    if (one.stride, one.starts, one.size) == (other.stride, other.starts, other.size):
+        return one._replace(shapes=shapes)
+    if one.stride == other.stride and one.starts == other.starts == [0]:
+        return one._replace(size=max(one.size, other.size), shapes=shapes)
+    first, second = tensors[one.layer].name, tensors[other.layer].name
+    raise LayoutError(f"layers {first} and {second} share memory but place their blocks differently")
 
 
 class _Dim(NamedTuple):

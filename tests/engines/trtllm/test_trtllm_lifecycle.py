@@ -52,7 +52,9 @@ def test_the_hidden_size_of_a_hub_model_is_read_from_the_hubs_cache(engine, tmp_
     hub = pytest.importorskip("huggingface_hub")
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     asked = []
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *about: asked.append(about) or tmp_path / "config.json")
+    monkeypatch.setattr(
+        hub, "try_to_load_from_cache", lambda *about, revision: asked.append(about) or tmp_path / "config.json"
+    )
     assert engine(args={"model": "some/model"}).adapter._setup.hidden_size == 64
     assert set(asked) == {("some/model", "config.json")}
 

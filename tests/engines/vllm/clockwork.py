@@ -5,7 +5,9 @@ the last KV. So the right answer to a prompt is known without an engine, a block
 answer, and what KVBM has kept can be compared with what it should hold, block by block. Steps overlap as in an engine
 with asynchronous scheduling: the next one is scheduled, and carried out, before the scheduler hears of the one before.
 
-Layers may be in several groups, each of which sees all tokens or a window of them, in the same memory: as in vLLM.
+Layers may be in several groups, each of which sees all tokens or a window of them, or keeps a state, in the same memory:
+as in vLLM. A state is the KV of the last token. It is in the block of that token, and a step that ends in another block
+takes it along.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvbm.core.keys import in_group
 from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.groups import STATE
 from kvbm.plans import StepPlan
 from kvbm.vllm_integration.connector import DynamoConnector
 from tiernames import DISK, HOST
@@ -83,11 +92,16 @@ def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options: A
 
 
 def make_cache(windows: Sequence[int], blocks: int) -> KVCacheConfig:
-    """One group of layers for each window; 0 is none."""
+    """One group of layers for each window; 0 is none, STATE is for layers that keep a state."""
     numbers = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = []
     for group, window in enumerate(windows):
-        spec = SlidingWindowSpec(**numbers, sliding_window=window) if window else FullAttentionSpec(**numbers)
+        if window == STATE:
+            page = FullAttentionSpec(**numbers).page_size_bytes
+            state = {"shapes": ((1,),), "dtypes": (torch.int64,), "page_size_padded": page}
+            spec = MambaSpec(block_size=BLOCK, **state, mamba_cache_mode="align")
+        else:
+            spec = SlidingWindowSpec(**numbers, sliding_window=window) if window else FullAttentionSpec(**numbers)
         groups.append(KVCacheGroupSpec([f"{name}.{group}" for name in LAYERS], spec))
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -134,7 +148,12 @@ class Rank:
         memory = [torch.full((cache.num_blocks, BLOCK), -1, dtype=torch.int64) for _ in LAYERS]
         self.groups = [dict(zip(group.layer_names, memory, strict=True)) for group in cache.kv_cache_groups]
         self.connector = DynamoConnector(config, KVConnectorRole.WORKER, cache)
-        self.connector.register_kv_caches({name: layer for group in self.groups for name, layer in group.items()})
+        registered = {}
+        for window, layers in zip(windows, self.groups, strict=True):
+            # A state is smaller than the block that vLLM gives it.
+            registered |= {n: t.view(torch.int8)[:, :8] if window == STATE else t for n, t in layers.items()}
+        self.connector.register_kv_caches(registered)
+        self.clears_early = False
         self.tokens: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.tables: dict[str, list[list[int]]] = {}
@@ -151,7 +170,11 @@ class Rank:
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         connector, meta = self.connector, output.kv_connector_metadata
+        if self.clears_early:
+            self._clear(output)
         connector.handle_preemptions(meta)
+        if not self.clears_early:
+            self._clear(output)
         self._update(output)
         connector.bind_connector_metadata(meta)
         self.plan = connector._plan
@@ -175,6 +198,11 @@ class Rank:
             sampled_token_ids=[sampled[name] for name in names],
             kv_connector_output=transfers,
         )
+
+    def _clear(self, output: Any) -> None:
+        for block in getattr(output, "new_block_ids_to_zero", None) or ():
+            for layer in self.groups[0].values():
+                layer[block] = 0
 
     def _finished(self, names: set[str]) -> dict[str, Any]:
         if not compat.fails_whole_requests():
@@ -216,6 +244,13 @@ class Rank:
             begin = max(0, first - window + 1) if window else 0
             for layer, (layer_name, cache) in enumerate(layers.items()):
                 self.connector.wait_for_layer_load(layer_name)
+                if window == STATE:
+                    last = self.disguise(group, layer, int(cache[table[(first - 1) // BLOCK], 0])) if first else 0
+                    for token in tokens[first : first + count]:
+                        last = kv(last, token)
+                    cache[table[(first + count - 1) // BLOCK], 0] = self.disguise(group, layer, last)
+                    strays += last != right[-1]
+                    continue
                 # Attention reads all that it sees; whatever is wrong there is carried on.
                 last = right[begin]
                 for position in range(begin, first + count):
@@ -269,10 +304,12 @@ class Clockwork:
         config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = ranks
         config.scheduler_config.async_scheduling = overlap
         config.cache_config.num_gpu_blocks = blocks
+        if STATE in windows:
+            config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size = "align", BLOCK
         cache = make_cache(windows, blocks)
         if "disk_cache_override_num_blocks" in kvbm or "host_persist" in kvbm:
             self.weights = Weights(config)
-        self._groups = len(windows)
+        self._windows = windows
         self.ranks = [Rank(config, cache, windows, rank) for rank in range(ranks)]
         kind = AsyncScheduler if overlap else Scheduler
         self.scheduler = kind(
@@ -284,6 +321,9 @@ class Clockwork:
         )
         # The second model runner gets requests that come back from preemption as new ones.
         self.scheduler.use_v2_model_runner = second_runner
+        self.scheduler.connector._adapter._clears_before_fences = second_runner
+        for rank in self.ranks:
+            rank.clears_early = second_runner
         hellos = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(hellos)
         self._aggregator = KVOutputAggregator(ranks)
@@ -381,12 +421,13 @@ class Clockwork:
         known: dict[bytes, tuple[list[int], int]] = {}
         for request in self._requests:
             values = kv_of(list(request.all_token_ids))
-            for group in range(self._groups):
+            for group, window in enumerate(self._windows):
                 names = request.block_hashes
                 if self.adapter._groups.apart:
                     names = in_group(names, group)
                 for i, name in enumerate(names):
-                    known[name] = values[i * BLOCK : (i + 1) * BLOCK], group
+                    end = (i + 1) * BLOCK
+                    known[name] = values[end - 1 if window == STATE else i * BLOCK : end], group
         for tier, pool in self.adapter.leader.manager.catalogs.items():
             if tier == DISK and self.disk_lies:
                 continue  # it claims to have written what it has not: nobody can know before it is read
@@ -395,7 +436,9 @@ class Clockwork:
                 values, group = known[key]
                 for rank in self.ranks:
                     for layer in (rank.kept if tier == HOST else rank.kept_on_disk)(slot, group):
-                        assert layer == values, f"{tier} slot {slot} of rank {rank.rank} holds the wrong KV"
+                        assert layer[: len(values)] == values, (
+                            f"{tier} slot {slot} of rank {rank.rank} holds the wrong KV"
+                        )
 
     def check_idle(self) -> None:
         leader = self.adapter.leader

@@ -21,6 +21,7 @@ one second instead of twelve. A scenario is an object with these keys, and its r
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -220,6 +221,23 @@ class Scenario:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait_for(self, path: str, seconds: float = 120) -> None:
+        """Another engine has come so far (:meth:`tell`)."""
+        deadline = time.monotonic() + seconds
+        while not os.path.exists(path):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {path} after {seconds} s")
+            time.sleep(0.01)
+
+    def tell(self, path: str) -> None:
+        Path(path).touch()
+
+    def sources(self) -> list:
+        """Of tiers that read from several places: [source, path, blocks, bytes, refusals] of each."""
+        catalogs = self.adapter.leader.manager.catalogs.values()
+        states = [state for catalog in catalogs for state in catalog.sources()]
+        return [[each.source, each.path, each.blocks, each.bytes, each.refused] for each in states]
+
     def kill(self) -> None:
         """The end of this process as kill -9 makes it: nobody tidies up, and no result is written."""
         os.kill(os.getpid(), signal.SIGKILL)
@@ -352,6 +370,7 @@ class Scenario:
             "failed_store_blocks": leader.counts.failed_store_blocks,
             "tainted_store_blocks": leader.counts.tainted_store_blocks,
             "onboarded": sum(leader.counts.onboarded_blocks.values()),
+            "onboarded_from": dict(leader.counts.onboarded_blocks),
             "offloaded": leader.counts.offloaded_blocks,
             "from_disk": leader.counts.onboarded_blocks.get(disk.TIER.name, 0),
             "missed_load_blocks": leader.counts.missed_load_blocks,
@@ -425,9 +444,13 @@ class Scenario:
 
         return getattr(weighed, look)(self.engine.vllm_config, **arguments)
 
-    def load_weights(self, checkpoint: str) -> None:
-        """New weights for the running engine, on every rank, as a trainer brings them."""
-        self.llm.collective_rpc(_load_weights, args=(checkpoint,))
+    def load_weights(self, checkpoint: str, directly: bool = False) -> None:
+        """New weights for the running engine, on every rank, as a trainer brings them: through the model's own method,
+        or ``directly`` into its parameters."""
+        if directly:
+            self.llm.apply_model(functools.partial(_write_parameters, checkpoint=checkpoint))
+        else:
+            self.llm.collective_rpc(_load_weights, args=(checkpoint,))
 
     def call(self, target: str, **arguments) -> object:
         """Call ``module:function`` of a folder under tests/ in the engine's process."""
@@ -544,12 +567,22 @@ def _logprobs(prompt_logprobs) -> list[float | None]:
 
 
 def _load_weights(worker, checkpoint: str) -> None:
+    model = worker.model_runner.model
+    model.load_weights(_new_weights(model, checkpoint).items())
+
+
+def _write_parameters(model, checkpoint: str) -> None:
+    known = dict(model.named_parameters())
+    for name, tensor in _new_weights(model, checkpoint).items():
+        known[name].data.copy_(tensor)
+
+
+def _new_weights(model, checkpoint: str) -> dict:
     from safetensors.torch import load_file
 
     # On a CPU vLLM has packed the linear layers away, and could not put new numbers in: the others have to do.
-    known = dict(worker.model_runner.model.named_parameters())
-    new = {name: tensor for name, tensor in load_file(checkpoint).items() if name in known and known[name].numel()}
-    worker.model_runner.model.load_weights(new.items())
+    known = dict(model.named_parameters())
+    return {name: tensor for name, tensor in load_file(checkpoint).items() if name in known and known[name].numel()}
 
 
 def swap_after_loading(folder: str, other: str) -> None:

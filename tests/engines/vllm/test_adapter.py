@@ -389,6 +389,52 @@ def test_whatever_changes_the_kv_changes_the_fingerprint(key, change, describe, 
     assert {name for name in before if before[name] != after[name]} == {key}
 
 
+@pytest.fixture
+def multimodal(monkeypatch):
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "is_multimodal_model", property(lambda config: True))
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]
+)
+def test_how_a_model_prepares_images_changes_the_fingerprint(name, describe, multimodal):
+    """vLLM's hash of an image covers neither its normalisation nor its scaling."""
+    texts = [None, '{"image_mean": [0.5]}', '{"image_mean": [0.6]}']
+
+    def write(text):
+        return lambda config, folder: None if text is None else (folder / name).write_text(text)
+
+    found = [describe(write(text)) for text in texts]
+    assert len({str(each) for each in found}) == 3
+    assert {**found[1], "processing": ""} == {**found[2], "processing": ""}
+    assert describe(write(texts[2])) == found[2]
+
+
+def test_a_model_without_images_has_no_processor_to_compare(describe):
+    before = describe()
+    assert describe(lambda config, folder: (folder / "preprocessor_config.json").write_text("{}")) == before
+
+
+def test_code_that_comes_with_a_model_changes_the_fingerprint(describe):
+    def change(trusted, text):
+        def write(config, folder):
+            config.model_config.trust_remote_code = trusted
+            (folder / "modeling_of_ours.py").write_text(text)
+
+        return write
+
+    assert describe(change(False, "a = 1")) == describe(change(False, "a = 2"))
+    assert describe(change(True, "a = 1")) != describe(change(True, "a = 2"))
+
+
+def test_a_processor_that_cannot_be_found_ends_with_the_engine(describe, multimodal, caplog):
+    caplog.set_level(logging.WARNING, logger="kvbm")
+    assert describe(lambda config, folder: setattr(config.model_config, "model", "nobody/knows-it")) is None
+    assert "Persistence is off" in caplog.text
+
+
 def test_a_cpu_for_which_vllm_packs_keys_otherwise_finds_nothing(describe, monkeypatch):
     import torch
 

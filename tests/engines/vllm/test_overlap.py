@@ -11,6 +11,7 @@ import pytest
 from engines import numbers
 
 from kvbm.core.manager import Match
+from kvbm.engines.vllm.groups import STATE
 from kvbm.plans import LoadResult
 from kvbm.transfer.cpu import CpuCopier
 
@@ -295,9 +296,19 @@ def test_random_histories_end_with_the_right_tokens(seed, portion, make_engine, 
 
 
 WINDOWS = ((0, 8), (9, 0, 9), (0, 30, 5), (0, 0), (12,), (6, 17))
+STATES = ((0, STATE), (STATE, 0, STATE), (STATE, STATE, STATE, 0))
+LONG_HISTORIES = range(142, 600)
 
 
-@pytest.mark.parametrize(("seed", "windows"), [(seed, WINDOWS[seed % len(WINDOWS)]) for seed in range(42)])
+def history(seed):
+    marks = [pytest.mark.long] if seed in LONG_HISTORIES else []
+    return pytest.param(seed, STATES[seed % len(STATES)], marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("seed", "windows"),
+    [*((seed, WINDOWS[seed % len(WINDOWS)]) for seed in range(42)), *map(history, range(100, LONG_HISTORIES.stop))],
+)
 def test_random_histories_of_groups_end_with_the_right_tokens(seed, windows, make_engine, tmp_path, monkeypatch):
     """As above, where layers see different parts of a prompt, some blocks are on disk, and loads of the other kind are
     not made, whatever is configured."""
@@ -314,6 +325,8 @@ def test_random_histories_of_groups_end_with_the_right_tokens(seed, windows, mak
     }
     if source.random() < 0.3:
         kvbm |= {"disk_cache_gb": 1, "disk_cache_override_num_blocks": 200, "disk_cache_dir": str(tmp_path)}
+    # How many of its states vLLM keeps, and offers.
+    kept = {"prefix_cache_retention_interval": source.choice((0, 0, 16, None))} if STATE in windows else {}
     engine = make_engine(
         kvbm,
         blocks=source.choice((30, 50, 120)) * len(windows),
@@ -322,8 +335,28 @@ def test_random_histories_of_groups_end_with_the_right_tokens(seed, windows, mak
         second_runner=source.random() < 0.5,
         windows=windows,
         max_num_batched_tokens=source.choice((16, 64)),
+        **kept,
     )
     live(engine, source, seed, resets=0.25)
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["runner1", "runner2"])
+def test_a_prefix_comes_back_with_one_state_of_each_group(second_runner, make_engine):
+    from kvbm.engines.vllm import compat
+
+    if not compat.fails_whole_requests():
+        pytest.skip("this release of vLLM offers no states to connectors")
+    engine = make_engine({}, windows=(STATE, 0, STATE), second_runner=second_runner)
+    engine.add("first", PROMPT, 4)
+    engine.run()
+    assert engine.pool.published == 45 // BLOCK + 2 * 2  # states: at the prompt's last boundary, and where it went on
+    engine.forget()
+    engine.add("second", PROMPT, 4)
+    engine.add("branch", PROMPT[:30] + numbers(2, 10), 4)  # no state was kept within its part of the prompt
+    engine.run()
+    engine.check()
+    assert engine.onboarded == 41 // BLOCK + 2
+    engine.check_idle()
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["runner1", "runner2"])

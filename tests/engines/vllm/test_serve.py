@@ -1,14 +1,17 @@
-"""`vllm serve` with KVBM, as a user runs it: settings in the environment, an HTTP client, Prometheus, Ctrl-C."""
+"""`kvbm serve`, as a user runs it: one flag, an HTTP client, Prometheus, Ctrl-C; and a wrong setting."""
 
 from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
 from engines import prompt
 
-from servers import start_server
+from kvbm.cli import model_kv
+from kvbm.engines.vllm.transfer_config import EXAMPLE
+from servers import PROJECT, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -17,24 +20,23 @@ PROMPT = prompt(1, 400)  # 12 full blocks
 
 @pytest.fixture
 def server(start_process, model):
-    environment = {
-        "DYN_KVBM_CPU_CACHE_GB": "0.1",
-        "KVBM_INJECT_FAULTS": "slow-store",  # a second late: the engine is idle by then
-    }
-    return start_server(start_process, model, environment)
+    environment = {"KVBM_INJECT_FAULTS": "slow-store"}  # a second late: the engine is idle by then
+    options = ["--cpu-gb", "0.1", "--no-metrics"]
+    return start_server(start_process, model, environment, None, options, program="kvbm.cli.main")
 
 
-def test_a_server_keeps_brings_back_counts_and_stops(server):
+def test_a_server_keeps_brings_back_counts_and_stops(server, model):
     log = server.process.log
-    assert "KVBM is ready: 1525 host blocks of 32 tokens" in log.read_text()
-    first, pieces = server.stream(PROMPT)
-    assert pieces == 16
+    blocks = int(0.1e9 / (32 * model_kv.read_model(model).token_bytes()))  # what `kvbm size` says
+    assert f"KVBM is ready: {blocks} host blocks of 32 tokens" in log.read_text()
+    first, tokens = server.stream(PROMPT)
+    assert tokens == 16
     # Nobody asks for anything, and the stores finish all the same.
     server.wait_for_metric("kvbm_offload_blocks_d2h", 12, seconds=20)
     assert server.metrics()["kvbm_onboard_blocks_h2d"] == 0
 
     server.post("/reset_prefix_cache")
-    assert server.stream(PROMPT) == (first, pieces)
+    assert server.stream(PROMPT) == (first, tokens)
     server.wait_for_metric("kvbm_onboard_blocks_h2d", 12, seconds=20)
     metrics = server.metrics()
     assert metrics["kvbm_matched_tokens"] == 384
@@ -50,3 +52,23 @@ def test_a_server_keeps_brings_back_counts_and_stops(server):
     # vLLM itself may complain while it stops, when one of its processes is slower than another. We must not.
     assert "/kvbm/engines/" not in log.read_text()
     assert "KVBM stays out of the way" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"DYN_KVBM_CPU_CACHE_GB": "20GB"}, "DYN_KVBM_CPU_CACHE_GB='20GB' (environment): expected a number"),
+        ({}, "At least one cache tier must be configured"),
+    ],
+    ids=["value", "no tier"],
+)
+def test_a_wrong_setting_ends_the_start_before_weights_load(start_process, model, environment, problem):
+    """The message stands alone at the end."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--kv-transfer-config", EXAMPLE]
+    environment |= {"PYTHONPATH": str(PROJECT / "src"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    process = start_process([*command, "--max-model-len", "512"], environment)
+    assert process.wait(120) == 1
+    log = process.log.read_text()
+    assert log.splitlines()[-2].startswith(f"KVBM cannot start: {problem}")
+    assert "Traceback" not in log
+    assert "EngineCore" not in log  # no process of the engine has started

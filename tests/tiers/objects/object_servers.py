@@ -128,6 +128,7 @@ class FaultProxy:
         self.delay_seconds = 0.0
         self.methods: tuple[str, ...] = ("GET", "PUT", "HEAD", "DELETE", "POST")  # that the fault concerns
         self.requests: list[tuple[str, str]] = []  # (method, path)
+        self.on_request: Callable[[int], None] | None = None  # hears the number of each request before it is answered
         self.released = threading.Event()  # ends stalls early, at the end of a test
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self._listener.getsockname()[1]
@@ -159,6 +160,8 @@ class FaultProxy:
                 headers = http.client.parse_headers(stream)
                 body = stream.read(int(headers.get("Content-Length") or 0))
                 self.requests.append((method, path))
+                if self.on_request is not None:
+                    self.on_request(len(self.requests))
                 if not self._answer(connection, method, path, headers, body):
                     return
 

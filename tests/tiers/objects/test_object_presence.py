@@ -259,3 +259,42 @@ def test_a_failing_store_ends_the_check(weed, proxy, opened):
     settled(presence)
     assert presence.find(keys[0]) is None
     client.close()
+
+
+def test_the_deadline_of_a_lookup_follows_the_measured_time(opened):
+    bucket = Bucket()
+    presence = opened(bucket, lookup_seconds=60.0)
+    keys = random_keys(4)
+    assert presence.answer_seconds(keys[0]) is None
+    presence.expect(keys)
+    settled(presence)
+    assert 0 < presence.latency_seconds < 60
+    bucket.may_answer.clear()
+    other = random_keys(4)
+    presence.expect(other)
+    assert presence.find(other[0]) == PENDING
+    assert presence.answer_seconds(other[0]) < 60
+    deadline = time.monotonic() + WAIT_SECONDS / 4
+    while presence.find(other[0]) == PENDING:
+        assert time.monotonic() < deadline, "pending for the setting, and not for the time that answers take"
+        time.sleep(0.005)
+    bucket.may_answer.set()
+
+
+def test_no_lookup_waits_for_a_store_that_owes_an_answer(opened):
+    bucket = Bucket()
+    bucket.may_answer.clear()
+    presence = opened(bucket, lookup_seconds=0.05)
+    first, second = random_keys(2), random_keys(2)
+    presence.expect(first)
+    assert presence.find(first[0]) == PENDING
+    time.sleep(0.06)
+    presence.expect(second)
+    assert presence.find(second[0]) is None
+    bucket.may_answer.set()
+    settled(presence)
+    third = random_keys(2)
+    bucket.may_answer.clear()
+    presence.expect(third)
+    assert presence.find(third[0]) == PENDING
+    bucket.may_answer.set()

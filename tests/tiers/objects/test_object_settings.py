@@ -80,3 +80,30 @@ def test_secrets_are_never_shown(monkeypatch, capsys):
     shown += capsys.readouterr().out
     assert "KVBM_OBJECT_ENCRYPTION_SECRET" in shown or "object_encryption_secret" in shown
     assert "exposed" not in shown
+
+
+def test_region_and_endpoint_come_from_aws_files_too(tmp_path):
+    file = tmp_path / "config"
+    file.write_text(
+        "[default]\nregion = eu-1\n[profile p]\nregion = eu-2\nendpoint_url = http://127.0.0.1:7\n"
+        "aws_access_key_id = k\naws_secret_access_key = s\n"
+    )
+    environ = {**ENABLED, "HOME": str(tmp_path), "AWS_CONFIG_FILE": str(file)}
+    assert settings(environ).region == "eu-1"
+    found = settings({**environ, "AWS_PROFILE": "p"})
+    assert (found.region, found.endpoint, found.access_key) == ("eu-2", "http://127.0.0.1:7", "k")
+    assert settings({**environ, "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:8"}).endpoint == "http://127.0.0.1:8"
+
+
+def test_credentials_in_the_url_are_refused_and_not_shown():
+    with pytest.raises(ValueError, match="DYN_KVBM_OBJECT_ENDPOINT") as refused:
+        settings({**ENABLED, "DYN_KVBM_OBJECT_ENDPOINT": "https://me:exposed@s3.example.com"})
+    assert "exposed" not in str(refused.value)
+
+
+def test_kvbms_own_credentials_take_no_session_token_of_the_environment(weed, monkeypatch):
+    pytest.importorskip("obstore")
+    from kvbm.tiers.objects.client import Client
+
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-other-credentials")
+    Client(weed.settings()).check()

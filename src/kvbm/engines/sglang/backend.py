@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -159,6 +160,8 @@ class KvbmStorage(HiCacheStorage):
         rank = said.pp_rank * said.tp_size + said.tp_rank
         self._observer.start(identity, lambda: store.leader, store.cost, who=f"SGLang rank {rank}", replica=rank)
         about = {"engine": f"sglang-{rank}", "rank": rank, "model": identity.model, "kvbm": kvbm.__version__}
+        server = self._observer.server
+        about |= {"pid": os.getpid(), "metrics": server.port if server is not None else None}
         controller = Controller(store.lock, lambda: store.leader, about, announce=lambda: False)
         self._presence = Presence(config, controller, f"sglang-{rank}", identity.model, 1)
 

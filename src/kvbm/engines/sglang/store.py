@@ -45,6 +45,7 @@ logger = logging.getLogger("kvbm")
 SHORTEST_LOAD_SECONDS = 1.0
 
 _GROUP_PAGES = 32  # a put past the near tier copies so many while the store writes those before
+_ANSWER_SECONDS = 0.002  # between two looks for the answer of a remote tier
 _PROBE_SECONDS = 0.1  # between two looks at a circuit breaker that keeps pages waiting
 
 
@@ -122,6 +123,10 @@ class PageStore:
         """How many pages from the first on are there, and are expected to be loaded sooner than computed."""
         with self._changed:
             match = self._find(keys)
+            # SGLang asks once, from a thread of its own, which may wait. The tier bounds how long an answer is due.
+            while match.pending and self._manager.awaited_answer(keys[match.blocks]) is not None and not self._closing:
+                self._changed.wait(_ANSWER_SECONDS)
+                match = self._find(keys)
             pages, why = match.blocks, ""
             if pages and self.page_tokens:
                 asked = len(keys) * self.page_tokens

@@ -12,10 +12,10 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.keys import Namespace
+from kvbm.engines.model_files import digest_of_files, folder_of
 from kvbm.engines.weights import digest, gather_in_world
 from kvbm.tiers.base import Fingerprint
 
@@ -114,11 +114,10 @@ def _hidden_size(llm_args: Any) -> int | None:
     """From the model's config.json, in its folder or, for a model of the Hugging Face hub, in the hub's cache. None
     when it cannot be read: the cost model then takes all tokens for equal."""
     try:
-        file: Any = Path(str(llm_args.model)) / "config.json"
-        if not file.is_file():
-            hub = importlib.import_module("huggingface_hub")  # the engine brings it
-            file = hub.try_to_load_from_cache(str(llm_args.model), "config.json")
-        config = json.loads(Path(file).read_text())
+        folder = folder_of(str(llm_args.model), getattr(llm_args, "revision", None))
+        if folder is None:
+            return None
+        config = json.loads((folder / "config.json").read_text())
         size = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
         return int(size) if size else None
     except Exception as error:
@@ -138,7 +137,18 @@ def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:
         "block_size": int(cache.tokens_per_block),
         "tensor_parallel": int(mapping.world_size),
         "keys": Namespace("", "", "", 1).scheme,
+        "processing": _processing(llm_args),
     }
+
+
+def _processing(llm_args: Any) -> str:
+    """The settings of the model's processor, and its code: the engine's hashes of images cover neither."""
+    folder = folder_of(str(llm_args.model), getattr(llm_args, "revision", None))
+    code = bool(getattr(llm_args, "trust_remote_code", False))
+    try:
+        return "" if folder is None else digest_of_files(folder, processor=True, code=code)
+    except OSError:
+        return ""  # the engine cannot read them either
 
 
 def _unsupported(llm_args: Any, mapping: Any, cache: Any) -> str | None:

@@ -25,6 +25,7 @@ from kvbm.runtime.channel import Timing, ZmqLeader
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import Work
 from kvbm.tiers import registry
+from kvbm.tiers.secret import read_secret
 
 logger = logging.getLogger("kvbm")
 
@@ -92,7 +93,8 @@ class LeaderAdapter:
         self._orders = 0
         self._services = Services("TensorRT-LLM", faults)
         timeout = config.leader_worker_init_timeout_secs
-        self._channel = ZmqLeader(setup.ranks, config.leader_pub_url, config.leader_ack_url, timeout, TIMING)
+        urls = config.leader_pub_url, config.leader_ack_url
+        self._channel = ZmqLeader(setup.ranks, *urls, timeout, TIMING, read_secret(config))
         _local[config.leader_pub_url] = self
 
     @property

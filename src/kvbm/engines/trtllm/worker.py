@@ -25,6 +25,7 @@ from kvbm.runtime.channel import TIMING, ZmqWorker
 from kvbm.runtime.rank import Rank
 from kvbm.tiers import registry
 from kvbm.tiers.base import Fingerprint
+from kvbm.tiers.secret import read_secret
 
 logger = logging.getLogger("kvbm")
 
@@ -121,7 +122,8 @@ class WorkerAdapter:
     def _meet(self, hello: Hello) -> ZmqWorker:
         config = self._config
         timeout = config.leader_worker_init_timeout_secs
-        self._channel = ZmqWorker(hello, config.leader_pub_url, config.leader_ack_url, timeout, TIMING)
+        urls = config.leader_pub_url, config.leader_ack_url
+        self._channel = ZmqWorker(hello, *urls, timeout, TIMING, read_secret(config))
         return self._channel
 
     def _stay_out(self, reason: str) -> None:

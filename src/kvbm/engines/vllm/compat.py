@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 
 from kvbm.engines import supported
+from kvbm.engines.vllm.groups import STATE, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ def release() -> tuple[int, int]:
     """(major, minor) of the installed vLLM; (0, 0) for a build that does not say."""
     found = re.match(r"(\d+)\.(\d+)", str(getattr(vllm, "__version__", "")))
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def is_on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
 
 
 def unknown_members() -> set[str]:
@@ -88,9 +93,10 @@ def fails_whole_requests() -> bool:
 
 
 def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
-    """How many tokens the layers of each KV cache group see, the next one included, 0 for all of them. None if KVBM
-    cannot store the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike size, states (Mamba), latent
-    vectors, draft models, hashes of less than a block, and releases to which a failed load cannot be reported.
+    """How many tokens the layers of each KV cache group see, the next one included; 0 for all of them, STATE for layers
+    that keep a state. None if KVBM cannot store the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike
+    size, states of which vLLM saves none or whose model has no attention, latent vectors, draft models, hashes of less
+    than a block, and releases to which a failed load cannot be reported.
     """
     groups, size = kv_cache_config.kv_cache_groups, vllm_config.cache_config.block_size
     if not groups or not fails_whole_requests() or getattr(vllm_config, "speculative_config", None) is not None:
@@ -99,18 +105,39 @@ def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
     for group in groups:
         spec = group.kv_cache_spec
         if (
-            type(spec) not in (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)
+            type(spec) not in _KEPT
+            or getattr(spec, "mamba_cache_mode", "align") != "align"
             or spec.block_size != size
             or spec.page_size_bytes != groups[0].kv_cache_spec.page_size_bytes
             or not getattr(group, "enable_kv_transfer", True)
             or any(getattr(spec, name, 0) for name in ("non_causal", "extra_retained_tokens", "prefix_replay_tokens"))
         ):
             return None
-        # Full attention has a window as well where the layers look no farther, but their blocks are kept.
-        found.append(spec.sliding_window if type(spec) is kv_cache_interface.SlidingWindowSpec else 0)
-    if clears_blocks(kv_cache_config) or hashed_tokens(vllm_config, kv_cache_config) != size:
+        found.append(_window(spec))
+    precisions = {getattr(group.kv_cache_spec, "dtype", None) for group in groups} - {None}
+    if len(precisions) != 1 or hashed_tokens(vllm_config, kv_cache_config) != size:
+        return None
+    if clears_blocks(kv_cache_config) and STATE not in found:
         return None
     return found
+
+
+_KEPT = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec, kv_cache_interface.MambaSpec)
+
+
+def _window(spec: Any) -> int:
+    if type(spec) is kv_cache_interface.MambaSpec:
+        return STATE
+    # Full attention has a window as well where the layers look no farther, but their blocks are kept.
+    return int(spec.sliding_window) if type(spec) is kv_cache_interface.SlidingWindowSpec else 0
+
+
+def offered_states(output: Any) -> dict[str, list[Offer]]:
+    """Blocks with the states that vLLM saves in a step, by request. They are valid when the step has been computed, and
+    until another request gets them."""
+    state = getattr(output, "kv_connector_block_state", None)
+    offers = getattr(state, "boundary_state_offloads", None) or {}
+    return {request: [Offer(*offer) for offer in offered] for request, offered in offers.items()}
 
 
 def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -123,9 +150,15 @@ def hashed_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def clears_blocks(kv_cache_config: Any) -> bool:
-    """Whether vLLM fills blocks with zeros before their first use, as it does where groups keep KV in different
-    precisions. Connectors cannot order it: the second model runner does it before it passes on the step's writes."""
+    """Whether vLLM fills blocks with zeros before their first use, as it does where layers keep a state, or groups keep
+    KV in different precisions."""
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
+def clears_before_fences(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether vLLM does so before it calls the connector: a store may then still be reading those blocks. That is the
+    second model runner."""
+    return clears_blocks(kv_cache_config) and bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def unsupported_attention(kv_cache_group: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
-from kvbm.engines.vllm import compat, shortcuts
+from kvbm.engines.vllm import compat, early_check, shortcuts
 from kvbm.engines.vllm.groups import Groups, OneGroup, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
@@ -98,6 +99,12 @@ class DynamoConnector(KVConnectorBase_V1):
             self._adapter = SchedulerAdapter(config, vllm_config, kv_cache_config, groups, self._faults)
         else:
             self._adapter = WorkerAdapter(config, vllm_config, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks before it loads weights, unless CUDA graphs are off: an early look at the settings."""
+        early_check.check(extra_config)
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -314,6 +321,7 @@ class DynamoConnector(KVConnectorBase_V1):
             self._adapter.close()
 
 
+early_check.check_command_line(sys.argv)
 if compat.fails_whole_requests():
     SupportsHMA.register(DynamoConnector)  # or vLLM gives windowed layers blocks for all tokens
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from kvbm.core.cost import CostModel
+from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.engines.vllm.request import RequestState
-from kvbm.plans import LoadPlan
+from kvbm.plans import LoadPlan, TierName
 
 # The leader defers a request whose next block is being written to the next step, for at most this long. A store takes
 # milliseconds and recomputing the block takes longer, but a stuck store must not hold up the request.
@@ -29,23 +30,44 @@ class Deferrals:
         self._block_bytes = block_bytes
 
     def for_block(self, state: RequestState, found: Match, tokens: int) -> bool:
-        """Whether the block after a match, which is just being written, is worth waiting for.
+        """Whether the block after a match, which is just being written or looked for, is worth waiting for.
 
-        A block that another request is staging from a slow tier takes longer than a store does: it is worth as long a
-        wait as computing would take.
+        A block that is being staged from a slow tier takes longer than a store does: it is worth as long a wait as
+        computing would take. A remote tier's answer is worth it while loading all that may be there still beats
+        computing; the tier itself bounds how long an answer is due.
         """
         patience = PATIENCE_SECONDS
-        awaited = found.awaited or found.keys[found.start + found.blocks]
-        slower = [tier for tier in self._manager.catalogs if tier != self._manager.near_tier]
-        if holding := [tier for tier in slower if awaited in self._manager.catalogs[tier]]:
+        awaited = self._awaited(found)
+        computed = (found.start + found.blocks) * self._block_size
+        if (answer := self._manager.awaited_answer(awaited)) is not None:
+            left = (len(found.keys) - found.start - found.blocks) * self._block_bytes
+            return self._cost.is_worth_asking(*answer, left, computed, tokens - computed)
+        if holding := self._holding(awaited):
             if self._manager.suspended.issuperset(holding):
                 return False
-            computed = (found.start + found.blocks) * self._block_size
             patience = max(patience, self._cost.compute_seconds(computed, tokens - computed))
         now = time.monotonic()
         if state.waits_since is None:
             state.waits_since = now
         return now < state.waits_since + patience
+
+    def ends_at(self, found: Match) -> bool:
+        """Whether the match ends at a block that is being staged from a slow tier and has not come in time: reading it
+        a second time would take as long again."""
+        awaited = self._awaited(found)
+        return self._manager.near.is_writing(awaited) and bool(self._holding(awaited))
+
+    @staticmethod
+    def _awaited(found: Match) -> Key:
+        return found.awaited or found.keys[found.start + found.blocks]
+
+    def _holding(self, key: Key) -> list[TierName]:
+        """Tiers below the near one that have a block."""
+        return [
+            tier
+            for tier, catalog in self._manager.catalogs.items()
+            if tier != self._manager.near_tier and key in catalog
+        ]
 
     def for_room(self, state: RequestState, blocks: int, loads: Sequence[LoadPlan]) -> bool:
         """Whether a load of so many blocks waits for the next step, rather than hold up the loads of this one."""

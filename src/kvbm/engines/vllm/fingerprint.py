@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kvbm.core.keys import Namespace
+from kvbm.engines.model_files import digest_of_files, folder_of
 from kvbm.engines.vllm import compat
 from kvbm.engines.weights import digest
 from kvbm.plans import Hello
@@ -57,6 +58,11 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
     if getattr(cache, "calculate_kv_scales", False):
         logger.warning("Persistence is off: --calculate-kv-scales gives every start scales of its own")
         return None
+    try:
+        processing = _processing(model)
+    except OSError as error:
+        logger.warning("Persistence is off: KVBM cannot read how this model prepares images and sound: %s", error)
+        return None
     reuses = reuses_engine_hashes(vllm_config, kv_cache_config, persistent=True)
     draft = getattr(vllm_config, "speculative_config", None)
     config = _json(model.hf_config)
@@ -74,6 +80,7 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
         "replica": getattr(parallel, "data_parallel_rank", 0) or 0,
         "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else _own_scheme(),
         **_groups(kv_cache_config),
+        **processing,
     }
 
 
@@ -100,6 +107,19 @@ def _groups(kv_cache_config: Any) -> Fingerprint:
     kinds = [str(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     stages = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
     return {"groups": digest(json.dumps([*kinds, stages]))} if len(kinds) > 1 else {}
+
+
+def _processing(model: Any) -> Fingerprint:
+    """The settings of a multimodal model's processor, and the code that a user trusts: vLLM's hashes cover neither.
+    Raises OSError when they cannot be read."""
+    processor, code = bool(model.is_multimodal_model), bool(getattr(model, "trust_remote_code", False))
+    if not (processor or code):
+        return {}
+    folder = folder_of(str(model.model), getattr(model, "revision", None))
+    if folder is None:
+        raise FileNotFoundError(f"{model.model} is neither a folder nor in the cache of the Hugging Face hub")
+    found = digest_of_files(folder, processor=processor, code=code)
+    return {"processing": found} if found else {}
 
 
 def _own_scheme() -> str:

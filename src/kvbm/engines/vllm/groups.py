@@ -4,13 +4,17 @@ Layers that see different parts of a prompt are in different KV cache groups, ea
 sliding window of 1,024 tokens vLLM frees the blocks farther back, where other layers keep all blocks. So sixteen tokens
 have a block in each group until vLLM frees it there.
 
+Other layers keep no KV but a state (Mamba, gated delta net, short convolution). vLLM saves it at some block boundaries,
+each time in a block of its own, and offers those blocks in the step that fills them. To go on from a boundary, a request
+needs the one block that was saved there.
+
 All groups take their blocks from one pool. They have equally many layers, and the first layers of all groups use the
 same memory, as do the second, and so on: the place of a block's bytes depends on its number, not on its group. So a
 tier keeps each of them as a block like any other, under a key that tells the groups apart. No other module handles
 groups.
 
 A prefix can be loaded when the tiers hold, for every group, the blocks that its layers see from the prefix's end: all
-blocks, or those of one window.
+blocks, those of one window, or the state at its end.
 """
 
 from __future__ import annotations
@@ -18,20 +22,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from kvbm.core.catalog import Hint
 from kvbm.core.keys import Key, in_group
 from kvbm.core.manager import BlockManager, Match, Run
 from kvbm.plans import TierName
 
 Tables = Sequence[Sequence[int]]  # block 0 stands where there is none
 
+# The window of a group whose layers keep a state.
+STATE = -1
+
+
+class Offer(NamedTuple):
+    """A block with the state of a group's layers after so many tokens of a request."""
+
+    group: int
+    block: int
+    tokens: int
+
 
 class Groups(Protocol):
     apart: bool  # blocks of a prefix are in several places, so that it is loaded as a whole, outside of the step
 
     def find(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+        self,
+        manager: BlockManager,
+        keys: Sequence[Key],
+        start: int,
+        limit: int,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """The longest prefix that can be brought back, see :meth:`BlockManager.lookup`."""
 
@@ -43,10 +65,10 @@ class Groups(Protocol):
         """The engine's blocks that so many blocks of a prompt are in."""
 
     def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
+        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
         """(keys, blocks) of a prompt's blocks ``first`` to ``end``, which a step completes that began with so many
-        ``computed`` tokens."""
+        ``computed`` tokens, and of the states that vLLM offers up to there."""
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """The keys of the blocks that a request has used up to this position, the front first."""
@@ -61,9 +83,15 @@ class OneGroup:
     apart = False
 
     def find(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+        self,
+        manager: BlockManager,
+        keys: Sequence[Key],
+        start: int,
+        limit: int,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
-        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers)
+        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers, hint=hint)
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
         return match.cut(count), self.targets(tables, match.start, count)
@@ -72,7 +100,7 @@ class OneGroup:
         return tables[0][start : start + count]
 
     def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
+        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
         return keys[first:end], tables[0][first:end]
 
@@ -84,23 +112,34 @@ class OneGroup:
 
 
 class SeveralGroups:
-    """``windows``: how many tokens the layers of each group see, the next one included; 0 for all of them."""
+    """``windows``: how many tokens the layers of each group see, the next one included; 0 for all of them, STATE for
+    layers that keep a state."""
 
     apart = True
 
     def __init__(self, windows: Sequence[int], block_size: int) -> None:
-        self._windows = windows
+        # A state needs the block that the last token is in, as a window does of that token and the next.
+        self._windows = [2 if window == STATE else window for window in windows]
+        self._states = [window == STATE for window in windows]
         self._seeing_all = [group for group, window in enumerate(windows) if not window]
         self._sliding = [group for group, window in enumerate(windows) if window]
         self._block_size = block_size
 
     def find(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, limit: int, wait_for_writers: bool = True
+        self,
+        manager: BlockManager,
+        keys: Sequence[Key],
+        start: int,
+        limit: int,
+        wait_for_writers: bool = True,
+        hint: Hint | None = None,
     ) -> Match:
         """Its runs give the number of blocks in each tier and no slots: the match is loaded as a whole, and the needed
         blocks are known only when vLLM has allocated room."""
         wanted = keys[:limit]
-        end, awaited = self._reach(manager, wanted, start, wait_for_writers)
+        # A hint counts blocks of the prompt, and the lookups below are for one group each.
+        anywhere = None if hint is None else hint._replace(blocks=0)
+        end, awaited = self._reach(manager, wanted, start, wait_for_writers, anywhere)
         pieces: Counter[TierName] = Counter()
         for tier, slots in manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).runs:
             pieces[tier] += len(slots)
@@ -116,7 +155,7 @@ class SeveralGroups:
         return Match(start, found, awaited is not None, wanted, awaited=awaited)
 
     def _reach(
-        self, manager: BlockManager, keys: Sequence[Key], start: int, wait_for_writers: bool
+        self, manager: BlockManager, keys: Sequence[Key], start: int, wait_for_writers: bool, hint: Hint | None
     ) -> tuple[int, Key | None]:
         """(end of the longest prefix for which every group has its blocks, something that a longer one lacks and
         that is being written right now)"""
@@ -127,7 +166,7 @@ class SeveralGroups:
             for group in groups:
                 # Without a block no prefix ends behind it, until a window has passed over it.
                 first = max(start, self._first(group, end * self._block_size))
-                end, writing = _run(manager, keys, group, first, end, wait_for_writers)
+                end, writing = _run(manager, keys, group, first, end, wait_for_writers, hint)
                 awaited = awaited or writing
             groups = self._sliding  # a group that sees all tokens also has all blocks of a shorter prefix
         return end, awaited
@@ -168,11 +207,20 @@ class SeveralGroups:
         return [block for table in tables for block in table[start : start + count] if block]
 
     def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int
+        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
-        """Without the blocks that vLLM had freed before the step: another request may own them."""
-        firsts = [max(first, self._first(group, computed)) for group in range(len(tables))]
-        return self._pieces(keys, tables, firsts, end)
+        """Without the blocks that vLLM had freed before the step: another request may own them. Of states only those
+        offered: a table also has blocks whose state is that of some token within them, and goes on changing."""
+        firsts = [
+            end if is_state else max(first, self._first(group, computed)) for group, is_state in enumerate(self._states)
+        ]
+        there, places = self._pieces(keys, tables, firsts, end)
+        for group, block, tokens in offers:
+            at = tokens // self._block_size - 1
+            if 0 <= at < end and tokens % self._block_size == 0 and self._states[group]:
+                there += in_group([keys[at]], group)
+                places.append(block)
+        return there, places
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """Blocks behind a window keep their age: only a request that branches off there uses them."""
@@ -184,13 +232,19 @@ class SeveralGroups:
 
 
 def _run(
-    manager: BlockManager, keys: Sequence[Key], group: int, first: int, end: int, wait_for_writers: bool
+    manager: BlockManager,
+    keys: Sequence[Key],
+    group: int,
+    first: int,
+    end: int,
+    wait_for_writers: bool,
+    hint: Hint | None,
 ) -> tuple[int, Key | None]:
     """(where the blocks end that a group has from the first on, the next one if it is being written)"""
     portion = 16  # most prompts are new: look up a few blocks first, not thousands
     while first < end:
         asked = in_group(keys[first : min(end, first + portion)], group)
-        found = manager.lookup(asked, wait_for_writers=wait_for_writers)
+        found = manager.lookup(asked, wait_for_writers=wait_for_writers, hint=hint)
         first += found.blocks
         if found.blocks < len(asked):
             return first, asked[found.blocks] if found.pending else None

@@ -16,10 +16,11 @@ from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
+from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.worker import WorkerAdapter
+from kvbm.gil import short_turns
 from kvbm.plans import LoadPlan
 from kvbm.runtime.leader import Leader
-from kvbm.transfer.gil import short_turns
 
 # Shorter prompts gain nothing from being fetched early: their load is over before the engine gets to the second layer.
 PREFETCH_BLOCKS = 64
@@ -58,12 +59,12 @@ class Prefetcher:
         if alone or self._step_loads:
             self._fetch(request)
 
-    def step_planned(self, loads: Sequence[LoadPlan], line: Iterable[Any]) -> None:
+    def step_planned(self, loads: Sequence[LoadPlan], line: Iterable[RequestState]) -> None:
         """This step's loads keep the bus busy until it ends; the first request in line fills the gap after it."""
         self._step_loads = any(load.layered and load.in_step for load in loads)
         if self._step_loads and all(load.in_step for load in loads):
-            for request in line:
-                self._fetch(request)
+            for state in line:
+                self._fetch(state.request)
                 return
 
     def load_planned(self, plan: LoadPlan) -> None:

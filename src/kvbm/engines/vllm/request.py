@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvbm.core.catalog import Hint
 from kvbm.engines import session
+from kvbm.engines.vllm.groups import Offer
 
 
 class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since", "refused", "request",
-        "tables", "waits_since",
+        "failures", "fetched", "hint", "loaded", "loads", "local_tokens", "offers", "outside", "put_off",
+        "put_off_since", "refused", "request", "tables", "waits_since",
     )  # fmt: skip
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, hint: Hint | None = None) -> None:
         super().__init__(request.request_id)
         self.request = request
+        self.hint = hint  # where a router says that its prefix lies
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
         # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
         self.tables: list[list[int]] | None = None
+        # Blocks that a remote tier sends while the request waits; None: not looked for yet.
+        self.fetched: int | None = None
+        self.offers: Sequence[Offer] = ()  # states that vLLM has saved in the current step
         self.loads = False  # blocks are on their way to it, or have been
         self.local_tokens = 0  # that vLLM's own prefix cache had when it last asked for more
         self.loaded = range(0)  # blocks of the load that was planned since
@@ -38,3 +44,12 @@ class RequestState(session.RequestState):
         self.outside = False
         if not computed:
             self.keep = True  # it starts from nothing
+
+    def comes_back(self) -> bool:
+        """Whether a load outside of the step has left the request with nothing at all.
+
+        vLLM then puts it first in its queue, before requests that hold blocks and wait to be scheduled. If there is no
+        room for it beside them, none of them proceeds. A deferred request stands behind them.
+        """
+        outside, self.outside = self.outside, False
+        return outside

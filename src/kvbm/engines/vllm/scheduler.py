@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
+from kvbm import gil
 from kvbm.config import Config
 from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
@@ -19,9 +20,11 @@ from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.deferral import Deferrals
 from kvbm.engines.vllm.exit import Exit
 from kvbm.engines.vllm.groups import Groups, Tables
+from kvbm.engines.vllm.hints import Hints
 from kvbm.engines.vllm.idle import MoveSteps
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.prefetch import Prefetcher
+from kvbm.engines.vllm.queue import QueuedFetches
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.services import Services
 from kvbm.engines.vllm.steps import follow_tables, work_of
@@ -31,18 +34,13 @@ from kvbm.engines.vllm.worker import WorkerAdapter, find_local
 from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, StepPlan, StorePlan
 from kvbm.runtime.leader import Leader
 from kvbm.tiers import registry
-from kvbm.transfer import gil
 
 logger = logging.getLogger("kvbm")
 
-# Loads of a request that may fail before all that it lacks is computed.
-MAX_FAILURES = 3
-
+MAX_FAILURES = 3  # loads of a request that may fail before all that it lacks is computed
 # After so many steps without anything to compute, no step with work is under way, even with overlapping steps.
 STILL_STEPS = 10
-
-# Finalizing a request with so many blocks takes long enough to delay other requests.
-LONG_PROMPT = 256
+LONG_PROMPT = 256  # finalizing a request with so many blocks takes long enough to delay other requests
 
 
 class SchedulerAdapter:
@@ -60,6 +58,7 @@ class SchedulerAdapter:
         self._cache = fingerprint.describe(vllm_config, kv_cache_config) if outlives else None
         self._groups = groups
         self._drops_last_block = compat.drops_last_block(vllm_config)
+        self._clears_before_fences = compat.clears_before_fences(vllm_config, kv_cache_config)
         self._prefills_whole_prompts = compat.prefills_whole_prompts(vllm_config)
         self._decode_tokens, may_layer = compat.layer_hooks(vllm_config)
         self._may_layer = may_layer and not groups.apart
@@ -83,6 +82,8 @@ class SchedulerAdapter:
         self._adapters: Adapters | None = None
         self._deferrals: Deferrals | None = None
         self._stores: Stores | None = None
+        self._hints: Hints | None = None
+        self._queue: QueuedFetches | None = None  # where a tier is remote
         self._prefetcher: Prefetcher | None = None  # where the only worker can be reached before the step
         self._only_worker: WorkerAdapter | None = None  # where the thread that schedules steps submits them too
         self.block_pool: Any = None  # vLLM's own, to ask what it still has
@@ -121,13 +122,15 @@ class SchedulerAdapter:
         self._adapters = Adapters(self._ranks, in_any_step, self._only_worker, getattr(lora, "max_loras", 1))
         namespace = fingerprint.namespace(vllm_config, hellos)
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
+        self._hints = Hints(leader)
         self._deferrals = Deferrals(leader.manager, self._cost, self._block_size, self.session.block_bytes)
         self._stores = Stores(self.session, self._keys, self._groups, self._services.describe, self._faults)
+        if leader.manager.has_remote_tiers and not self._groups.apart:
+            self._queue = QueuedFetches(leader, self._keys, self._block_size, self._decide, self._is_on_device)
         if self._only_worker is not None and self._may_layer:
             self._prefetcher = Prefetcher(
-                leader, self._only_worker, self._keys, self._block_size, self._decide,
-                lambda key: compat.is_on_device(self.block_pool, key), self._faults,
-            )  # fmt: skip
+                leader, self._only_worker, self._keys, self._block_size, self._decide, self._is_on_device, self._faults
+            )
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         self._services.start(
             self._config, vllm_config, self._kv_cache_config, self.session, self._groups.apart, hashes,
@@ -146,7 +149,10 @@ class SchedulerAdapter:
     def new_request(self, request: Any) -> None:
         if self._keys is not None:
             self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
-        self._requests[request.request_id] = RequestState(request)
+        hint = None if self._hints is None else self._hints.take(request)
+        self._requests[request.request_id] = RequestState(request, hint)
+        if self._queue is not None:
+            self._queue.arrived(request, hint)
         if self._prefetcher is not None:
             self._prefetcher.arrived(request, alone=not self._active)
 
@@ -162,15 +168,14 @@ class SchedulerAdapter:
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
-        state.match = None
-        state.local_tokens = computed_tokens
+        state.match, state.local_tokens = None, computed_tokens
         lora = getattr(request, "lora_request", None)
         weights = None
         if lora is not None:
             state.loaded = range(0)
             self._adapters.refresh()
             weights = self._keys.bind(request)
-        if self._comes_back(state):
+        if state.comes_back():
             return None, False
         if state.put_off and self._deferrals.for_room(state, state.put_off, self._loads):
             return None, False  # so far this step is as full as the last one was: no need to look again
@@ -189,11 +194,12 @@ class SchedulerAdapter:
                 return None, False
             self._keys.bind(request)
         keys = self._keys.of(request)
-        found = self._groups.find(self.leader.manager, keys, start, limit)
+        found = self._groups.find(self.leader.manager, keys, start, limit, hint=state.hint)
         if found.pending:
             if self._deferrals.for_block(state, found, request.num_tokens):
                 return None, False
-            found = self._groups.find(self.leader.manager, keys, start, limit, wait_for_writers=False)
+            if not self._deferrals.ends_at(found):
+                found = self._groups.find(self.leader.manager, keys, start, limit, False, state.hint)
         if self._drops_last_block:
             found = found.cut(found.blocks - 1)
         if self._prefills_whole_prompts and (start + found.blocks) * self._block_size != request.num_tokens - 1:
@@ -231,15 +237,6 @@ class SchedulerAdapter:
             state.match = state.match.extended(more[0], keys)
             state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
 
-    def _comes_back(self, state: RequestState) -> bool:
-        """Whether a load outside of the step has left a request with nothing at all.
-
-        vLLM then puts it first in its queue, before requests that hold blocks and wait to be scheduled. If there is no
-        room for it beside them, none of them proceeds. A deferred request stands behind them.
-        """
-        outside, state.outside = state.outside, False
-        return outside
-
     def _is_stuck(self, state: RequestState) -> bool:
         """Whether vLLM had no room for an offered load outside of the step, and no running request will free any.
 
@@ -255,6 +252,9 @@ class SchedulerAdapter:
         others = self._others_go_on(request.request_id)
         whole = self._groups.apart or self._prefills_whole_prompts
         return self.session.decide(found, request.num_tokens, others, whole, self._groups.moved(found.blocks))
+
+    def _is_on_device(self, key: Key) -> bool:
+        return compat.is_on_device(self.block_pool, key)
 
     def _others_go_on(self, request_id: str) -> bool:
         """Whether a long step delays other requests. One whose last token a running step computes is not delayed."""
@@ -349,6 +349,8 @@ class SchedulerAdapter:
             self._faults.record("planning stores", error)
         self._still_steps = 0 if output.num_scheduled_tokens else self._still_steps + 1
         try:
+            if self._queue is not None and self.leader is not None:
+                self._queue.fetch(self._line())
             if self._prefetcher is not None:
                 self._prefetcher.step_planned(loads, self._line())
         except Exception as error:
@@ -369,15 +371,18 @@ class SchedulerAdapter:
             adapters=uses, wanted=wanted, changes_heard=self._weights.heard(self._ranks),
         )  # fmt: skip
 
-    def _line(self) -> Iterator[Any]:
+    def _line(self) -> Iterator[RequestState]:
         """Requests that have not had a block yet, in the order in which they came."""
-        return (state.request for name, state in self._requests.items() if not state.loads and name not in self._active)
+        return (state for name, state in self._requests.items() if not state.loads and name not in self._active)
 
     def _follow_tables(self, output: Any) -> list[int]:
         """Bring the block tables up to date; returns the copies that must be over before this step writes."""
         written = follow_tables(output, self._requests, self._block_size, self._admit)
         self._active.update(output.num_scheduled_tokens)
-        return self.leader.fences(written) if self.leader else []
+        fences = self.leader.fences(written) if self.leader else []
+        if fences and self._clears_before_fences and self.leader:
+            self.leader.taint(fences)
+        return fences
 
     def _admit(self, state: RequestState, tables: Tables, computed: int) -> None:
         """A request has new block tables, and starts to compute behind so many tokens."""
@@ -493,7 +498,8 @@ class SchedulerAdapter:
 
     @property
     def busy(self) -> bool:
-        """Stores or events are pending: vLLM must go on stepping to deliver them."""
+        """Stores or events are pending, or loads of a paused engine: vLLM must go on stepping to deliver them. A reset
+        that follows a pause fails while a load holds blocks."""
         if self._services.owes_events or (leader := self.leader) is None:
             return self._services.owes_events
-        return leader.owes_verdicts or leader.stores_under_way or self._moves.are_wanted()
+        return leader.plans_under_way > 0 or leader.owes_verdicts or self._moves.are_wanted()

@@ -53,7 +53,8 @@ class Services(services.Services):
         engine = vllm_config.kv_transfer_config.engine_id
         replica = getattr(parallel, "data_parallel_rank_local", None) or 0
         version, blocks = metadata.version("vllm"), kv_cache_config.num_blocks
-        session.show("vllm", version, name, blocks, hashes, f"engine {engine}", replica)
+        device = "CPU" if compat.is_on_cpu() else "GPU"
+        session.show("vllm", version, name, blocks, hashes, f"engine {engine}", replica, device)
         self._appear(config, session, engine, name, replica, engine_blocks)
 
     def describe(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:

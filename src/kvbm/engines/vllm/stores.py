@@ -8,6 +8,7 @@ from typing import Any
 from kvbm.core.keys import Key
 from kvbm.engines.guard import Faults
 from kvbm.engines.session import Completed, Session
+from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState
@@ -44,6 +45,7 @@ class Stores:
         """Add plans for all blocks that this step completes, and the adapters that they depend on. A failure
         leaves the plans made before it in the lists: the caller must deliver them."""
         computed, size = computed_of(output), self._session.block_size
+        offers = compat.offered_states(output)
         together: Grown = []  # an order to the copier costs as much for one block as for many
         adapted: Grown = []  # as well, and refused as one
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -60,6 +62,7 @@ class Stores:
                 continue
             if grown is None:
                 continue
+            state.offers = offers.get(request_id, ())
             if grown.end - grown.first > FEW_BLOCKS:
                 stores += self._store([(state, grown)], uses)
             elif getattr(state.request, "lora_request", None) is None:
@@ -91,7 +94,7 @@ class Stores:
         blocks: list[int] = []
         for state, (_, known, first, end, computed) in grown:
             assert state.tables is not None
-            fresh, places = self._groups.completed(known, state.tables, first, end, computed)
+            fresh, places = self._groups.completed(known, state.tables, first, end, computed, state.offers)
             keys += fresh
             blocks += places
         plan = self._session.store([part for _, part in grown], keys, blocks)

@@ -1,14 +1,17 @@
-// The page asks for the state once a second and draws it. Rates are differences between two answers, so the engine
-// keeps no history for it; a page that was just opened has none.
+// The page asks for the state once a second and draws it. Rates are differences between two answers. The figures of the
+// minutes before the page was opened come from the server, which has one point every few seconds.
 "use strict";
 
 const EVERY_MS = 1000;
 const HISTORY_S = 300;
 const SMOOTH_S = 5; // rates are means over this many seconds: single transfers would only flicker
 const REQUESTS = 25;
-const NAMES = { device: "GPU (the engine's own cache)", host: "Host memory", disk: "Disk", object: "Object store" };
+const SILENT_MS = 10000; // the server repeats the last answer of an engine that is silent
+const NAMES = { host: "Host memory", disk: "Disk", object: "Object store", objects: "Object store" };
+const COLORS = ["host", "disk", "object"]; // of the first tier, the second, the others
 
 const states = []; // the answers of the last minutes, oldest first
+let changed = 0; // when the last answer differed from the one before
 const $ = (id) => document.getElementById(id);
 
 // -- text ------------------------------------------------------------------------------------------------------------
@@ -89,13 +92,29 @@ function drawHead(state) {
   document.title = `KVBM: ${id.model}`;
 }
 
+function colorOf(state, tier) {
+  const at = state.tiers.findIndex((t) => t.tier === tier);
+  return COLORS[Math.min(Math.max(at, 0), COLORS.length - 1)];
+}
+
+// What takes the place of the findings while the engine does not answer: they would be about the past.
+function drawBanner(text) {
+  document.body.className = "dead";
+  const last = states.length ? ` The figures below are of ${new Date(states[states.length - 1].at * 1000).toLocaleTimeString()}.` : "";
+  $("findings").replaceChildren(make("div", { class: "finding", "data-level": "bad", role: "alert" },
+    make("p", {}, make("b", {}, "The engine does not answer."), ` ${text}${last}`)));
+}
+
 function drawFindings(state) {
+  document.body.className = "";
   $("findings").replaceChildren(...state.findings.map((finding) => make(
     "div", { class: "finding", "data-level": finding.level },
     make("p", {}, finding.text),
     ...(finding.cure ? [make("p", { class: "cure" }, finding.cure)] : []),
   )));
 }
+
+const NOTHING = "–"; // for a figure that is not known
 
 function tile(name, value, more = "") {
   return make("dl", { class: "tile" }, make("dt", {}, name), make("dd", {}, value, make("small", {}, more)));
@@ -106,16 +125,20 @@ function drawTiles(state) {
   const asked = `of ${whole(window.blocks)} blocks, last ${whole(window.requests)} requests`;
   const tiles = state.tiers.map((tier) => {
     const hits = window.hits[tier.tier] || 0;
-    return tile(`hit rate, ${tier.tier}`, percent(window.blocks ? hits / window.blocks : 0), asked);
+    return window.blocks ? tile(`hit rate, ${tier.tier}`, percent(hits / window.blocks), asked)
+      : tile(`hit rate, ${tier.tier}`, NOTHING, "no request yet");
   });
   const saved = state.saved;
   const net = saved.saved_seconds - saved.lost_seconds;
-  const mean = saved.loads ? `${seconds(net / saved.loads)} a load, ${whole(saved.loads)} loads` : "no load yet";
-  tiles.push(tile("time to first token saved", seconds(net), `estimated: ${mean}`));
+  const mean = saved.loads ? `estimated: ${seconds(net / saved.loads)} a load, ${whole(saved.loads)} loads` : "no load yet";
+  // Without a measured speed of prefill there is nothing to compare a load with.
+  tiles.push(tile("time to first token saved", saved.loads && saved.measured ? seconds(net) : NOTHING,
+    saved.loads && !saved.measured ? "speed of prefill not measured yet" : mean));
   const id = state.identity;
   tiles.push(tile("tokens brought back", whole(state.matched_tokens), `blocks of ${id.block_tokens} tokens, ${bytes(id.block_bytes)}`));
   const speed = saved.prefill_tokens_per_second;
-  tiles.push(tile("prefill", `${whole(speed)}/s`, saved.measured ? "tokens, as measured" : "tokens, a guess so far"));
+  tiles.push(saved.measured ? tile("prefill", `${whole(speed)}/s`, "tokens, as measured")
+    : tile("prefill", NOTHING, "not measured yet"));
   const failures = Object.values(state.failures).reduce((sum, n) => sum + n, 0);
   const reasons = Object.keys(state.failures).join("; ");
   tiles.push(tile("faults", whole(failures), failures ? reasons : "none"));
@@ -138,11 +161,28 @@ function drawFlow(source, target, sign) {
   return node;
 }
 
+// What has come from each source of a tier that has several, and what others have read here.
+function drawSources(state, tier) {
+  const refusals = (each) => Object.values(each.refused).reduce((sum, n) => sum + n, 0);
+  const lines = state.sources.filter((s) => s.tier === tier).sort((a, b) => b.blocks - a.blocks).slice(0, 16).map((s) => {
+    const speed = s.bytes_per_second ? `, ${bytes(s.bytes_per_second)}/s` : "";
+    const refused = refusals(s) ? `, ${whole(refusals(s))} refused (${Object.keys(s.refused).join(", ")})` : "";
+    const text = `${whole(s.blocks)} blocks, ${bytes(s.bytes)}${speed} over ${s.path}${refused}${s.suspended ? ", suspended" : ""}`;
+    return make("span", { class: s.blocks ? "on" : "" }, `← ${s.source}: `, make("b", {}, text));
+  });
+  for (const s of state.served.filter((each) => each.tier === tier)) {
+    const refused = refusals(s) ? `, ${whole(refusals(s))} refused (${Object.keys(s.refused).join(", ")})` : "";
+    lines.push(make("span", { class: s.blocks ? "on" : "" }, "→ other engines have read ",
+      make("b", {}, `${whole(s.blocks)} blocks, ${bytes(s.bytes)}${refused}`)));
+  }
+  return lines.length ? [make("div", { class: "flow", "data-sources": tier }, ...lines)] : [];
+}
+
 function drawTiers(state) {
   const id = state.identity;
   const nodes = [make(
     "div", { class: "tier", "data-tier": "device" },
-    make("div", { class: "names" }, make("b", {}, NAMES.device),
+    make("div", { class: "names" }, make("b", {}, `${id.device} (the engine's own cache)`),
       make("span", {}, id.engine_blocks
         ? `${bytes(id.engine_blocks * id.block_bytes)}, ${whole(id.engine_blocks)} blocks` : "size not known")),
   )];
@@ -151,16 +191,17 @@ function drawTiers(state) {
     const flows = above.flatMap((upper) => [drawFlow(upper, tier.tier, "↓"), drawFlow(tier.tier, upper, "↑")]);
     nodes.push(make("div", { class: "flow" }, ...flows.filter(Boolean)));
     const used = tier.slots - tier.free;
-    const size = tier.slots
+    const others = state.sources.some((s) => s.tier === tier.tier) || state.served.some((s) => s.tier === tier.tier);
+    const size = others ? "of other engines" : !tier.bounded ? `${bytes(used * tier.block_bytes)} known to this engine` : tier.slots
       ? `${bytes(used * tier.block_bytes)} of ${bytes(tier.slots * tier.block_bytes)} (${percent(used / tier.slots)})`
       : "size not known";
     const label = `${tier.tier}: ${whole(tier.idle)} kept, ${whole(tier.pinned)} being read, ${whole(tier.writing)} being written, ${whole(tier.free)} free`;
     const evicted = tier.evictions ? `, ${whole(tier.evictions)} evicted` : "";
     nodes.push(make(
       "div", { class: "tier", "data-tier": tier.tier },
-      make("div", { class: "names" }, make("b", {}, NAMES[tier.tier]), make("span", {}, `${size}${evicted}`)),
+      make("div", { class: "names" }, make("b", {}, NAMES[tier.tier] || tier.tier), make("span", {}, `${size}${evicted}`)),
       bar(["pinned", "idle", "writing", "free"].map((kind) => [kind, tier[kind]]), label),
-    ));
+    ), ...drawSources(state, tier.tier));
     above.push(tier.tier);
   }
   $("tiers").replaceChildren(...nodes);
@@ -204,7 +245,7 @@ function drawHistory(state) {
     ]),
     plot("hit rate", "%", state.tiers.map((tier) => ({
       name: tier.tier,
-      color: tier.tier,
+      color: colorOf(state, tier.tier),
       values: states.map((s) => (s.hit_rates.blocks ? (s.hit_rates.hits[tier.tier] || 0) / s.hit_rates.blocks : 0)),
       show: percent,
     }))),
@@ -212,7 +253,15 @@ function drawHistory(state) {
   $("history").replaceChildren(...plots);
 }
 
-function drawRequest(request) {
+function drawSources(state) {
+  const key = (kind, text) => make("span", {}, make("i", { class: `key ${kind}` }), text);
+  $("sources").replaceChildren(
+    make("span", {}, "tokens of the prompt:"), key("device", "the engine had them"),
+    ...state.tiers.map((tier) => key(colorOf(state, tier.tier), `from ${tier.tier}`)), key("compute", "computed"),
+  );
+}
+
+function drawRequest(state, request) {
   const parts = [["device", request.device_tokens]];
   let left = request.loaded_tokens;
   for (const [tier, tokens] of Object.entries(request.found)) {
@@ -223,6 +272,7 @@ function drawRequest(request) {
   const rest = Math.max(0, request.prompt_tokens - request.device_tokens - request.loaded_tokens);
   parts.push(["compute", rest]);
   const label = parts.filter(([, n]) => n).map(([kind, n]) => `${whole(n)} ${kind}`).join(", ");
+  const colored = parts.map(([kind, n]) => [["device", "compute"].includes(kind) ? kind : colorOf(state, kind), n]);
   const cell = (text, name) => make("td", { "data-name": name }, text);
   const saved = request.saved_seconds;
   const savedCell = cell(saved === null ? "–" : seconds(saved), "saved");
@@ -232,7 +282,7 @@ function drawRequest(request) {
     "tr", { title: request.id },
     make("td", {}, new Date(request.at * 1000).toLocaleTimeString()),
     cell(whole(request.prompt_tokens), "tokens"),
-    make("td", { class: "wide" }, bar(parts, label)),
+    make("td", { class: "wide" }, bar(colored, label)),
     cell(request.load_seconds === null ? "–" : seconds(request.load_seconds), "loaded in"),
     savedCell,
     make("td", {}, request.why + failed),
@@ -245,7 +295,8 @@ function draw(state) {
   drawTiles(state);
   drawTiers(state);
   drawHistory(state);
-  $("requests").replaceChildren(...state.requests.map(drawRequest));
+  drawSources(state);
+  $("requests").replaceChildren(...state.requests.map((request) => drawRequest(state, request)));
   $("none").hidden = state.requests.length > 0;
 }
 
@@ -257,18 +308,37 @@ function say(kind, text) {
   link.dataset.state = kind;
 }
 
+async function get(path) {
+  const answer = await fetch(path, { cache: "no-store" });
+  if (!answer.ok) throw new Error(`${answer.status} ${await answer.text()}`);
+  return answer.json();
+}
+
 async function ask() {
   try {
-    const answer = await fetch(`/api/state?requests=${REQUESTS}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(`${answer.status} ${await answer.text()}`);
-    const state = await answer.json();
+    const state = await get(`/api/state?requests=${REQUESTS}`);
     if (states.length && states[states.length - 1].started !== state.started) states.length = 0; // a new engine
-    states.push(state);
+    if (!states.length) {
+      const past = await get("/api/history");
+      states.push(...past.filter((point) => point.started === state.started && point.at < state.at));
+    }
+    const last = states[states.length - 1];
+    if (!last || last.at !== state.at) {
+      changed = performance.now();
+      states.push(state);
+    }
     while (states.length && state.at - states[0].at > HISTORY_S) states.shift();
     draw(state);
     for (const old of states.slice(0, -1)) delete old.requests;
-    say("live", "live");
+    const silent = performance.now() - changed;
+    if (silent > SILENT_MS) {
+      drawBanner(`It has been silent for ${seconds(silent / 1000)}.`);
+      say("lost", "no answer");
+    } else {
+      say("live", "live");
+    }
   } catch (error) {
+    drawBanner("It has ended, or this machine cannot reach it.");
     say("lost", `not reachable: ${error.message}`);
   }
   setTimeout(ask, document.hidden ? 5 * EVERY_MS : EVERY_MS);

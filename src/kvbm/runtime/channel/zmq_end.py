@@ -18,6 +18,7 @@ import zmq
 from kvbm.runtime import channel
 from kvbm.runtime.channel import zmq_wire as wire
 from kvbm.runtime.channel.base import Agreement, ChannelError, HandshakeTimeoutError, Timing
+from kvbm.runtime.channel.curve import SECRET_SETTING, Curve
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ TIMEOUT_SETTING = "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS"
 TICK = 0.05  # of the thread during the handshake, and of a wait for plans
 _BATCH = 1024  # messages read in one go: a flood of messages does not hold up a step
 _REPEATS = 512  # messages sent again in one go; a peer that misses more asks again
+_OTHER_SECRET = (
+    f"the other end has another secret, or none; set the same {SECRET_SETTING} for the leader and all workers"
+)
 _LARGEST = 64 << 20  # bytes of a message; the plan of a million blocks has 10 MiB
 
 
@@ -42,9 +46,10 @@ class ZmqEnd(ABC):
     _numbered: bytes
     _pulse: bytes
 
-    def __init__(self, rank: int, timeout: float, timing: Timing) -> None:
+    def __init__(self, rank: int, timeout: float, timing: Timing, secret: str = "") -> None:
         self.malformed = 0  # messages that could not be read or came from strangers; they are dropped
         self._last_malformed = ""
+        self._curve = Curve(secret) if secret else None  # for TCP
         self._me = wire.new_sender(rank)
         self._timeout = timeout
         self._timing = timing
@@ -55,6 +60,7 @@ class ZmqEnd(ABC):
         self._settled = threading.Event()  # the handshake has ended, one way or another
         self._error: ChannelError | None = None
         self._out_box = wire.Outbox()
+        self._said_refused = False
         self._told = float("-inf")  # when the last sign of life went out
         self._given_since = 0  # messages given to the caller since then
         self._closed = False
@@ -113,14 +119,18 @@ class ZmqEnd(ABC):
             self._end(HandshakeTimeoutError(self._late()))
 
     def _unread(self) -> str:
+        failures = 0 if self._curve is None else self._curve.failures
+        refused = f" {failures} connections were refused: {_OTHER_SECRET}." if failures else ""
         if not self.malformed:
-            return ""
-        return f" {self.malformed} messages were dropped, the last one because: {self._last_malformed}."
+            return refused
+        return f" {self.malformed} messages were dropped, the last one because: {self._last_malformed}.{refused}"
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _socket(self, kind: int, url: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, url: str, listens: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        if self._curve is not None and url.startswith("tcp:"):
+            self._curve.protect(socket, listens)
         socket.setsockopt(zmq.LINGER, 0)
         # Above the window, so that only a broken connection or a flood loses messages; both show as gaps.
         socket.setsockopt(zmq.SNDHWM, 2 * self._window)
@@ -131,6 +141,11 @@ class ZmqEnd(ABC):
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         return socket
+
+    def _note_refused(self) -> None:
+        if self._curve is not None and self._curve.note_failures() and not self._said_refused:
+            self._said_refused = True
+            logger.warning("KVBM: a connection to %s was refused: %s", self._in_url, _OTHER_SECRET)
 
     def _drain(self) -> None:
         for _ in range(_BATCH):
@@ -182,6 +197,7 @@ class ZmqEnd(ABC):
         while not self._stop.wait(min(self._timing.beat / 4, 1.0) if self._confirmed else TICK):
             with self._lock:
                 try:
+                    self._note_refused()
                     self._drain()
                     self._turn(time.monotonic())
                 except Exception:

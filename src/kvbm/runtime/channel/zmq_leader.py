@@ -15,6 +15,7 @@ from kvbm.plans import Hello, Report, StepPlan, decode_hello, decode_reports, en
 from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
 from kvbm.runtime.channel.base import TIMING, ChannelError, LeaderChannel, Timing, agree, name_ranks
+from kvbm.runtime.channel.curve import SECRET_SETTING
 from kvbm.runtime.channel.zmq_end import (
     ACK_SETTING,
     HOST_SETTING,
@@ -56,8 +57,9 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
         ack_url: str,
         timeout: float = 1800.0,
         timing: Timing = TIMING,
+        secret: str = "",
     ) -> None:
-        super().__init__(0, timeout, timing)
+        super().__init__(0, timeout, timing, secret)
         self.ranks = ranks
         self._by_rank: dict[int, _Peer] = {}
         self._reports: list[Report] = []
@@ -81,15 +83,16 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
         host = urlsplit(url).hostname or ""
         if (path := local.path_of(url)) is not None:
             self._claim(path, setting)
-        else:
+        elif self._curve is None:
             logger.warning(
                 "KVBM: the leader listens on %s. The channel is then open to that network, and unauthenticated: "
-                "any host that reaches the port can read plans and make workers move blocks. Keep %s on 127.0.0.1 "
-                "unless workers run on other machines",
+                "any host that reaches the port can read plans and make workers move blocks. Set %s for the leader "
+                "and all workers, and keep %s on 127.0.0.1 unless workers run on other machines",
                 url,
+                SECRET_SETTING,
                 HOST_SETTING,
             )
-        socket = self._socket(kind, url)
+        socket = self._socket(kind, url, listens=True)
         try:
             socket.bind(url)
         except zmq.ZMQError as error:

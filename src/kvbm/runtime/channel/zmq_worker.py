@@ -45,8 +45,9 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
         ack_url: str,
         timeout: float = 1800.0,
         timing: Timing = TIMING,
+        secret: str = "",
     ) -> None:
-        super().__init__(hello.rank, timeout, timing)
+        super().__init__(hello.rank, timeout, timing, secret)
         self.hello = hello
         self.pub_url, self.ack_url = pub_url, ack_url
         self.lost: str | None = None
@@ -58,10 +59,10 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
         try:
             for path in filter(None, map(local.path_of, (pub_url, ack_url))):
                 local.prepare(path)
-            self._in = self._socket(zmq.SUB, pub_url)
+            self._in = self._socket(zmq.SUB, pub_url, listens=False)
             self._in.setsockopt(zmq.SUBSCRIBE, b"")
             self._in.connect(pub_url)
-            self._out = self._socket(zmq.PUSH, ack_url)
+            self._out = self._socket(zmq.PUSH, ack_url, listens=False)
             self._out.connect(ack_url)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)

@@ -182,17 +182,21 @@ def _explain_check(text: str) -> OSError | ValueError:
 
 
 def set_aside(directory: Path) -> None:
-    """Remove the files of a damaged index. A directory in the place of a file is renamed: KVBM did not create it."""
+    """Remove the files of a damaged index."""
     for suffix in SUFFIXES:
-        path = directory / f"{DATABASE}{suffix}"
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            pass
-        except (IsADirectoryError, PermissionError):
-            if not path.is_dir():
-                raise
-            path.rename(path.with_name(f"{path.name}.damaged-{time.time_ns()}"))
+        make_way(directory / f"{DATABASE}{suffix}")
+
+
+def make_way(path: Path) -> None:
+    """Remove a file, or what lies in its place. A directory is renamed: KVBM did not create it."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    except (IsADirectoryError, PermissionError):
+        if not path.is_dir():
+            raise
+        path.rename(path.with_name(f"{path.name}.damaged-{time.time_ns()}"))
 
 
 def execute(connection: sqlite3.Connection, statement: str, rows: Iterable[tuple[object, ...]]) -> None:

@@ -27,8 +27,8 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,16 @@ from kvbm.tiers import bounded
 from kvbm.tiers.base import Fingerprint
 from kvbm.tiers.directory import private_directory
 from kvbm.tiers.disk.database import DATABASE as DATABASE
-from kvbm.tiers.disk.database import DELETE_SLOTS, IndexUnavailable, Opened, connect, execute, row_sum, set_aside
+from kvbm.tiers.disk.database import (
+    DELETE_SLOTS,
+    IndexUnavailable,
+    Opened,
+    connect,
+    execute,
+    make_way,
+    row_sum,
+    set_aside,
+)
 from kvbm.tiers.lock import FileLock
 
 logger = logging.getLogger("kvbm")
@@ -46,6 +55,7 @@ logger = logging.getLogger("kvbm")
 FORMAT = 1
 DESCRIPTION = "cache.json"
 LOCK = "lock"
+MAX_DESCRIPTION_BYTES = 1 << 20  # an engine writes about one thousand
 KEY_MAP = "keys.map"  # the index, for ranks that read the slab of another rank
 
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
@@ -359,10 +369,10 @@ def _compare(directory: Path, fingerprint: Fingerprint) -> str:
     """Why the cache in the directory cannot be used; empty when it can."""
     path = directory / DESCRIPTION
     try:
-        found = json.loads(path.read_bytes())["fingerprint"]
+        found = json.loads(_read(path))["fingerprint"]
     except FileNotFoundError:
         return "" if not os.path.lexists(directory / DATABASE) else f"its {DESCRIPTION} is missing"
-    except (IsADirectoryError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return f"its {DESCRIPTION} cannot be read ({error})"
     wanted = json.loads(_canonical(fingerprint))
     if found != wanted:
@@ -372,15 +382,24 @@ def _compare(directory: Path, fingerprint: Fingerprint) -> str:
     return ""
 
 
+def _read(description: Path) -> bytes:
+    """Raises ValueError for what no engine has written, and reads none of it: a device never ends."""
+    status = os.lstat(description)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_DESCRIPTION_BYTES:
+        raise ValueError(f"expected a file of at most {MAX_DESCRIPTION_BYTES:,} bytes")
+    return description.read_bytes()
+
+
 def _describe(directory: Path, fingerprint: Fingerprint, slots: int, about: Mapping[str, str | int]) -> None:
     text = json.dumps({"fingerprint": json.loads(_canonical(fingerprint)), "slots": slots, **about}, indent=2)
     path, new = directory / DESCRIPTION, directory / f"{DESCRIPTION}.new"
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == f"{text}\n".encode():
+    with contextlib.suppress(OSError, ValueError):
+        if _read(path) == f"{text}\n".encode():
             return  # a disk without room for a copy of it is no reason to go without the cache
     if path.is_dir():
-        path.rename(path.with_name(f"{DESCRIPTION}.damaged-{time.time_ns()}"))
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        make_way(path)
+    make_way(new)  # left by a crash
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "w") as file:
             file.write(text + "\n")

@@ -29,7 +29,7 @@ from urllib.parse import quote
 from kvbm.tiers.directory import CacheRefused, distrust_file, open_private, open_trusted
 from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum, read_sums
 from kvbm.tiers.disk.database import DATABASE, SUFFIXES
-from kvbm.tiers.disk.index import DESCRIPTION, KEY_MAP, LOCK
+from kvbm.tiers.disk.index import DESCRIPTION, KEY_MAP, LOCK, MAX_DESCRIPTION_BYTES
 from kvbm.tiers.disk.prealloc import ALIGNMENT
 from kvbm.tiers.lock import FileLock, is_locked
 
@@ -38,7 +38,6 @@ _SLABS = "rank-*.slab"
 _DATABASES = tuple(f"{DATABASE}{suffix}" for suffix in SUFFIXES)
 _PIECE = 8 << 20  # bytes read at a time
 _SETTLE_SECONDS = 1.0  # after which the index thread has written all changes
-_MAX_DESCRIPTION = 1 << 20  # bytes; an engine writes about one thousand
 _MAX_SLOT = 1 << 32  # bytes; a block of the largest models has some tens of MB
 
 
@@ -179,8 +178,8 @@ def describe(path: Path) -> Cache:
 def _description(path: Path, files: Files) -> tuple[dict[str, str | int], int]:
     file = path / DESCRIPTION
     try:
-        if files[DESCRIPTION].st_size > _MAX_DESCRIPTION:
-            raise ValueError(f"{files[DESCRIPTION].st_size:,} bytes, expected at most {_MAX_DESCRIPTION:,}")
+        if files[DESCRIPTION].st_size > MAX_DESCRIPTION_BYTES:
+            raise ValueError(f"{files[DESCRIPTION].st_size:,} bytes, expected at most {MAX_DESCRIPTION_BYTES:,}")
         found = json.loads(file.read_bytes())
         fingerprint, slots = found["fingerprint"], found["slots"]
         if not isinstance(fingerprint, dict) or not all(isinstance(value, str | int) for value in fingerprint.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kvbm.testing.disk_faults import disk_io
 from kvbm.tiers import disk
 from kvbm.tiers.base import LeaderContext, RankContext, Store
 from kvbm.tiers.bounded import Call, DiskHangs, reason_of
-from kvbm.tiers.directory import private_directory
+from kvbm.tiers.directory import SETTING, CacheRefused, private_directory
 from kvbm.tiers.disk import gds
 from kvbm.tiers.disk.file import DiskFile, DiskSpaceError
 from kvbm.tiers.disk.index import Index, cache_directory, slab_path
@@ -22,6 +23,12 @@ logger = logging.getLogger("kvbm")
 
 # Staging slots where the user asked for no host tier.
 _MIN_STAGING_SLOTS = 8
+# The directory cannot be used until an administrator or the user changes something. Other errors may pass.
+_UNUSABLE = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+class DiskDirectoryError(OSError):
+    """The directory of the settings can never hold this cache; the text says why and what to do."""
 
 
 def open_file(config: Config, path: Path, slots: int, slot_bytes: int, rank: int, patience: float) -> DiskFile:
@@ -47,7 +54,7 @@ def staging_slots(config: Config, slot_bytes: int) -> int:
 
 def open_store(context: RankContext) -> Call[Store | None] | None:
     """This rank's file, made in the background. Its result is None when the disk cannot be used now, and it raises
-    :class:`DiskSpaceError` when the disk can never hold what was asked for."""
+    :class:`DiskSpaceError` or :class:`DiskDirectoryError` when the settings can never be met."""
     config = context.config
     if context.cache is None:
         if not config.has_host_tier:
@@ -66,10 +73,10 @@ def open_store(context: RankContext) -> Call[Store | None] | None:
 
 def _open_file(context: RankContext, directory: Path, slots: int) -> Store | None:
     try:
-        private_directory(directory)
+        _make_directory(context.config, directory)
         path = slab_path(directory, context.rank)
         return open_file(context.config, path, slots, context.slot_bytes, context.rank, PATIENCE_SECONDS)
-    except (DiskSpaceError, DiskHangs):  # the caller has given up this call and logged it
+    except (DiskSpaceError, DiskDirectoryError, DiskHangs):  # the caller has given up a call that hangs, and logged it
         raise
     except Exception as error:
         logger.warning(
@@ -77,6 +84,17 @@ def _open_file(context: RankContext, directory: Path, slots: int) -> Store | Non
             context.rank, reason_of(error),
         )  # fmt: skip
         return None
+
+
+def _make_directory(config: Config, directory: Path) -> None:
+    try:
+        private_directory(directory)
+    except OSError as error:
+        if not isinstance(error, CacheRefused) and error.errno not in _UNUSABLE:
+            raise
+        reason, place = error.strerror or str(error), f"{SETTING}={config.disk_cache_dir}"
+        cure = "" if isinstance(error, CacheRefused) else f". Set {SETTING} to a directory on a local drive"
+        raise DiskDirectoryError(error.errno, f"{place} cannot be used: {reason}{cure}") from error
 
 
 def _close(file: Store | None) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbm.config import Config
-from kvbm.core.catalog import Catalog, Journal
+from kvbm.core.catalog import Catalog, Hint, Journal
 from kvbm.core.keys import Key
 from kvbm.tiers.base import Operation, Store
 from kvbm.tiers.bounded import Call, DaemonThreads, reason_of
@@ -179,7 +179,7 @@ class SharedCatalog(Catalog):
         if self._looking is not None and self._looking.wait(_FIRST_LOOK_SECONDS):
             self.expect(())
 
-    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
         """Take in the map of a writer that has begun since, and start to look for the next one once a second."""
         now = time.monotonic()
         if self._looking is None and not self._is_over and now - self._looked_at > _LOOK_INTERVAL_SECONDS:

@@ -11,6 +11,7 @@ from kvbm.tiers.bounded import Call, reason_of
 from kvbm.tiers.directory import private_directory
 from kvbm.tiers.disk.index import cache_directory, slab_path
 from kvbm.tiers.host.persistent_slab import DIRECTORY_SETTING, PersistentSlab, rows_of
+from kvbm.tiers.host.shared import MappableSlab
 from kvbm.tiers.host.slab import HostMemoryError, HostSlab, available_memory
 from kvbm.tiers.lock import PATIENCE_SECONDS
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("kvbm")
 
 def open_slab(context: RankContext, slots: int, may_persist: bool) -> HostSlab:
     slab = _open_persistent(context, slots, may_persist) if host.TIER.outlives_engine(context.config) else None
+    if slab is None and context.shares_near_memory:
+        return MappableSlab(slots * context.slot_bytes, host.TIER.node(context))
     return slab or HostSlab(slots * context.slot_bytes, node=host.TIER.node(context))
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvbm.tiers.host.slab import HostSlab, Shared, mapped_bytes, refuse_if_too_large
+
 # Linux; the names came with Python 3.13.
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEALED = 0x1 | 0x2 | 0x4  # no more seals, neither smaller nor larger: a mapping that shrinks kills its reader
@@ -77,6 +79,26 @@ class SharedMemory:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
+
+
+class MappableSlab(HostSlab):
+    """A slab of one rank that other processes of this user can map. Has huge pages only where the kernel gives them to
+    shared memory (/sys/kernel/mm/transparent_hugepage/shmem_enabled)."""
+
+    def __init__(self, size: int, node: int | None = None) -> None:
+        refuse_if_too_large(size)
+        self._memory = SharedMemory.make(mapped_bytes(size))
+        try:
+            super().__init__(size, node=node, shared=Shared(self._memory.file, 0, 1))
+        except BaseException:
+            self._memory.close()
+            raise
+        self.file = self._memory.file
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()
+        self.file = -1
 
 
 def machine() -> str:

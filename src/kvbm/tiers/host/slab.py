@@ -51,6 +51,7 @@ class HostSlab:
     """
 
     outlives_engine = False
+    file = -1  # that other processes can map
 
     def __init__(
         self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None, shared: Shared | None = None

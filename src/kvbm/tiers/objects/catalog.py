@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.keys import Key
 from kvbm.tiers.objects.capacity import Keeper
 from kvbm.tiers.objects.client import Client
@@ -27,7 +27,8 @@ _END_SECONDS = 1.0
 class ObjectCatalog(Catalog):
     """Places say which object holds a block (:mod:`kvbm.tiers.objects.format`), so pins need not keep anything."""
 
-    size = MAX_KEYS
+    is_bounded = False  # by this engine; see the capacity module
+    is_remote = True
 
     def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
         self._clients = clients
@@ -42,7 +43,7 @@ class ObjectCatalog(Catalog):
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def expect(self, keys: Sequence[Key], start: int = 0) -> None:
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
         if not self._is_reset:
             self._presence.expect(keys, start)
 
@@ -57,6 +58,9 @@ class ObjectCatalog(Catalog):
                 self._lose([key])
             self._publish([key], [place])
         return place
+
+    def answer_seconds(self, key: Key) -> float | None:
+        return None if self._is_reset or self._is_bad(key) else self._presence.answer_seconds(key)
 
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         places = []
@@ -177,8 +181,12 @@ class ObjectCatalog(Catalog):
         return MAX_WRITING - len(self._writing)
 
     @property
+    def size(self) -> int:  # type: ignore[override]
+        return len(self._found) + len(self._writing)
+
+    @property
     def free(self) -> int:
-        return max(0, self.size - len(self._found) - len(self._writing))
+        return 0
 
     @property
     def writing(self) -> int:
@@ -197,8 +205,8 @@ class ObjectCatalog(Catalog):
         self.changes += 1
         if keys and self.on_change is not None:
             self.on_change(keys, True)
-        if len(self._found) > self.size:
-            oldest = [key for key, _ in zip(self._found, range(len(self._found) - self.size), strict=False)]
+        if len(self._found) > MAX_KEYS:
+            oldest = [key for key, _ in zip(self._found, range(len(self._found) - MAX_KEYS), strict=False)]
             self.evictions += len(oldest)
             self._lose(oldest)
 

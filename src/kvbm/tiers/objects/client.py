@@ -256,9 +256,14 @@ def _open(settings: ObjectSettings) -> Any:
     if settings.endpoint:
         options["endpoint"] = settings.endpoint
     if settings.access_key:
-        options["access_key_id"], options["secret_access_key"] = settings.access_key, settings.secret_key
-    if settings.session_token:
-        options["session_token"] = settings.session_token
+        # Not as options: obstore would add a session token of the environment, which belongs to other credentials.
+        found = {
+            "access_key_id": settings.access_key,
+            "secret_access_key": settings.secret_key,
+            "token": settings.session_token or None,
+            "expires_at": None,
+        }
+        options["credential_provider"] = lambda: found
     try:
         return S3Store(settings.bucket, **options)
     except Exception as error:

@@ -9,6 +9,10 @@ for the group first. It asks for the single objects only where the group is miss
 of this prompt contains is looked for alone.
 
 Answers age: an object may be deleted, and another engine may write one. The engine's own writes are known at once.
+
+A lookup is pending no longer than the requests of its check usually take (their smoothed time plus four times its
+deviation, as TCP bounds its retransmissions), and never longer than KVBM_OBJECT_LOOKUP_SECS. An answer that comes later
+serves the next lookup; until it comes, no lookup is pending.
 """
 
 from __future__ import annotations
@@ -30,7 +34,27 @@ MAX_OBJECTS = 1 << 18  # answers kept; about 150 bytes each
 MAX_KEYS = 1 << 18  # places in groups kept; about 200 bytes each
 MAX_CHECKS = 64  # prompts checked at a time; beyond that a prompt uses the answers that are known
 MAX_RECENT = 1024
+MIN_WAIT_SECONDS = 0.02  # of a measured deadline: a thread may have to wait for the interpreter that long
 _FIRST_WINDOW = 8  # objects; doubles with every window that is found whole
+_TURN = 128  # keys; after as many a thread lets others have the interpreter
+
+
+class _Latency:
+    """Seconds of an existence request: smoothed, and its mean deviation."""
+
+    def __init__(self) -> None:
+        self.seconds = self._deviation = 0.0
+
+    def observe(self, seconds: float) -> None:
+        if not self.seconds:
+            self.seconds, self._deviation = seconds, seconds / 2
+            return
+        self._deviation += (abs(seconds - self.seconds) - self._deviation) / 4
+        self.seconds += (seconds - self.seconds) / 8
+
+    @property
+    def longest(self) -> float:
+        return self.seconds + 4 * self._deviation
 
 
 class _Check:
@@ -41,6 +65,7 @@ class _Check:
         self.start = start
         self.span = keys[start], keys[-1]
         self.deadline = deadline  # by the monotonic clock; the lookup goes on without an answer then
+        self.began = time.monotonic()
         self.waiting: frozenset[Key] = frozenset()  # complete once the check has begun
         self.answers: dict[int, bool] = {}
         self.units: list[tuple[int | None, list[int]]] = []  # (group, its single objects), in order of the prefix
@@ -108,9 +133,10 @@ class Presence:
         # (first key, last key) of checks that are over -> until when. A lookup that comes again must not start the same
         # check again: it would find the answer pending for ever.
         self._recent: OrderedDict[tuple[Key, Key], float] = OrderedDict()
-        self._threads = DaemonThreads(clients[0].settings.concurrency, "kvbm-object-head")
+        self._concurrency = clients[0].settings.concurrency
+        self._threads = DaemonThreads(self._concurrency, "kvbm-object-head")
         self.requests = 0
-        self.latency_seconds = 0.0  # of one existence request, smoothed
+        self._latency = _Latency()
         self.changes = 0  # goes up with every object that has become present or missing
 
     # -- the leader ---------------------------------------------------------------------------------------------------
@@ -125,7 +151,9 @@ class Presence:
             is_known = now < self._recent.get(span, 0.0) or any(check.span == span for check in self._checks)
             if is_known or len(self._checks) >= MAX_CHECKS:
                 return
-            check = _Check(keys, start, now + self._lookup_seconds)
+            # A store that owes an answer is slow for every request: the first one that waited in vain is the last.
+            is_late = any(now >= check.deadline for check in self._checks)
+            check = _Check(keys, start, now + (0.0 if is_late else self._longest_wait(len(keys) - start)))
             self._checks.append(check)
         try:
             self._threads.submit(self._begin, check)
@@ -146,6 +174,36 @@ class Presence:
                 if now < check.deadline and (key == check.span[0] or key in check.waiting):
                     return PENDING
         return None
+
+    @property
+    def latency_seconds(self) -> float:
+        """Of one existence request, smoothed; 0 before the first."""
+        return self._latency.seconds
+
+    def answer_seconds(self, key: Key) -> float | None:
+        """Expected seconds until a pending block is found or not; None for a block that is not pending."""
+        now = time.monotonic()
+        with self._lock:
+            for check in self._checks:
+                if now < check.deadline and (key == check.span[0] or key in check.waiting):
+                    blocks = len(check.keys) - check.start
+                    return max(0.0, check.began + self._windows(blocks) * self._latency.seconds - now)
+        return None
+
+    def _longest_wait(self, blocks: int) -> float:
+        if not self._latency.seconds:
+            return self._lookup_seconds  # nothing is measured yet
+        measured = self._windows(blocks) * self._latency.longest
+        return min(self._lookup_seconds, max(MIN_WAIT_SECONDS, measured))
+
+    def _windows(self, blocks: int) -> int:
+        """Requests one after the other that a check of so many blocks takes, if all are there."""
+        objects, window, threads, found = -(-blocks >> self._bits), _FIRST_WINDOW, self._concurrency, 0
+        while objects > 0:
+            found += -(-min(objects, window) // threads)
+            objects -= window
+            window *= 2
+        return max(1, found)
 
     def place_for_write(self, keys: Sequence[Key]) -> list[int]:
         """Where to write these blocks: a group whose blocks are all among them gets one object."""
@@ -210,6 +268,8 @@ class Presence:
         first = check.start // size * size
         places: list[tuple[Key, int]] = []
         for at in range(first, len(check.keys), size):
+            if (at - first) % _TURN < size:
+                time.sleep(0)  # 2,048 blocks take milliseconds, and the engine's thread wants the interpreter
             members = check.keys[at : at + size]
             group = None
             if size > 1 and len(members) == size:
@@ -256,8 +316,7 @@ class Presence:
         except ObjectStoreError:
             there = None
         else:
-            seconds = time.monotonic() - began
-            self.latency_seconds = 0.9 * self.latency_seconds + 0.1 * seconds if self.latency_seconds else seconds
+            self._latency.observe(time.monotonic() - began)
         self._answered(identifier, there)
 
     def _answered(self, identifier: int, there: bool | None) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvbm.config import Config
 
+_WORKER = "{worker_id}"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,6 +36,10 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     __str__ = __repr__
 
+    def of_rank(self, rank: int) -> ObjectSettings:
+        """``{worker_id}`` in the name of the bucket is the rank."""
+        return msgspec.structs.replace(self, bucket=self.bucket.replace(_WORKER, str(rank)))
+
     @property
     def unsigned_payload(self) -> bool:
         """Whether the signature may leave out the payload: TLS protects it, or it does not leave the machine.
@@ -44,8 +49,9 @@ class ObjectSettings(msgspec.Struct, frozen=True, kw_only=True):
         return parts.scheme in ("", "https") or parts.hostname in _LOCAL
 
 
-def settings_for(config: Config, rank: int, environ: Mapping[str, str] | None = None) -> ObjectSettings:
-    """The settings of one rank. Raises ValueError when they cannot be used; the text says which and why."""
+def settings_for(config: Config, rank: int | None, environ: Mapping[str, str] | None = None) -> ObjectSettings:
+    """The settings of one rank; None: of all ranks, see :meth:`ObjectSettings.of_rank`. Raises ValueError when they
+    cannot be used; the text says which and why."""
     environ = os.environ if environ is None else environ
     if not config.object_bucket:
         raise ValueError(
@@ -59,10 +65,23 @@ def settings_for(config: Config, rank: int, environ: Mapping[str, str] | None = 
             "AWS's variables and files"
         )
     found = {} if config.object_access_key else _aws_credentials(environ)
-    return ObjectSettings(
-        bucket=config.object_bucket.replace("{worker_id}", str(rank)),
-        endpoint=config.object_endpoint or environ.get("AWS_ENDPOINT_URL", ""),
-        region=config.object_region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+    profile = _aws_profile(environ)
+    endpoint = (
+        config.object_endpoint
+        or environ.get("AWS_ENDPOINT_URL_S3")
+        or environ.get("AWS_ENDPOINT_URL")
+        or profile.get("endpoint_url", "")
+    )
+    if "@" in urlsplit(endpoint).netloc:
+        raise ValueError(
+            "the URL of the object store holds credentials, and URLs are logged. Remove them from "
+            "DYN_KVBM_OBJECT_ENDPOINT and set DYN_KVBM_OBJECT_ACCESS_KEY and DYN_KVBM_OBJECT_SECRET_KEY"
+        )
+    region = config.object_region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
+    settings = ObjectSettings(
+        bucket=config.object_bucket,
+        endpoint=endpoint,
+        region=region or profile.get("region") or "us-east-1",
         access_key=config.object_access_key or found.get("aws_access_key_id", ""),
         secret_key=config.object_secret_key or found.get("aws_secret_access_key", ""),
         session_token=found.get("aws_session_token", ""),
@@ -71,22 +90,43 @@ def settings_for(config: Config, rank: int, environ: Mapping[str, str] | None = 
         concurrency=config.object_concurrency,
         memory_bytes=config.object_memory_mb << 20,
     )
+    return settings if rank is None else settings.of_rank(rank)
 
 
 def _aws_credentials(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """From the variables, else from the credentials file. Empty: obstore asks the instance's or container's role."""
+    """From the variables, else from the files. Empty: obstore asks the role of the instance or container."""
     if environ.get("AWS_ACCESS_KEY_ID"):
         return {
             name: environ[name.upper()]
             for name in ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
             if environ.get(name.upper())
         }
+    found = _section(_aws_file(environ, "AWS_SHARED_CREDENTIALS_FILE", "credentials"), _profile_name(environ))
+    if found.get("aws_access_key_id"):
+        return found
+    profile = _aws_profile(environ)
+    return profile if profile.get("aws_access_key_id") else {}
+
+
+def _aws_profile(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The profile in AWS's config file: region, endpoint, sometimes credentials."""
+    name = _profile_name(environ)
+    return _section(_aws_file(environ, "AWS_CONFIG_FILE", "config"), name if name == "default" else f"profile {name}")
+
+
+def _profile_name(environ: Mapping[str, str]) -> str:
+    return environ.get("AWS_PROFILE") or "default"
+
+
+def _aws_file(environ: Mapping[str, str], variable: str, name: str) -> Path:
     home = Path(environ.get("HOME") or "~").expanduser()
-    path = Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / ".aws" / "credentials")
+    return Path(environ.get(variable) or home / ".aws" / name)
+
+
+def _section(path: Path, name: str) -> Mapping[str, str]:
     file = configparser.ConfigParser(interpolation=None)
     try:
         file.read(path)
-    except (OSError, configparser.Error):
+    except (OSError, configparser.Error, UnicodeDecodeError):
         return {}
-    profile = environ.get("AWS_PROFILE", "default")
-    return dict(file[profile]) if profile in file else {}
+    return dict(file[name]) if name in file else {}

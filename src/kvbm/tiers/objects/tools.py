@@ -41,6 +41,9 @@ from kvbm.tiers.objects.settings import ObjectSettings
 from kvbm.tiers.objects.store import ObjectStore, describe_cache
 
 Progress = Callable[[int, int], None]  # (done, all), in blocks
+# A description with more than this is not KVBM's.
+MAX_RANKS = 4096
+MAX_BLOCK_BYTES = 1 << 32
 _BATCH_BYTES = 64 << 20
 _THREADS = 8
 _DISK_SECONDS = 300.0  # for one batch
@@ -77,28 +80,39 @@ class Verified(NamedTuple):
     bad: list[tuple[str, str]]  # (object, reason)
 
 
+def open_clients(settings: ObjectSettings, ranks: int) -> list[Client]:
+    """By rank; one client for all of them unless each has a bucket of its own."""
+    by_settings: dict[str, Client] = {}
+    for rank in range(ranks):
+        mine = settings.of_rank(rank)
+        if mine.bucket not in by_settings:
+            by_settings[mine.bucket] = Client(mine)
+    return [by_settings[settings.of_rank(rank).bucket] for rank in range(ranks)]
+
+
 def list_caches(settings: ObjectSettings) -> list[BucketCache]:
     """The caches in a bucket that can be read with these settings."""
-    client = Client(settings)
     with _explained(settings):
-        return [cache for root in client.folders(ROOT) if (cache := _read_description(client, root)) is not None]
+        (client,) = open_clients(settings, 1)
+        roots = client.folders(ROOT)
+        return [cache for root in roots if (cache := _read_description(client, settings, root)) is not None]
 
 
-def _read_description(client: Client, root: str) -> BucketCache | None:
+def _read_description(client: Client, settings: ObjectSettings, root: str) -> BucketCache | None:
     try:
         found = json.loads(open_text(bytes(client.get(root + DESCRIPTION)), client.settings.encryption_secret))
         fingerprint, ranks, block_bytes = found["fingerprint"], int(found["ranks"]), int(found["block_bytes"])
-        if not isinstance(fingerprint, dict) or ranks < 1 or block_bytes < 1:
+        if not isinstance(fingerprint, dict) or not 1 <= ranks <= MAX_RANKS or not 1 <= block_bytes <= MAX_BLOCK_BYTES:
             return None
     except (MissingError, RefusedError, ValueError, KeyError, TypeError):
         return None  # of another secret, or not of KVBM
     blocks = size = 0
     modified = 0.0
-    for listed in client.list(f"{root}/"):
-        size += listed.bytes
-        modified = max(modified, listed.modified)
-        if listed.name.startswith(f"{root}/0/"):
-            blocks += blocks_of_name(listed.name)
+    for rank, mine in enumerate(open_clients(settings, ranks)):
+        for listed in mine.list(f"{root}/{rank}/"):
+            size += listed.bytes
+            modified = max(modified, listed.modified)
+            blocks += 0 if rank else blocks_of_name(listed.name)
     return BucketCache(root, fingerprint, ranks, block_bytes, blocks, size, modified)
 
 
@@ -114,7 +128,8 @@ def push(directory: Path, settings: ObjectSettings, progress: Progress) -> Moved
         raise ToolError(str(error)) from error
     if not cache.ranks or not cache.slot_bytes:
         raise ToolError(f"{directory} has no blocks to push")
-    client = Client(settings)
+    with _explained(settings):
+        clients = open_clients(settings, cache.ranks)
     names = Names(cache.fingerprint, settings.encryption_secret)
     codec = Codec(names.scope, settings.encryption_secret)
     with (
@@ -124,9 +139,10 @@ def push(directory: Path, settings: ObjectSettings, progress: Progress) -> Moved
             files,
         ),
     ):
-        client.check()
-        describe_cache(client, names, cache.fingerprint, cache.ranks, cache.slot_bytes)
-        stores = [ObjectStore(client, names, codec, rank, cache.slot_bytes) for rank in range(cache.ranks)]
+        for client in dict.fromkeys(clients):
+            client.check()
+        describe_cache(clients[0], names, cache.fingerprint, cache.ranks, cache.slot_bytes)
+        stores = [ObjectStore(client, names, codec, rank, cache.slot_bytes) for rank, client in enumerate(clients)]
         rows = list(index.entries())
         batch = max(1, _BATCH_BYTES // cache.slot_bytes)
         memory = _Memory(batch, cache.slot_bytes)
@@ -158,12 +174,12 @@ def pull(cache: BucketCache, root: Path, settings: ObjectSettings, progress: Pro
     An engine with that directory (DYN_KVBM_DISK_CACHE_DIR) finds the blocks at its next start. Its
     DYN_KVBM_DISK_CACHE_GB must hold as many blocks.
     """
-    client = Client(settings)
     names = Names(cache.fingerprint, settings.encryption_secret)
     codec = Codec(names.scope, settings.encryption_secret)
     with _explained(settings):
+        clients = open_clients(settings, cache.ranks)
         listed = sorted(
-            (item for item in client.list(names.prefix(0)) if blocks_of_name(item.name)),
+            (item for item in clients[0].list(names.prefix(0)) if blocks_of_name(item.name)),
             key=lambda item: -item.modified,
         )
         total = sum(blocks_of_name(item.name) for item in listed)
@@ -172,7 +188,7 @@ def pull(cache: BucketCache, root: Path, settings: ObjectSettings, progress: Pro
             raise ToolError(f"{cache.root} in bucket {settings.bucket} has no blocks to pull")
         directory = cache_directory(root, cache.fingerprint)
         with _opened_cache(directory, cache.fingerprint, slots, cache.ranks, cache.block_bytes) as (index, files):
-            puller = _Puller(client, names, codec, cache, index, files, slots)
+            puller = _Puller(clients, names, codec, cache, index, files, slots)
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvbm-pull") as pool:
                 for done, _ in enumerate(pool.map(puller.fetch, (item.name for item in listed)), 1):
                     progress(min(slots, done * slots // len(listed)), slots)
@@ -187,7 +203,7 @@ class _Puller:
 
     def __init__(
         self,
-        client: Client,
+        clients: Sequence[Client],
         names: Names,
         codec: Codec,
         cache: BucketCache,
@@ -195,7 +211,7 @@ class _Puller:
         files: Sequence[DiskFile],
         slots: int,
     ) -> None:
-        self._client, self._names, self._codec, self._cache = client, names, codec, cache
+        self._clients, self._names, self._codec, self._cache = clients, names, codec, cache
         self._index, self._files = index, files
         used = dict(index.entries())
         self._held = set(used)
@@ -211,7 +227,7 @@ class _Puller:
         pairs: dict[Key, int] | None = None
         try:
             for rank, file in enumerate(self._files):
-                contents = self._codec.open(self._client.get(self._names.prefix(rank) + suffix))
+                contents = self._codec.open(self._clients[rank].get(self._names.prefix(rank) + suffix))
                 if pairs is None:
                     pairs = self._take_slots(contents.tags)
                 at = 0
@@ -242,33 +258,33 @@ class _Puller:
 
 def verify(cache: BucketCache, settings: ObjectSettings, progress: Progress) -> Verified:
     """Fetch every object of every rank and check every block in it."""
-    client = Client(settings)
     names = Names(cache.fingerprint, settings.encryption_secret)
     codec = Codec(names.scope, settings.encryption_secret)
     good, bad, done = 0, [], 0
     with _explained(settings):
         listed = [
-            (item.name, blocks)
-            for rank in range(cache.ranks)
+            (client, item.name, blocks)
+            for rank, client in enumerate(open_clients(settings, cache.ranks))
             for item in client.list(names.prefix(rank))
             if (blocks := blocks_of_name(item.name))
         ]
-        total = sum(blocks for _, blocks in listed)
+        total = sum(blocks for _, _, blocks in listed)
 
-        def check(name: str) -> str:
+        def check(item: tuple[Client, str, int]) -> str:
+            client, name, _ = item
             try:
                 contents = codec.open(client.get(name))
                 target = memoryview(bytearray(contents.block_bytes))
                 for index, tag in enumerate(contents.tags):
                     codec.read_block(contents, index, tag, target)
-                    if len(contents.tags) == 1 and not _named_by(names, name, tag):
-                        raise RefusedError("the object holds another block than its name says")
+                if not _is_named_by(names, name, contents.tags):
+                    raise RefusedError("the object holds another block than its name says")
             except (ObjectStoreError, RefusedError) as error:
                 return str(error)
             return ""
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvbm-verify") as pool:
-            for (name, blocks), reason in zip(listed, pool.map(check, (name for name, _ in listed)), strict=True):
+            for (_, name, blocks), reason in zip(listed, pool.map(check, listed), strict=True):
                 done += blocks
                 if reason:
                     bad.append((name, reason))
@@ -278,9 +294,9 @@ def verify(cache: BucketCache, settings: ObjectSettings, progress: Progress) -> 
     return Verified(good, bad)
 
 
-def _named_by(names: Names, name: str, tag: bytes) -> bool:
+def _is_named_by(names: Names, name: str, tags: Sequence[bytes]) -> bool:
     rank = int(name.removeprefix(f"{names.root}/").partition("/")[0])
-    return name == names.of(rank, object_id(tag[:KEY_BYTES], 0))
+    return name == names.of(rank, object_id(tags[-1][:KEY_BYTES], len(tags).bit_length() - 1))
 
 
 class _Memory:

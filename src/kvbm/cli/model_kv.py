@@ -1,0 +1,95 @@
+"""How many bytes of KV a token of a model takes, from its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_DTYPE_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4,
+    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1,
+}  # fmt: skip
+DTYPES = tuple(_DTYPE_BYTES)
+_WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "ssm", "conv")
+
+
+class ModelError(Exception):
+    """The model cannot be sized; the message says why."""
+
+
+class ModelKv(NamedTuple):
+    layers: int  # with a KV cache
+    heads: int  # of keys and values, over all layers of a rank; 1 for latent vectors (MLA)
+    head_bytes: int  # of one head and one token: keys and values
+    dtype: str
+    latent: bool  # MLA: all ranks hold the same KV, and one copy is stored
+    windowed: int  # layers with a sliding window, counted in full
+    stateful: int  # layers with a state instead of KV, not counted
+    weights: int | None  # bytes; None if they are not known
+
+    def token_bytes(self, ranks: int = 1) -> int:
+        """Of all ranks together. With more ranks than heads, every head is on several ranks."""
+        heads = self.heads if self.latent else max(1, -(-self.heads // ranks)) * ranks
+        return self.layers * heads * self.head_bytes
+
+
+def read_model(model: str, kv_dtype: str = "auto") -> ModelKv:
+    """`model`: a folder or a name on the Hugging Face hub. Raises ModelError."""
+    config = json.loads(_file(model, "config.json").read_text())
+    return describe(config, kv_dtype, _weights(model))
+
+
+def describe(config: dict[str, Any], kv_dtype: str = "auto", weights: int | None = None) -> ModelKv:
+    inner = config.get("text_config") or config.get("llm_config") or config
+    try:
+        layers = int(inner["num_hidden_layers"])
+        queries = int(inner["num_attention_heads"])
+        dtype = kv_dtype
+        if kv_dtype == "auto":
+            dtype = str(inner.get("dtype") or inner.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
+        itemsize = _DTYPE_BYTES[dtype.removeprefix("torch.")]
+        kinds = [str(kind) for kind in inner.get("layer_types") or ()]
+        stateful = sum(any(word in kind for word in _WITHOUT_KV) for kind in kinds)
+        windowed = sum("sliding" in kind or "chunked" in kind for kind in kinds)
+        latent = bool(inner.get("kv_lora_rank"))
+        if latent:
+            heads, head_bytes = 1, (int(inner["kv_lora_rank"]) + int(inner["qk_rope_head_dim"])) * itemsize
+        else:
+            heads = int(inner.get("num_key_value_heads") or queries)
+            width = int(inner.get("head_dim") or inner["hidden_size"] // queries)
+            head_bytes = 2 * width * itemsize
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"its config.json has no usable {error}; vLLM's log names the size of its KV cache") from error
+    return ModelKv(layers - stateful, heads, head_bytes, dtype, latent, windowed, stateful, weights)
+
+
+def _weights(model: str) -> int | None:
+    folder = Path(model)
+    if folder.is_dir():
+        for pattern in ("*.safetensors", "*.bin", "*.gguf"):
+            if found := sum(path.stat().st_size for path in folder.glob(pattern)):
+                return found
+        return None
+    try:
+        index = json.loads(_file(model, "model.safetensors.index.json").read_text())
+        return int(index["metadata"]["total_size"])
+    except (ModelError, LookupError, TypeError, ValueError):
+        return None
+
+
+def _file(model: str, name: str) -> Path:
+    folder = Path(model)
+    if folder.is_dir() or model.startswith((".", "/", "~")):
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder} has no {name}")
+        return folder / name
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise ModelError("it is no folder, and huggingface_hub, which finds it by name, is not installed") from None
+    try:
+        return Path(hf_hub_download(model, name))
+    except Exception as error:  # the hub's own errors, and those of the network below it
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{name} cannot be fetched from the Hugging Face hub: {first}") from error

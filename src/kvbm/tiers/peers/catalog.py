@@ -1,0 +1,170 @@
+"""The leader's half of the peer tier: finds blocks that peers hold, and publishes this engine's own to them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+from kvbm.core.catalog import PENDING, Catalog, Hint, ServedState, SourceState
+from kvbm.core.keys import Key
+from kvbm.core.pool import Pool
+from kvbm.tiers.peers.launch import ServerProcess
+from kvbm.tiers.peers.lookup import MAX_KEYS, Lookup
+from kvbm.tiers.peers.serving import served
+
+logger = logging.getLogger("kvbm")
+
+BAD_SECONDS = 5.0  # a block that could not be read is not looked for again for so long
+_END_SECONDS = 1.0
+
+
+class PeerCatalog(Catalog):
+    """Its blocks are others' to keep: none is written here, none announced, and a pin keeps only its place."""
+
+    size = 0  # the peers decide
+
+    takes_hints = True
+    is_remote = True
+
+    def __init__(self, lookup: Lookup, server: ServerProcess) -> None:
+        self._lookup = lookup
+        self._server = server
+        self._keys: dict[int, Key] = {}  # of the places that are pinned
+        self._pins: dict[int, int] = {}
+        self._bad: OrderedDict[Key, float] = OrderedDict()  # -> until when
+        self._is_reset = False
+
+    def attach(self, near: Catalog) -> None:
+        assert isinstance(near, Pool)
+        self._lookup.break_even = lambda: 0.0 if self.break_even is None else self.break_even()
+        self._server.board.published([near.find(key) or 0 for key in near.findable], list(near.findable))
+        near.mirror = self._server.board
+        self._server.start(near.findable)
+
+    def sources(self) -> Sequence[SourceState]:
+        return self._lookup.states()
+
+    def served(self) -> ServedState:
+        return served(self._server.board)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
+        if not self._is_reset:
+            self._lookup.expect(keys, start, hint)
+
+    def find(self, key: Key) -> int | None:
+        if self._is_reset or (key in self._bad and time.monotonic() < self._bad[key]):
+            return None
+        place = self._lookup.find(key)
+        if place is not None and place != PENDING and place not in self._pins:
+            self._keys[place] = key
+            while len(self._keys) > 2 * MAX_KEYS:
+                self._keys.pop(next(each for each in self._keys if each not in self._pins))
+        return place
+
+    def answer_seconds(self, key: Key) -> float | None:
+        return None if self._is_reset else self._lookup.answer_seconds(key)
+
+    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
+        places = []
+        for key in keys[start:] if start else keys:
+            place = self.find(key)
+            if place is None or place == PENDING:
+                break
+            places.append(place)
+        return places
+
+    def holds(self, key: Key) -> bool:
+        return False
+
+    def is_writing(self, key: Key) -> bool:
+        return False
+
+    def key_of(self, place: int) -> Key | None:
+        return self._keys.get(place)
+
+    @property
+    def findable(self) -> Collection[Key]:
+        return ()  # for events: the engine that keeps a block announces it
+
+    @property
+    def arriving(self) -> Collection[Key]:
+        return ()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
+        return None
+
+    def commit(self, places: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def abandon(self, places: Iterable[int]) -> None:
+        raise NotImplementedError
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def pin(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._pins[place] = self._pins.get(place, 0) + 1
+
+    def unpin(self, places: Sequence[int], used: bool = True) -> None:
+        for place in places:
+            self._pins[place] -= 1
+            if not self._pins[place]:
+                del self._pins[place]
+                self._keys.pop(place, None)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        return
+
+    # -- forgetting ---------------------------------------------------------------------------------------------------
+
+    def drop(self, keys: Iterable[Key]) -> int:
+        gone = list(dict.fromkeys(keys))
+        until = time.monotonic() + BAD_SECONDS
+        for key in gone:
+            self._bad[key] = until
+        while len(self._bad) > MAX_KEYS:
+            self._bad.popitem(last=False)
+        self._lookup.discard(gone)
+        self.changes += 1
+        return len(gone)
+
+    def clear(self) -> int:
+        """The weights have changed, or a rank is gone: this engine's blocks are no longer those of its fingerprint, nor
+        are the peers' blocks its own."""
+        if not self._is_reset:
+            logger.warning("peers: not used any more by this engine, because its cache was reset")
+        self._is_reset = True
+        self._server.board.retire()
+        self._lookup.clear()
+        self.changes += 1
+        return 0
+
+    def close(self, timeout: float | None = None) -> None:
+        super().close(timeout)
+        seconds = _END_SECONDS if timeout is None else timeout
+        self._lookup.close(seconds)
+        self._server.close(seconds)
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        return 0
+
+    @property
+    def free(self) -> int:
+        return 0
+
+    @property
+    def writing(self) -> int:
+        return 0
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)

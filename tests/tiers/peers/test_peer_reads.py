@@ -1,0 +1,81 @@
+"""Blocks of other engines: over mapped memory and over sockets, from the real server process."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import pytest
+from peer_member import CACHE, Reader, content, key
+
+from kvbm.tiers.peers.sources import BLOCKS, refusals
+
+WAYS = ["unix", "tcp"]
+
+
+@pytest.fixture(params=WAYS)
+def reader(request, member):
+    reader = Reader([getattr(member, request.param)])
+    yield reader
+    reader.close()
+
+
+def test_blocks_arrive_whole(member, reader):
+    member.store(1, 2, 3)
+    operation = reader.read([1, 2, 3])
+    assert operation.bad == [], operation.reason
+    assert [reader.block(i) for i in range(3)] == [content(n, member.slot_bytes) for n in (1, 2, 3)]
+    assert reader.counts()[BLOCKS] == 3
+
+
+def test_a_block_that_is_not_there_costs_itself(member, reader):
+    member.store(1, 3)
+    operation = reader.read([1, 2, 3])
+    assert operation.bad == [1]
+    assert reader.block(2) == content(3, member.slot_bytes)
+    assert refusals(reader.counts()) == {"withdrawn": 1}
+
+
+def test_an_evicted_block_is_not_served_from_its_slot(member, reader):
+    member.store(*range(member.slots))
+    assert reader.read([0]).bad == []
+    time.sleep(2.1)  # its lease
+    slot = member.slot_of(0)
+    member.pool.drop([key(0)])
+    ctypes.memset(member.address(slot), 7, member.slot_bytes)
+    assert reader.read([0]).bad == [0]
+
+
+def test_a_reset_ends_the_service(member, reader):
+    member.store(1)
+    assert reader.read([1]).bad == []
+    member.board.retire()
+    assert reader.read([1]).bad == [0]
+    member.store(2)
+    assert reader.read([2]).bad == [0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_neighbour_that_is_found_by_its_address_is_read_from_memory(member, way):
+    member.store(1)
+    reader = Reader([getattr(member, way)], elsewhere=False)
+    assert reader.read([1]).bad == []
+    assert reader.store._peers[0].path == "mapped memory"
+    reader.close()
+
+
+def test_another_fingerprint_is_refused_with_a_sentence(member, caplog):
+    reader = Reader([member.tcp], cache={**CACHE, "tensor_parallel": 2})
+    operation = reader.read([1])
+    assert operation.bad == [0]
+    assert "fingerprint" in operation.reason
+    assert refusals(reader.counts()) == {"fingerprint": 1}
+    reader.close()
+
+
+def test_another_secret_is_refused(member):
+    member.store(1)
+    reader = Reader([member.tcp], secret="another secret of the tests")
+    assert "secret" in reader.read([1]).reason
+    assert refusals(reader.counts()) == {"secret": 1}
+    reader.close()
