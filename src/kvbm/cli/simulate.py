@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm.config import SETTINGS
 from kvbm.tiers.registry import NEAR, TIERS
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ def _setting(option: str, text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not name or not sign:
         raise ValueError(f"{option} {text!r}: expected SETTING=VALUE, for example KVBM_LOAD=always")
+    if not any(name in (row.key, row.env) for row in SETTINGS):
+        raise ValueError(f"{option} {text!r}: {name} is not a setting; `kvbm config --all` lists them")
     return name, value
 
 
