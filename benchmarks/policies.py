@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 from kvbm.config import SETTINGS
@@ -40,9 +39,9 @@ def policy(name: str) -> dict[str, str]:
     return {tier.policy_setting: name for tier in (host.TIER, disk.TIER)}
 
 
-def sources(traces: list[Path]) -> dict[str, Source]:
-    found = {path.stem: Source((path,), whole_blocks=True) for path in traces}
-    return found | {name: Source(synthetic=name) for name in GENERATED}
+def sources(options: argparse.Namespace) -> dict[str, Source]:
+    found = {path.stem: Source((path,), whole_blocks=True) for path in options.trace}
+    return found | {name: Source(synthetic=name) for name in options.generated}
 
 
 def slots_for(source: Source) -> list[int]:
@@ -57,23 +56,23 @@ def run(source: Source, cases: list[Case], optima: list[int], jobs: int) -> tupl
         return sweep.run(cases, optima)
 
 
-def policies(traces: list[Path], jobs: int) -> Figures:
+def policies(options: argparse.Namespace) -> Figures:
     """Every policy at every size."""
     figures: Figures = {}
-    for name, source in sources(traces).items():
+    for name, source in sources(options).items():
         sizes = slots_for(source)
         cases = [Case(known, policy(known), {HOST: slots}) for known in POLICIES for slots in sizes]
-        outcomes, optima = run(source, cases, sizes, jobs)
+        outcomes, optima = run(source, cases, sizes, options.jobs)
         rates = {known: [one.prefix_hit_rate for one in outcomes if one.variant == known] for known in POLICIES}
         figures[name] = {"slots": sizes, **rates, OPTIMUM: optima}
         show(name, ["policy", *map(str, sizes)], {**rates, OPTIMUM: optima})
     return figures
 
 
-def told(traces: list[Path], jobs: int) -> Figures:
+def told(options: argparse.Namespace) -> Figures:
     """The default policy with hints of every kind, beside LRU."""
     figures: Figures = {}
-    for name, source in sources(traces).items():
+    for name, source in sources(options).items():
         sizes = slots_for(source)
         rows: dict[str, list[float]] = {}
         for kind in hints.KINDS:
@@ -81,7 +80,7 @@ def told(traces: list[Path], jobs: int) -> Figures:
                 continue
             variants = ["lru", "session"] if kind == "none" else ["session"]
             cases = [Case(known, policy(known), {HOST: slots}) for known in variants for slots in sizes]
-            outcomes, _ = run(source._replace(hints=kind), cases, [], jobs)
+            outcomes, _ = run(source._replace(hints=kind), cases, [], options.jobs)
             for known in variants:
                 rows[f"{known}, hints {kind}"] = [one.prefix_hit_rate for one in outcomes if one.variant == known]
         figures[name] = {"slots": sizes, **rows}
@@ -96,16 +95,16 @@ FILTERS = {
 }
 
 
-def filters(traces: list[Path], jobs: int) -> Figures:
+def filters(options: argparse.Namespace) -> Figures:
     """Bytes written to disk, and blocks found there for each block written."""
     figures: Figures = {}
-    for name, source in sources(traces).items():
+    for name, source in sources(options).items():
         small, *larger = slots_for(source)
         sizes = [{HOST: small, DISK: count} for count in larger]
         known = {word: given for word, given in FILTERS.items() if word != "ours" or KNOWN.issuperset(given)}
         cases = [Case(word, {k: v for k, v in given.items() if k in KNOWN}, each) for word, given in known.items()
                  for each in sizes]  # fmt: skip
-        outcomes, _ = run(source, cases, [], jobs)
+        outcomes, _ = run(source, cases, [], options.jobs)
         rows = {}
         for one in outcomes:
             size = next(iter(one.bytes.values())) // next(iter(one.slots.values()))
@@ -120,7 +119,7 @@ def filters(traces: list[Path], jobs: int) -> Figures:
     return figures
 
 
-def quotas(traces: list[Path], jobs: int) -> Figures:
+def quotas(options: argparse.Namespace) -> Figures:
     """The prefix hit rate of a quiet tenant: alone, beside a loud one, and with a share of its own."""
     shares = {"KVBM_TENANT_SHARES": "quiet=0.5"}
     sizes = slots_for(Source(synthetic="quiet"))
@@ -136,7 +135,7 @@ def quotas(traces: list[Path], jobs: int) -> Figures:
         part = 2 if "half of" in word else 1
         cases = [Case(known, {**policy(known), **given}, {HOST: slots // part}) for known in ("lru", "session")
                  for slots in sizes]  # fmt: skip
-        outcomes, _ = run(Source(synthetic=name), cases, [], jobs)
+        outcomes, _ = run(Source(synthetic=name), cases, [], options.jobs)
         for known in ("lru", "session"):
             rows[f"{known}, {word}"] = [one.tenants["quiet"] for one in outcomes if one.variant == known]
     show("two tenants", ["quiet tenant", *map(str, sizes)], rows)
@@ -190,18 +189,17 @@ PARTS = {"policies": policies, "hints": told, "filters": filters, "quotas": quot
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trace", nargs="+", type=Path, default=[], help="files in Mooncake's format")
+    parser.add_argument("--generated", nargs="*", choices=GENERATED, default=list(GENERATED), help="workloads (all)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--jobs", type=int, default=0, help="processes; one for each core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write plots there")
     options = parser.parse_args(arguments)
-    began = time.monotonic()
-    # Parts that are not run keep their figures.
+    # Parts and workloads that are not run keep their figures.
     figures: Figures = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     for part in options.only:
         print(f"\n== {part}")
-        figures[part] = PARTS[part](options.trace, options.jobs)
-    figures["seconds"] = round(time.monotonic() - began)
+        figures[part] = {**figures.get(part, {}), **PARTS[part](options)}  # type: ignore[dict-item]
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.html:

@@ -17,7 +17,19 @@ def script(benchmark_script, monkeypatch):
 
 def test_figures_and_plots_of_policies_and_filters(script, tmp_path):
     json_file, page = tmp_path / "policies.json", tmp_path / "policies.html"
-    arguments = ["--only", "policies", "filters", "--jobs", "1", "--json", str(json_file), "--html", str(page)]
+    arguments = [
+        "--only",
+        "policies",
+        "filters",
+        "--jobs",
+        "1",
+        "--generated",
+        "quiet",
+        "--json",
+        str(json_file),
+        "--html",
+        str(page),
+    ]
     assert script.main(arguments) == 0
     figures = json.loads(json_file.read_text())
     rates = figures["policies"]["quiet"]

@@ -10,7 +10,7 @@ import pytest
 from kvbm.core.rate import Rate
 from kvbm.simulate import synthetic
 from kvbm.simulate.engine import SimulatedEngine
-from kvbm.simulate.optimum import optimal_hits
+from kvbm.simulate.optimum import Optimum
 from kvbm.simulate.sweep import machine_of, settings_of
 from kvbm.simulate.trace import Request, Trace, key_of
 from tiernames import DISK, HOST
@@ -75,7 +75,7 @@ def test_host_memory_alone_is_a_plain_lru_cache(slots):
 def test_nothing_finds_more_than_the_optimum(slots):
     chains = sessions(slots)
     engine = replay(trace_of(chains), {HOST: slots})
-    assert engine.totals.tiers[HOST].prefix_blocks <= sum(optimal_hits(chains, slots))
+    assert engine.totals.tiers[HOST].prefix_blocks <= sum(Optimum(chains).hits(slots))
 
 
 def test_bytes_are_counted_where_they_move():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.simulate.optimum import optimal_hits, possible_hits
+from kvbm.simulate.optimum import Optimum
 
 # A tree of blocks: a block's name is the path to it, so equal blocks have equal blocks before them.
 PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=4)
@@ -40,30 +40,30 @@ def most_hits(chains: list[list[str]], slots: int) -> int:
 @given(TRACES, st.integers(1, 4))
 def test_no_choice_of_blocks_finds_more(paths, slots):
     chains = [chain(path) for path in paths]
-    assert sum(optimal_hits(chains, slots)) == most_hits(chains, slots)
+    assert sum(Optimum(chains).hits(slots)) == most_hits(chains, slots)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(PATHS, min_size=1, max_size=40), st.integers(1, 20))
 def test_more_slots_never_find_less_and_end_at_what_is_possible(paths, slots):
     chains = [chain(path) for path in paths]
-    fewer, more, every = (sum(optimal_hits(chains, count)) for count in (slots, slots + 1, 10_000))
-    assert fewer <= more <= every == sum(possible_hits(chains))
+    fewer, more, every = (sum(Optimum(chains).hits(count)) for count in (slots, slots + 1, 10_000))
+    assert fewer <= more <= every == sum(Optimum(chains).possible())
 
 
 def test_a_block_without_those_before_it_is_not_kept():
     a, b = ["a", "ab", "abc"], ["x", "xy"]
     # Both come back. Two slots are too few for both, and the ends of either alone find nothing.
-    assert optimal_hits([a, b, b, a], 2) == [0, 0, 2, 0]
-    assert optimal_hits([a, b, b, a], 3) == [0, 0, 2, 1]
-    assert optimal_hits([a, b, b, a], 5) == [0, 0, 2, 3]
+    assert Optimum([a, b, b, a]).hits(2) == [0, 0, 2, 0]
+    assert Optimum([a, b, b, a]).hits(3) == [0, 0, 2, 1]
+    assert Optimum([a, b, b, a]).hits(5) == [0, 0, 2, 3]
 
 
 def test_blocks_that_may_not_be_found_are_kept_for_others():
-    assert optimal_hits([["a", "ab"], ["a", "ab"]], 2, [2, 1]) == [0, 1]
-    assert possible_hits([["a", "ab"], ["a", "ab"]], [2, 1]) == [0, 1]
+    optimum = Optimum([["a", "ab"], ["a", "ab"]], [2, 1])
+    assert optimum.hits(2) == optimum.possible() == [0, 1]
 
 
 @pytest.mark.parametrize("slots", [1, 10])
 def test_an_empty_prompt_finds_nothing(slots):
-    assert optimal_hits([[], ["a"], []], slots) == [0, 0, 0]
+    assert Optimum([[], ["a"], []]).hits(slots) == [0, 0, 0]

@@ -81,6 +81,7 @@ def test_a_whole_trace_of_memory_finds_all_that_is_possible(trace, capsys):
         (["--host-gb", "nan"], "--host-gb nan: expected a number of at least 0"),
         (["--host-gb", "1", "--host-blocks", "1"], "give one of them"),
         (["--set", "KVBM_LOAD"], "expected SETTING=VALUE"),
+        (["--set", "KVBM_HOSTPOLICY=lru"], "KVBM_HOSTPOLICY is not a setting"),
         (["--set", "KVBM_LOAD=sometimes"], "KVBM_LOAD='sometimes'"),
         (["--variant", "x"], "expected NAME:SETTING=VALUE"),
         (["--policy", "clairvoyant"], "clairvoyant"),

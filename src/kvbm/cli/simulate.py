@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm.config import SETTINGS
 from kvbm.tiers.registry import NEAR, TIERS
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _simulate(args: argparse.Namespace) -> int:
     from kvbm.core.rate import Rate
     from kvbm.simulate import advice, report
     from kvbm.simulate.report import Bound, Result
-    from kvbm.simulate.sweep import Case, Sweep, default_sizes, machine_of, optimum, settings_of
+    from kvbm.simulate.sweep import Case, Sweep, default_sizes, machine_of, possible, settings_of
 
     _check(args)
     source = _source(args)
@@ -117,7 +118,7 @@ def _simulate(args: argparse.Namespace) -> int:
         outcomes, optima = _run(sweep, cases, bounds, len(trace.requests), f"{len(cases)} replays")
         more = _doubles(outcomes, cases)
         outcomes += _run(sweep, more, [], len(trace.requests), "twice the size")[0] if more else []
-    possible = optimum(trace, 0)
+    most = possible(trace)
     result = Result(
         kvbm=kvbm.__version__,
         taken=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -130,12 +131,12 @@ def _simulate(args: argparse.Namespace) -> int:
             "block_bytes": machine.block_bytes, "prefill_tokens_per_second": machine.prefill_tokens_per_second,
             "gpu_blocks": machine.device_blocks,
         },
-        possible_prefix_hit_rate=possible,
+        possible_prefix_hit_rate=most,
         outcomes=outcomes[: len(cases)],
         optimum=[
             Bound(slots, slots * machine.block_bytes, rate) for slots, rate in zip(bounds, optima, strict=True)
         ],
-        advice=advice.sentences(outcomes, possible, trace.seconds),
+        advice=advice.sentences(outcomes, most, trace.seconds),
     )  # fmt: skip
     if trace.is_exact and trace.slots:
         result.replayed_lookups, result.equal_lookups = _compare(trace)
@@ -224,6 +225,8 @@ def _setting(option: str, text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not name or not sign:
         raise ValueError(f"{option} {text!r}: expected SETTING=VALUE, for example KVBM_LOAD=always")
+    if not any(name in (row.key, row.env) for row in SETTINGS):
+        raise ValueError(f"{option} {text!r}: {name} is not a setting; `kvbm config --all` lists them")
     return name, value
 
 

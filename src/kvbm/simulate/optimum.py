@@ -15,53 +15,58 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
 
 Chain = Sequence[Hashable]
 
 
-def optimal_hits(chains: Sequence[Chain], slots: int, countable: Sequence[int] | None = None) -> list[int]:
-    """Blocks that each request finds. ``chains``: the keys of the blocks that each request computes or finds, in the
-    order of time. ``countable``: blocks of each request, from the front, that it may find; by default all of them."""
-    never = len(chains)
-    starts = list(accumulate(map(len, chains), initial=0))
-    next_use = [never] * starts[-1]  # of each block of each request: the request that uses it next
-    seen: dict[Hashable, int] = {}
-    for number in range(never - 1, -1, -1):
-        for at, key in enumerate(chains[number], starts[number]):
-            next_use[at] = seen.get(key, never)
-        seen.update(dict.fromkeys(chains[number], number))
-    kept: dict[Hashable, int] = {}  # block -> the request that uses it next
-    farthest: list[tuple[int, int, Hashable]] = []  # a heap of (-next use, -depth, block); some entries are outdated
-    hits = []
-    for number, chain in enumerate(chains):
-        found = 0
-        limit = len(chain) if countable is None else countable[number]
-        while found < limit and chain[found] in kept:
-            found += 1
-        hits.append(found)
-        for depth, (key, use) in enumerate(zip(chain, next_use[starts[number] : starts[number + 1]], strict=True)):
-            if use == never:
-                kept.pop(key, None)
-            elif kept.get(key) != use:
-                kept[key] = use
-                heappush(farthest, (-use, -depth, key))
-        while len(kept) > slots:
-            use, _, key = heappop(farthest)
-            if kept.get(key) == -use:
-                del kept[key]
-    return hits
+class Optimum:
+    """``chains``: the keys of the blocks that each request computes or finds, in the order of time. ``countable``:
+    blocks of each request, from the front, that it may find; by default all of them."""
 
+    def __init__(self, chains: Sequence[Chain], countable: Sequence[int] | None = None) -> None:
+        numbers: dict[Hashable, int] = {}
+        self._chains = [[numbers.setdefault(key, len(numbers)) for key in chain] for chain in chains]
+        self._countable = list(map(len, chains)) if countable is None else countable
+        # Of each block of each request: the request that uses it next; 0 where none does.
+        self._next_uses: list[list[int]] = []
+        soonest = [0] * len(numbers)
+        for request in range(len(chains) - 1, -1, -1):
+            chain = self._chains[request]
+            self._next_uses.append([soonest[block] for block in chain])
+            for block in chain:
+                soonest[block] = request
+        self._next_uses.reverse()
+        self._blocks = len(numbers)
 
-def possible_hits(chains: Sequence[Chain], countable: Sequence[int] | None = None) -> list[int]:
-    """Blocks that each request finds if nothing is ever evicted."""
-    seen: set[Hashable] = set()
-    hits = []
-    for number, chain in enumerate(chains):
-        limit = len(chain) if countable is None else countable[number]
-        found = 0
-        while found < limit and chain[found] in seen:
-            found += 1
-        hits.append(found)
-        seen.update(chain)
-    return hits
+    def hits(self, slots: int) -> list[int]:
+        """Blocks that each request finds with so many slots."""
+        kept = [0] * self._blocks  # the request that uses a kept block next; 0: it is not kept
+        used = 0  # slots
+        # A heap of (-next use, -depth, block). Where a block has been used since, its entry is outdated.
+        farthest: list[tuple[int, int, int]] = []
+        hits = []
+        for chain, uses, limit in zip(self._chains, self._next_uses, self._countable, strict=True):
+            found = 0
+            for block in chain[:limit]:
+                if not kept[block]:
+                    break
+                found += 1
+            hits.append(found)
+            for depth, (block, use) in enumerate(zip(chain, uses, strict=True)):
+                before, kept[block] = kept[block], use
+                if use:
+                    used += not before
+                    if before != use:
+                        heappush(farthest, (-use, -depth, block))
+                elif before:
+                    used -= 1
+            while used > slots:
+                use, _, block = heappop(farthest)
+                if kept[block] == -use:
+                    kept[block] = 0
+                    used -= 1
+        return hits
+
+    def possible(self) -> list[int]:
+        """Blocks that each request finds if nothing is ever evicted."""
+        return self.hits(self._blocks)

@@ -16,7 +16,7 @@ from kvbm.core.rate import Rate
 from kvbm.plans import TierName
 from kvbm.simulate import hints, synthetic, trace
 from kvbm.simulate.engine import Machine, SimulatedEngine
-from kvbm.simulate.optimum import optimal_hits, possible_hits
+from kvbm.simulate.optimum import Optimum
 from kvbm.simulate.results import Outcome, outcome
 from kvbm.simulate.trace import Trace
 from kvbm.tiers import registry
@@ -99,12 +99,14 @@ def replay(
     return outcome(case.variant, dict(case.slots), machine.block_bytes, totals, time.perf_counter() - began)
 
 
-def optimum(found: Trace, slots: int) -> float:
-    """Prefix hit rate of the offline optimum with so many slots in all; 0: with any number."""
-    chains = [request.keys for request in found.requests]
+def optimum_of(found: Trace) -> Optimum:
     countable = [max(0, (request.tokens - 1) // found.block_tokens) for request in found.requests]
-    hits = optimal_hits(chains, slots, countable) if slots else possible_hits(chains, countable)
-    return sum(hits) / found.blocks
+    return Optimum([request.keys for request in found.requests], countable)
+
+
+def possible(found: Trace) -> float:
+    """Prefix hit rate if nothing is ever evicted."""
+    return sum(optimum_of(found).possible()) / found.blocks
 
 
 def default_sizes(found: Trace, count: int = DEFAULT_SIZES) -> list[int]:
@@ -118,6 +120,7 @@ def default_sizes(found: Trace, count: int = DEFAULT_SIZES) -> list[int]:
 # Of this process: the trace, the machine, and a number in shared memory: how many requests have been replayed by all
 # processes together.
 _here: tuple[Trace, Machine, Any] | None = None
+_optimum_here: Optimum | None = None
 
 
 def _begin(source: Source, machine: Machine, replayed: Any) -> None:
@@ -146,11 +149,14 @@ def _replay(case: Case) -> Outcome:
 
 
 def _optimum(slots: int) -> float:
+    """Prefix hit rate of the offline optimum with so many slots beside the engine's own."""
+    global _optimum_here
     assert _here is not None
     found, machine, replayed = _here
-    result = optimum(found, slots + (found.engine_blocks or machine.device_blocks))
+    _optimum_here = _optimum_here or optimum_of(found)
+    hits = _optimum_here.hits(slots + (found.engine_blocks or machine.device_blocks))
     _add(replayed, len(found.requests))
-    return result
+    return sum(hits) / found.blocks
 
 
 class Sweep:
