@@ -82,6 +82,14 @@ def test_serve_refuses_what_cannot_start(arguments, problem, monkeypatch, capsys
     assert problem in capsys.readouterr().err
 
 
+def test_serve_says_what_is_wrong_with_the_machine_and_goes_on(run, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    run("m", "--cpu-gb", "100000", "--disk-gb", "200000", "--disk-dir", str(tmp_path / "file"))
+    said = capsys.readouterr().err
+    assert "DYN_KVBM_CPU_CACHE_GB=100000 asks for 100 TB" in said
+    assert "is not a directory" in said
+
+
 def test_serve_without_vllm_says_where_it_looked(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -244,3 +244,11 @@ def test_no_image_has_a_moving_tag():
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+", image), image
         assert "bitnami" not in image  # its free images are no longer maintained
+
+
+def test_docker_run_has_the_gpus_and_shared_memory():
+    texts = [path.read_text() for path in [*CONTAINERFILES, PROJECT / "docs" / "deploy.md"]]
+    runs = [re.sub(r"\\\n#? *", "", text)[at.start() :].splitlines()[0] for text in texts
+            for at in re.finditer("docker run --", re.sub(r"\\\n#? *", "", text))]  # fmt: skip
+    assert len(runs) == 3
+    assert all("--gpus all" in run and "--shm-size" in run for run in runs)

@@ -211,3 +211,35 @@ def test_nothing_is_left_behind(how, stand_in, tmp_path):
     if how == "dynamo.vllm":
         # Other processes write to the same stderr, and may not end their lines.
         assert "a worker has ended with status 3; 1 left" in first
+
+
+# -- make serve -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts")
+    for name in list(os.environ):
+        if "KVBM" in name:
+            monkeypatch.delenv(name)
+    import serve
+
+    return serve
+
+
+def test_make_serve_heeds_the_users_settings(serve, monkeypatch):
+    size, port = serve.cache_settings("")
+    assert size == 2
+    assert port > 0
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "0.5")
+    monkeypatch.setenv("DYN_KVBM_METRICS_PORT", "7001")
+    monkeypatch.setenv("DYN_KVBM_DISK_CACHE_GB", "3")
+    assert serve.cache_settings("") == (0.5, 7001)
+    assert serve.cache_settings("4") == (4, 7001)  # CPU_CACHE_GB=4 on the command line of make
+    server = serve.Server("m", Path("log"), kvbm=True, cpu_cache_gb=0.5, metrics_port=7001)
+    names = ("DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_METRICS_PORT", "DYN_KVBM_DISK_CACHE_GB")
+    assert [server.environment()[name] for name in names] == ["0.5", "7001", "3"]
+    monkeypatch.setenv("DYN_KVBM_METRICS", "0")
+    assert serve.cache_settings("") == (0.5, 0)
+    with pytest.raises(settings.ConfigError, match="DYN_KVBM_CPU_CACHE_GB='2GB'"):
+        serve.cache_settings("2GB")

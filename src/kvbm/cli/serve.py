@@ -59,10 +59,22 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if vllm is None:
         return _fail(f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it")
+    _warn(environment)
     if config.metrics:
         print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr, flush=True)
     os.execve(vllm, command, environment)
     return 1  # os.execve does not return
+
+
+def _warn(environment: dict[str, str]) -> None:
+    """Print what `kvbm doctor --quick` finds wrong: some of it would stop the engine minutes later."""
+    from kvbm.cli.doctor import show
+    from kvbm.doctor import CHECKS, Examination, examine
+
+    case = Examination(url="http://127.0.0.1:0", quick=True, environ=environment)
+    for check, finding in examine(case, CHECKS):
+        if finding.level == "bad":
+            print(show(check, finding, color=False), file=sys.stderr, flush=True)
 
 
 def _fail(problem: str) -> int:
