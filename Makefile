@@ -27,9 +27,11 @@ setup := $(PYTHON) scripts/setup_env.py --torch-index $(TORCH_INDEX)
 # A file's tests stay in one process: they share engines.
 pytest := $(python) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tests that need neither a GPU nor tools that only their own target installs.
+here := not sglang and not gpu and not observe and not deploy and not dynamo and not objects and not peers
+
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve lint unit test test-engine test-slow test-observe test-disk test-objects test-simulate test-trtllm test-dynamo test-sglang bench-sglang test-matrix test-gpu \
-  bench-core bench-events bench-fleet bench-disk bench-objects bench-policies bench-hashing bench-observe bench-attacks dashboard docs clean distclean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,21 +55,26 @@ lint: env ## check style, types and the layers of imports
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 unit: env ## run the tests that need no engine: minutes
-	$(pytest) -m "not engine and not simulated and not sglang and not long and not matrix and not gpu and not observe and not dynamo and not objects and not peers" $(PYTEST)
+	$(pytest) -m "not engine and not simulated and not long and not matrix and $(here)" $(PYTEST)
 
 test-engine: models ## run the tests with a real vLLM on the CPU: minutes
-	$(pytest) -m "engine and not long and not gpu and not objects and not peers" $(PYTEST)
+	$(pytest) -m "engine and not long and $(here)" $(PYTEST)
 
 test: lint models ## run all that a change has to pass: lint, unit, property and engine tests
-	$(pytest) -m "not sglang and not long and (engine or not matrix) and not gpu and not observe and not dynamo and not objects and not peers" $(PYTEST)
+	$(pytest) -m "not long and (engine or not matrix) and $(here)" $(PYTEST)
 
 test-slow: models ## run the tests that are too long for every change; run it before a release
-	$(pytest) -m "long and not gpu and not observe and not dynamo and not sglang and not objects and not peers" $(PYTEST)
+	$(pytest) -m "long and $(here)" $(PYTEST)
 
 test-observe: models ## run the tests with a real Prometheus, a real browser and the schemas of what is deployed
 	$(VENV)/bin/pip install --quiet --editable '.[observe]'
 	$(python) scripts/observe_tools.py > /dev/null
 	$(python) -m pytest -m observe tests/observe_live $(PYTEST)
+
+test-deploy: env ## check the images' packages and the Helm chart with real tools, without Docker and without a cluster
+	$(VENV)/bin/pip install --quiet 'uv>=0.5' 'mkdocs>=1.6' 'mkdocs-material>=9.5'
+	$(python) scripts/helm_tool.py > /dev/null
+	$(python) -m pytest -m deploy tests/deploy_live $(PYTEST)
 
 test-dynamo: models ## run the tests with a real Dynamo, etcd and NATS, on the CPU: a quarter of an hour
 	@$(PYTHON) scripts/setup_dynamo.py --venv $(DYNAMO_VENV) --base $(VENV)
@@ -162,6 +169,13 @@ bench-events: env ## measure what block events cost the engine
 docs: env ## write docs/configuration.md from the table of settings
 	$(VENV)/bin/kvbm config --docs > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+
+docs-site: env ## build the documentation as a site with a search, in build/docs-site; fails for a broken link
+	$(VENV)/bin/pip install --quiet 'mkdocs>=1.6' 'mkdocs-material>=9.5'
+	$(python) scripts/docs_site.py
+
+dist: ## build wheel and sdist in dist/, and try both in clean environments of every Python that is here
+	$(PYTHON) scripts/dist.py
 
 clean: ## remove results and caches
 	rm -rf demo-results observe-results bench-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -73,6 +73,8 @@ class Target:
             config.write_text("user root;\n" + config.read_text())
         self._process = subprocess.Popen([nginx, "-p", str(directory), "-c", str(config)], stderr=subprocess.DEVNULL)
         _await_port(self.port, self._process)
+        for process in self.processes:  # it stands for another machine, and must not take the client's core
+            os.setpriority(os.PRIO_PROCESS, process, 19)
 
     @property
     def endpoint(self) -> str:

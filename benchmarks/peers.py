@@ -113,7 +113,8 @@ def main() -> int:
             part = max(1, (32 << 20) // slot)
             operations = [reader.begin(numbers[at : at + part], at=at) for at in range(0, blocks, part)]
             for operation in operations:
-                assert operation.wait(60) and not operation.bad, operation.reason
+                assert operation.wait(60)
+                assert not operation.bad, operation.reason
 
         def copy(source: int, destination: int) -> None:
             for at in range(0, size, slot):

@@ -8,6 +8,11 @@ Importing this package costs next to nothing: no torch, no numpy, no engine.
 
 from typing import TYPE_CHECKING
 
+LINUX_ONLY = (
+    "KVBM runs on Linux only: it uses O_DIRECT, abstract sockets and the memory calls of its kernel. Use a Linux "
+    "machine, a container on one, or WSL 2; without a GPU everything but the GPU kernels works there too"
+)
+
 if TYPE_CHECKING:
     __version__: str
 else:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvbm.core.policy import NO_HINTS, POLICIES, Retention, Turn, make_policy
 from kvbm.core.pool import Pool
 from tiernames import Gone
 from toy_tier.catalog import ToyCatalog
@@ -21,6 +22,16 @@ FREE, WRITING, PUBLISHED, DOOMED, LENT = "free", "writing", "published", "doomed
 
 some = st.integers(0, 11)
 few = st.integers(0, 4)
+numbers = st.one_of(st.integers(-(2**70), 2**70), st.floats())
+turns = st.builds(
+    Turn,
+    output_tokens=st.integers(0, 2**40),
+    session=st.integers(),
+    is_final=st.booleans(),
+    retention=st.lists(
+        st.builds(Retention, st.integers(-5, 5), numbers, st.integers(-9, 99), st.integers(-9, 99)), max_size=3
+    ).map(tuple),
+)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -234,13 +245,24 @@ class PoolMachine(RuleBasedStateMachine):
     def exactly_the_idle_published_slots_are_evictable_in_the_order_of_use(self):
         pool = self.pool
         assert list(pool._pins) == self.pins
-        policy = deepcopy(pool._policy)
-        assert [policy.evict() for _ in range(len(policy))] == self.order
+        self.check_order(self.evictable())
         assert set(self.order) == {s for s, state in enumerate(self.state) if state == PUBLISHED and not self.pins[s]}
         assert pool.pinned == sum(pins > 0 for pins in self.pins)
         assert pool.available == pool.free + len(self.order)
         assert pool.evictions == self.evictions
         assert pool._hit_while_pinned == self.used_by_others
+
+    def evictable(self):
+        """The slots in the order in which the policy would evict them."""
+        policy = deepcopy(self.pool._policy)
+        slots = [policy.evict() for _ in range(len(policy))]
+        assert not any(slot in policy for slot in slots)
+        with pytest.raises(KeyError):
+            policy.evict()
+        return slots
+
+    def check_order(self, slots):
+        assert slots == self.order
 
     def teardown(self):
         """When every writer and reader is done, nothing is left pinned or half written."""
@@ -254,6 +276,57 @@ class PoolMachine(RuleBasedStateMachine):
             self.take_back(0)
         assert (self.pool.pinned, self.pool.writing, self.pool.lent) == (0, 0, 0)
         assert self.pool.free + self.pool.published == self.pool.available == self.pool.size
+
+
+class AnyPolicyMachine(PoolMachine):
+    """A policy decides the order, and the model follows: nothing else may depend on it. Time passes, turns end."""
+
+    name = ""
+
+    def make(self, size):
+        self.now = 0.0
+        return Pool(size, make_policy(self.name, size, lambda: self.now))
+
+    def evict(self, count):
+        gone = self.told[len(self.gone) :]
+        assert len(gone) == max(0, count)
+        for key in gone:
+            victim = self.slot_of(key, PUBLISHED)
+            assert victim in self.order
+            self.gone.append(key)
+            self.set_free(victim)
+            self.order.remove(victim)
+            self.evictions += 1
+
+    def check_order(self, slots):
+        assert sorted(slots) == sorted(self.order)
+        assert all(slot in self.pool._policy for slot in self.order)
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 3.0, 100.0, 1e4, 1e6]))
+    def pass_time(self, seconds):
+        self.now += seconds
+
+    @rule(at=some, count=few, found=few, hints=turns)
+    def end_turn(self, at, count, found, hints):
+        keys = (KEYS + KEYS)[at : at + count]
+        self.pool.end_turn(keys, hints._replace(found=found))
+        slots = [slot for slot in (self.slot_of(key, PUBLISHED) for key in keys) if slot is not None]
+        self.use_pinned([slot for slot in slots if self.pins[slot]])
+
+    @rule(at=some, count=few)
+    def serve(self, at, count):
+        """A whole request: what is there is read, the rest is written, the turn ends."""
+        keys = (KEYS + KEYS)[at : at + count]
+        slots = self.pool.match(keys)
+        self.pin(at, len(slots))
+        self.unpin(len(self.readers) - 1)
+        left = keys[len(slots) :]
+        if not any(key in self.key for key in left):
+            before = len(self.writers)
+            self.allocate(at + len(slots), len(left))
+            if len(self.writers) > before:
+                self.finish_writing(len(self.writers) - 1, True)
+        self.end_turn(at, count, len(slots), NO_HINTS)
 
 
 class Everything:
@@ -299,6 +372,19 @@ def examples(count):
 
 class TestPool(PoolMachine.TestCase):
     settings = examples(100)
+
+
+for name in POLICIES:
+    machine = type(f"{name.title()}Machine", (AnyPolicyMachine,), {"name": name})
+    for title, count, marks in (("", 30, []), ("AtLength", 500, [pytest.mark.long])):
+        case = type(
+            f"Test{name.title()}{title}",
+            (machine.TestCase,),
+            {"settings": settings(examples(count), stateful_step_count=60)},
+        )
+        case.pytestmark = marks
+        globals()[case.__name__] = case
+del case, machine
 
 
 @pytest.mark.long

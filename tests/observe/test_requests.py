@@ -8,9 +8,12 @@ import pytest
 
 from kvbm.core.cost import Prices
 from kvbm.core.manager import Match, Run
-from kvbm.observe.record import StoreLine
+from kvbm.core.policy import Retention, Turn
+from kvbm.observe.record import HintsLine, StoreLine
 from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up
 from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan
+from kvbm.simulate.hints import turn_of
+from kvbm.simulate.trace import Request
 from tiernames import DISK, HOST
 
 
@@ -158,6 +161,9 @@ class Lines:
     def __init__(self):
         self.lines = []
 
+    def now(self):
+        return 5.0
+
     def add(self, event, keys=(), **fields):
         self.lines.append((event, len(keys), fields))
 
@@ -221,11 +227,26 @@ def test_a_record_has_every_operation_in_its_order():
     (lookup,) = first["lookups"]
     assert (lookup.order, lookup.limit, lookup.found, lookup.loaded, lookup.prices) == (1, 10, {HOST: 4}, 4, prices)
     assert (second["lookups"][0].order, second["lookups"][0].limit) == (2, 0)
-    assert first["stores"] == [StoreLine(3, 0, 10, 2)]
-    assert second["stores"] == [StoreLine(3, 0, 2, 2)]
+    assert first["stores"] == [StoreLine(3, 5.0, 0, 10, 2)]
+    assert second["stores"] == [StoreLine(3, 5.0, 0, 2, 2)]
     assert (load["order"], load["lost"], store["order"], store["ok"]) == (4, [3], 5, False)
     assert (move["planned"], first["ended"], move["order"]) == (6, 7, 8)
     assert (reset["order"], second["ended"]) == (9, 10)
+
+
+def test_a_record_has_the_hints_of_the_caller():
+    record = Lines()
+    log = RequestLog(record=record)
+    turns = [Turn(session=7, is_final=True, retention=(Retention(-5), Retention(3, 2.5, 1, 4))), Turn()]
+    for name, turn in zip("ab", turns, strict=True):
+        log.admitted(admission(name))
+        log.hinted(name, turn)
+        log.finished(name, 1, keys(name, 2))
+    (_, _, hinted), (_, _, plain) = record.lines
+    assert hinted["hints"] == HintsLine(7, True, [(-5, None, 0, 2**31 - 1), (3, 2.5, 1, 4)])
+    assert "hints" not in plain
+    request = Request(0.0, 10, 1, [], hints=hinted["hints"])
+    assert turn_of(request) == turns[0]
 
 
 def test_without_a_record_nothing_is_kept_for_one():

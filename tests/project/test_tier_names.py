@@ -26,6 +26,7 @@ ALLOWED = {
     "tiers/registry.py": ({IMPORT}, "the list of all tiers"),
     "tiers/host": ({IMPORT}, "host memory that persists is kept in the disk tier's format: index, checksums, lock"),
     "tiers/objects": ({IMPORT}, "blocks come from the disk too; tools copy a disk cache to a bucket"),
+    "tiers/peers": ({IMPORT}, "engines serve each other the near tier's memory"),
     "testing/disk_faults.py": ({IMPORT}, "fault injection into the calls of one tier"),
     # The near tier's memory is the other end of every copy.
     "transfer": ({LITERAL}, "kernels have a parameter of that name"),
@@ -33,6 +34,7 @@ ALLOWED = {
     # Users' words.
     "config": ({NAME}, "the rows of the settings, and which of them make a tier"),
     # Hosts of a network.
+    "control/socket.py": ({NAME}, "the other end of a socket"),
     "bench/client.py": ({NAME}, "the host of a URL"),
     "cli/control.py": ({NAME}, "the host of a URL"),
     "observe/server.py": ({NAME}, "the host of a port"),

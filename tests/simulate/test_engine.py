@@ -125,7 +125,7 @@ def test_a_hit_that_is_slower_to_load_than_to_compute_is_found_and_not_loaded():
     chain = list(range(40))
     trace = trace_of([chain, chain])
     config = settings_of(trace, {}, [HOST])
-    engine = SimulatedEngine(trace, config, {HOST: 100}, machine_of(trace, **{HOST: Rate(1e6, 0.0)}))
+    engine = SimulatedEngine(trace, config, {HOST: 100}, machine_of(trace, rates={HOST: Rate(1e6, 0.0)}))
     engine.run()
     assert engine.found == [{}, {HOST: 40}]
     assert engine.loaded == [0, 0]

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from kvbm.transfer import gil
-from kvbm.transfer.gil import Submitting, short_turns
+from kvbm import gil
+from kvbm.gil import Submitting, short_turns
 
 
 def test_turns_are_as_usual_afterwards_even_after_an_error() -> None:

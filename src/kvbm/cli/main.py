@@ -60,6 +60,9 @@ def _passes_on(command: Command) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if sys.platform != "linux":
+        print(f"kvbm: {kvbm.LINUX_ONLY} (this is {sys.platform})", file=sys.stderr)
+        return 2
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     args, rest = parser.parse_known_args(argv)

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         return _simulate(args)
+    except BrokenPipeError:
+        raise  # the entry point ends quietly
     except (TraceError, OSError, ValueError) as error:
         print(f"kvbm simulate: {error}", file=sys.stderr)
         return 2
@@ -102,7 +104,7 @@ def _simulate(args: argparse.Namespace) -> int:
         if given := getattr(args, f"{tier.name}_gbps"):
             rates[tier.name] = Rate(given * 1e9, tier.prior.fixed_seconds)
     machine = machine_of(
-        trace, args.bytes_per_token or 0, args.prefill_tokens_per_second or 0.0, args.gpu_blocks, **rates
+        trace, args.bytes_per_token or 0, args.prefill_tokens_per_second or 0.0, args.gpu_blocks, rates
     )
     variants = _variants(args)
     for settings in variants.values():

@@ -418,6 +418,8 @@ class Session:
                     if found:
                         self.leader.used(self._used(keys, found))
                         self.uses += 1
+                if self.observer.log.is_recording:
+                    self.observer.log.hinted(name, turn)
                 self.observer.log.finished(name, output_tokens, keys)
             except Exception as error:
                 self._faults.record("the end of a request", error)

@@ -13,7 +13,8 @@ Every line has ``event`` and ``at`` (milliseconds from the start of the record t
     ``hash_ids`` are those of a Mooncake trace with blocks of the engine's size, so tools for such traces read it once
     it is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's and then the answer's, with 52 bits
     of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason.
-    For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``
+    For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``;
+    ``hints`` (:class:`HintsLine`), if the caller gave any
 ``load``, ``store``, ``move``
     a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
 ``reset``
@@ -55,6 +56,7 @@ class LookupLine(msgspec.Struct, frozen=True):
     """The engine has admitted a request, with these blocks. A request that was preempted has several."""
 
     order: int
+    at: float  # milliseconds, as in a line
     prompt_tokens: int
     device_tokens: int  # that the engine had itself
     limit: int  # the lookup asked for blocks up to this one; 0: there was none
@@ -68,15 +70,28 @@ class StoreLine(msgspec.Struct, frozen=True):
     """A step has completed blocks of a request. Equal orders: blocks of several requests, stored together."""
 
     order: int
+    at: float
     first: int
     end: int
     plan: int  # 0: no block was left to store
+
+
+class HintsLine(msgspec.Struct, frozen=True):
+    """What the caller of a request has said of it."""
+
+    session: int
+    final: bool
+    retention: list[tuple[int, float | None, int, int]]  # priority, seconds (None: no end), first block, end
 
 
 class Sink(Protocol):
     """The part of a record that the engine's thread uses."""
 
     dropped: int
+
+    def now(self) -> float:
+        """Milliseconds from the start of the record."""
+        ...
 
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None: ...
 
@@ -85,6 +100,9 @@ class NoRecord:
     """Recording is off."""
 
     dropped = 0
+
+    def now(self) -> float:
+        return 0.0
 
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
         return
@@ -119,8 +137,10 @@ class Record:
             if self.dropped % WARN_EVERY == 1:
                 logger.warning("the record cannot keep up: %d lines dropped so far", self.dropped)
             return
-        at = round((time.monotonic() - self._started) * 1e3, 3)
-        self._queue.put(({"event": event, "at": at, **fields}, keys))
+        self._queue.put(({"event": event, "at": self.now(), **fields}, keys))
+
+    def now(self) -> float:
+        return round((time.monotonic() - self._started) * 1e3, 3)
 
     def close(self) -> None:
         """Write the queued lines and end."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from kvbm.core.cost import Prices
 from kvbm.core.manager import Match
-from kvbm.observe.record import LookupLine, NoRecord, Sink, StoreLine
+from kvbm.core.policy import NO_HINTS, Turn
+from kvbm.observe.record import HintsLine, LookupLine, NoRecord, Sink, StoreLine
 from kvbm.observe.snapshot import (
     EVICTED,
     LOADED,
@@ -91,7 +93,7 @@ def passed_over(request: str, prompt_tokens: int, device_tokens: int, block_toke
 class _Entry:
     """A request so far. Its load may end later."""
 
-    __slots__ = ("admission", "at", "failed_tokens", "load_seconds", "lookups", "saved", "stores")
+    __slots__ = ("admission", "at", "failed_tokens", "hints", "load_seconds", "lookups", "saved", "stores")
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -101,6 +103,7 @@ class _Entry:
         self.saved: float | None = None
         self.lookups: list[LookupLine] = []  # for the record
         self.stores: list[StoreLine] = []
+        self.hints: HintsLine | None = None
 
 
 class Seen:
@@ -176,6 +179,7 @@ class RequestLog:
             running.lookups.append(
                 LookupLine(
                     order=self._next(),
+                    at=self.record.now(),
                     prompt_tokens=admission.prompt_tokens,
                     device_tokens=admission.device_tokens,
                     limit=admission.device_tokens // admission.block_tokens + admission.looked_up if prices else 0,
@@ -196,10 +200,16 @@ class RequestLog:
 
     def stores_planned(self, parts: Sequence[tuple[str, int, int]], plan_id: int) -> None:
         """For the record: these blocks (request, first, end) are stored together. ``plan_id``: 0 without a plan."""
-        order = self._next()
+        order, at = self._next(), self.record.now()
         for request, first, end in parts:
             if (entry := self._running.get(request)) is not None:
-                entry.stores.append(StoreLine(order, first, end, plan_id))
+                entry.stores.append(StoreLine(order, at, first, end, plan_id))
+
+    def hinted(self, request: str, turn: Turn) -> None:
+        """For the record: what the caller says of a request that is about to end."""
+        if turn != NO_HINTS and (entry := self._running.get(request)) is not None:
+            kept = [(r.priority, None if r.seconds == inf else r.seconds, r.start, r.end) for r in turn.retention]
+            entry.hints = HintsLine(turn.session, turn.is_final, kept)
 
     def finished(self, request: str, output_tokens: int, keys: Sequence[bytes]) -> None:
         """A request has ended. ``keys``: of all its full blocks, including those of its answer."""
@@ -227,6 +237,7 @@ class RequestLog:
             load_seconds=entry.load_seconds,
             lookups=entry.lookups,
             stores=entry.stores,
+            **({} if entry.hints is None else {"hints": entry.hints}),
             ended=self._next(),
         )
 

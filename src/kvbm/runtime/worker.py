@@ -90,6 +90,18 @@ class Worker:
         except Exception as error:
             self._fault("prefetch", error)
 
+    def settle(self) -> None:
+        """Wait until no copy that was submitted reads or writes the engine's cache. Loads that are not over count as
+        failed: the engine is about to give their blocks away. Never raises."""
+        try:
+            for load in self._loads.values():
+                load.spoil()
+            tickets = [part.ticket for load in self._loads.values() for part in load.parts]
+            for ticket in (*tickets, *self._stores.tickets.values()):
+                ticket.wait()
+        except Exception as error:
+            self._fault("settle", error)
+
     @property
     def copies(self) -> str:
         """How this rank's bytes are copied, in words."""

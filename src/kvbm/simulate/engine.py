@@ -158,22 +158,25 @@ class SimulatedEngine:
             match operation:
                 case _Lookup(number, at):
                     line = running[number].request.lookups[at]
-                    self._now = max(self._now, running[number].request.at)
+                    self._now = line.at / 1e3
                     if line.prices is not None:
                         self.session.cost.assume(line.prices)
                     self._arrive(
                         running[number], line.prompt_tokens, line.device_tokens, line.limit, line.others_running
                     )
-                case _Store(parts, planned):
+                case _Store(parts, planned, at):
+                    self._now = at
                     plan = self._complete([(running[number], first, end) for number, first, end in parts])
                     if plan is not None:
                         plans[planned] = plan.id
                 case _End(number):
+                    self._now = running[number].request.ended_at
                     self._finish(running.pop(number))
                     ended += 1
                     if progress is not None and not ended % 256:
                         progress(ended)
                 case Transfer():
+                    self._now = operation.at
                     self._end_transfer(operation, plans)
                 case _Moves():
                     self._plan_moves()
@@ -325,6 +328,7 @@ class _Lookup(NamedTuple):
 class _Store(NamedTuple):
     parts: list[tuple[int, int, int]]  # request, first, end
     plan: int
+    at: float
 
 
 class _End(NamedTuple):
@@ -343,7 +347,9 @@ def _operations(trace: Trace, exact: bool) -> Iterator[_Operation]:
     found: list[tuple[int, _Operation]] = []
     for number, request in enumerate(trace.requests):
         found += [(line.order, _Lookup(number, at)) for at, line in enumerate(request.lookups)]
-        found += [(line.order, _Store([(number, line.first, line.end)], line.plan)) for line in request.stores]
+        found += [
+            (line.order, _Store([(number, line.first, line.end)], line.plan, line.at / 1e3)) for line in request.stores
+        ]
         found.append((request.ended, _End(number)))
     for transfer in trace.transfers:
         if exact or transfer.kind == "reset":

@@ -23,6 +23,9 @@ WILD = (2**63, -(2**63), 0)
 
 def turn_of(request: Request) -> Turn:
     """The hints of a request as an engine's adapter passes them on."""
+    if (said := request.hints) is not None:
+        kept = (Retention(priority, inf if ttl is None else ttl, *part) for priority, ttl, *part in said.retention)
+        return Turn(session=said.session, is_final=said.final, retention=tuple(kept))
     retention: tuple[Retention, ...] = ()
     if request.priority is not None or request.ttl is not None:
         retention = (Retention(request.priority or 0, inf if request.ttl is None else request.ttl),)
@@ -59,7 +62,7 @@ def _with(change: Callable[[int, Request, Place], Request]) -> Callable[[Trace],
     def changed(trace: Trace) -> Trace:
         places = sessions(trace)
         requests = [
-            change(number, request, place)
+            change(number, request._replace(hints=None), place)
             for number, (request, place) in enumerate(zip(trace.requests, places, strict=True))
         ]
         return msgspec.structs.replace(trace, requests=requests)
@@ -68,7 +71,7 @@ def _with(change: Callable[[int, Request, Place], Request]) -> Callable[[Trace],
 
 
 def _without(trace: Trace) -> Trace:
-    stripped = [r._replace(session="", final=False, priority=None, ttl=None) for r in trace.requests]
+    stripped = [r._replace(session="", final=False, priority=None, ttl=None, hints=None) for r in trace.requests]
     return msgspec.structs.replace(trace, requests=stripped)
 
 

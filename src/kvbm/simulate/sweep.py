@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvbm.config import Config, load
 from kvbm.core.cost import Terms
+from kvbm.core.rate import Rate
 from kvbm.plans import TierName
 from kvbm.simulate import hints, synthetic, trace
 from kvbm.simulate.engine import Machine, SimulatedEngine
@@ -55,17 +56,6 @@ class Case(NamedTuple):
     slots: dict[TierName, int]
 
 
-class Counter:
-    """How many requests have been replayed, by all processes together."""
-
-    def __init__(self) -> None:
-        self.value: Any = multiprocessing.get_context("spawn").Value("q", 0)
-
-    def add(self, requests: int) -> None:
-        with self.value.get_lock():
-            self.value.value += requests
-
-
 def settings_of(found: Trace, given: Mapping[str, str], tiers: Iterable[TierName]) -> Config:
     """Those that were recorded with a trace, or else those of this shell; and ``given`` above them. ``tiers`` are on,
     and no others."""
@@ -76,7 +66,11 @@ def settings_of(found: Trace, given: Mapping[str, str], tiers: Iterable[TierName
 
 
 def machine_of(
-    found: Trace, bytes_per_token: int = 0, prefill_tokens_per_second: float = 0.0, device_blocks: int = 0, **rates: Any
+    found: Trace,
+    bytes_per_token: int = 0,
+    prefill_tokens_per_second: float = 0.0,
+    device_blocks: int = 0,
+    rates: Mapping[TierName, Rate] | None = None,
 ) -> Machine:
     """Sizes and speeds: those given, those of the record, or those of a model of eight billion weights."""
     block_bytes = found.block_bytes or BYTES_PER_TOKEN * found.block_tokens
@@ -85,7 +79,7 @@ def machine_of(
     return Machine(
         block_bytes=block_bytes,
         prefill_tokens_per_second=prefill_tokens_per_second or PREFILL_TOKENS_PER_SECOND,
-        rates=rates,
+        rates=rates or {},
         terms=found.terms or Terms(STEP_TOKENS, 1, 4 * HIDDEN_SIZE),
         device_blocks=device_blocks,
     )
@@ -121,24 +115,29 @@ def default_sizes(found: Trace, count: int = DEFAULT_SIZES) -> list[int]:
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
-_here: tuple[Trace, Machine, Counter] | None = None
+# Of this process: the trace, the machine, and a number in shared memory: how many requests have been replayed by all
+# processes together.
+_here: tuple[Trace, Machine, Any] | None = None
 
 
-def _begin(source: Source, machine: Machine, counter: Any) -> None:
+def _begin(source: Source, machine: Machine, replayed: Any) -> None:
     global _here
-    shared = Counter.__new__(Counter)
-    shared.value = counter
-    _here = source.open(), machine, shared
+    _here = source.open(), machine, replayed
+
+
+def _add(replayed: Any, requests: int) -> None:
+    with replayed.get_lock():
+        replayed.value += requests
 
 
 def _replay(case: Case) -> Outcome:
     assert _here is not None
-    found, machine, counter = _here
+    found, machine, replayed = _here
     done = 0
 
     def progress(requests: int) -> None:
         nonlocal done
-        counter.add(requests - done)
+        _add(replayed, requests - done)
         done = requests
 
     result = replay(found, case, machine, progress)
@@ -148,9 +147,9 @@ def _replay(case: Case) -> Outcome:
 
 def _optimum(slots: int) -> float:
     assert _here is not None
-    found, _, counter = _here
-    result = optimum(found, slots)
-    counter.add(len(found.requests))
+    found, machine, replayed = _here
+    result = optimum(found, slots + (found.engine_blocks or machine.device_blocks))
+    _add(replayed, len(found.requests))
     return result
 
 
@@ -158,12 +157,10 @@ class Sweep:
     """Processes that have read the trace. Use as a context."""
 
     def __init__(self, source: Source, machine: Machine, jobs: int = 0) -> None:
-        self._counter = Counter()
+        context = multiprocessing.get_context("spawn")  # forking a process with threads may hang
+        self._replayed: Any = context.Value("q", 0)
         self._pool = ProcessPoolExecutor(
-            jobs or len(os.sched_getaffinity(0)),
-            multiprocessing.get_context("spawn"),  # forking a process with threads may hang
-            _begin,
-            (source, machine, self._counter.value),
+            jobs or len(os.sched_getaffinity(0)), context, _begin, (source, machine, self._replayed)
         )
 
     def __enter__(self) -> Sweep:
@@ -175,15 +172,15 @@ class Sweep:
     def run(
         self, cases: Sequence[Case], optima: Sequence[int], watch: Callable[[int], None] | None = None
     ) -> tuple[list[Outcome], list[float]]:
-        """All outcomes, and the optimum for each of these numbers of slots. ``watch``: is told how many requests have
-        been replayed by then, several times a second."""
+        """All outcomes, and the optimum for each of these numbers of slots beside the engine's own. ``watch``: is told
+        several times a second how many requests have been replayed by then."""
         # The largest first: they take longest, and no process should be left with one at the end.
         order = sorted(range(len(cases)), key=lambda i: -sum(cases[i].slots.values()))
         replays = {i: self._pool.submit(_replay, cases[i]) for i in order}
         bounds = [self._pool.submit(_optimum, slots) for slots in optima]
         for _ in _until_done([*replays.values(), *bounds]):
             if watch is not None:
-                watch(self._counter.value.value)
+                watch(self._replayed.value)
         return [replays[i].result() for i in range(len(cases))], [bound.result() for bound in bounds]
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 from kvbm.core.cost import Terms
 from kvbm.core.keys import KEY_BYTES, Key
-from kvbm.observe.record import LookupLine, StoreLine
+from kvbm.observe.record import HintsLine, LookupLine, StoreLine
 from kvbm.plans import TierName
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -47,9 +47,11 @@ class Request(NamedTuple):
     final: bool = False
     priority: int | None = None
     ttl: float | None = None
+    hints: HintsLine | None = None  # those of a record, in place of the last four
     lookups: Sequence[LookupLine] = ()  # those of a record, in the order of the engine
     stores: Sequence[StoreLine] = ()
     ended: int = 0
+    ended_at: float = 0.0
 
 
 class Transfer(NamedTuple):
@@ -61,6 +63,7 @@ class Transfer(NamedTuple):
     ok: bool
     lost: Sequence[int] = ()  # positions of a load that did not arrive
     planned: int = 0  # of a move: the place in the order at which it was planned
+    at: float = 0.0
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -71,6 +74,7 @@ class Trace(msgspec.Struct, frozen=True):
     block_tokens: int
     block_bytes: int = 0
     slots: dict[TierName, int] = {}
+    engine_blocks: int = 0  # of the engine's own cache
     settings: dict[str, str] = {}
     terms: Terms | None = None
     transfers: Sequence[Transfer] = ()
@@ -95,6 +99,7 @@ class _Line(msgspec.Struct):
     """A line of either kind. Other fields are ignored."""
 
     event: str = "request"
+    at: float = 0.0
     timestamp: float = 0.0
     input_length: int = 0
     output_length: int = 0
@@ -104,6 +109,7 @@ class _Line(msgspec.Struct):
     final: bool = False
     priority: int | None = None
     ttl: float | None = None
+    hints: HintsLine | None = None
     lookups: list[LookupLine] = []
     stores: list[StoreLine] = []
     ended: int = 0
@@ -112,6 +118,7 @@ class _Line(msgspec.Struct):
     block_size: int = 0
     block_bytes: int = 0
     slots: dict[str, int] = {}
+    engine_blocks: int = 0
     settings: dict[str, str] = {}
     terms: Terms | None = None
     # of transfers
@@ -162,6 +169,7 @@ def read(paths: Sequence[Path], block_tokens: int = 0, whole_blocks: bool = Fals
         block_tokens=block_tokens,
         block_bytes=max((start.block_bytes for start in starts), default=0),
         slots=first.slots,
+        engine_blocks=first.engine_blocks,
         settings=first.settings,
         terms=first.terms,
         transfers=files[0].transfers if alone else (),
@@ -201,7 +209,7 @@ def _read_file(path: Path, limit: int | None) -> _File:
                     case "start":
                         start = line
                     case "load" | "store" | "move" | "reset":
-                        transfers.append(Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned))
+                        transfers.append(_transfer(line))
                     case "end":
                         is_complete = line.why == "stopped" and not line.dropped
                 if len(requests) == limit:
@@ -214,6 +222,10 @@ def _read_file(path: Path, limit: int | None) -> _File:
             "output_length and hash_ids, as in a Mooncake trace, or a line of a KVBM record"
         ) from error
     return _File(start, requests, transfers, is_complete)
+
+
+def _transfer(line: _Line) -> Transfer:
+    return Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned, line.at / 1e3)
 
 
 def _check(line: _Line) -> None:
@@ -252,9 +264,11 @@ def _request(line: _Line, shift: float, block_tokens: int, whole: bool, known: d
         final=line.final,
         priority=line.priority,
         ttl=line.ttl,
+        hints=line.hints,
         lookups=line.lookups,
         stores=line.stores,
         ended=line.ended,
+        ended_at=line.at / 1e3,
     )
 
 

@@ -127,7 +127,7 @@ class DaemonThreads:
     """A pool of threads that the end of the process does not wait for."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
         self._threads = [
@@ -145,6 +145,14 @@ class DaemonThreads:
             self._tasks.put((future, call, arguments))
         return future
 
+    def post(self, call: Callable[..., object], *arguments: Any) -> None:
+        """As :meth:`submit`, for a call that reports its own end and never raises. A future costs the interpreter as
+        much as the rest of a short task."""
+        with self._closing:
+            if self._closed:
+                raise RuntimeError("closed")
+            self._tasks.put((None, call, arguments))
+
     def close(self, seconds: float | None = None, *, cancel: bool = False) -> bool:
         """Finish what was submitted, or with ``cancel`` only what has begun. False when a call still has not returned
         after ``seconds``, :data:`DISK_END_SECONDS` unless given: the memory and files that it uses must stay then."""
@@ -154,7 +162,7 @@ class DaemonThreads:
                 task = self._tasks.get_nowait()
             except Empty:
                 break
-            if task is not None:
+            if task is not None and task[0] is not None:
                 task[0].cancel()
         with self._closing:
             self._closed = True
@@ -167,6 +175,12 @@ class DaemonThreads:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             future, call, arguments = task
+            if future is None:
+                try:
+                    call(*arguments)
+                except Exception:
+                    logger.exception("a task of %s failed", threading.current_thread().name)
+                continue
             if not future.set_running_or_notify_cancel():
                 continue
             try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from engines import numbers
 
+from kvbm import gil
 from kvbm.core.cost import NEVER, RECOMPUTE
 from kvbm.core.manager import Run
 from kvbm.engines.vllm import scheduler
 from kvbm.plans import LoadResult
-from kvbm.transfer import gil
 from tiernames import DISK, HOST
 
 pytestmark = pytest.mark.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -70,7 +71,8 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
     assert other["end"]["onboarded_from"]["peer"] == BLOCKS
     assert other["end"]["faults"] == {}
     [[_, path, blocks, size, refused]] = other["sources"]
-    assert (path, blocks, refused) == ("mapped memory", BLOCKS, {}) and size > 0
+    assert (path, blocks, refused) == ("mapped memory", BLOCKS, {})
+    assert size > 0
     # Its successor takes over: the blocks of the dead engine are gone with it, and so is its memory.
     successor = [
         do("call", target="test_peer_engines:wait_for_server"),
@@ -81,6 +83,127 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
     assert heir.tokens("cold") == wanted[:1]
     assert heir["end"]["onboarded_from"].get("peer", 0) == 0
     assert list(run_dir.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def second_driver(tmp_path_factory):
+    """Runs the other engine at the same time."""
+    driver = Driver(tmp_path_factory.mktemp("driver") / "driver.log")
+    yield driver
+    driver.close()
+
+
+class Pair:
+    """Two engines at once, which wait for each other by files in ``folder``."""
+
+    def __init__(self, drivers, model, folder, run_dir) -> None:
+        self._drivers, self._model = drivers, model
+        self.folder, self._run_dir = folder, run_dir
+
+    def mark(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def run(self, *scenarios, engine=None, **kvbm):
+        """The outcome of each, or its error."""
+        found = [None] * len(scenarios)
+
+        def run(i, steps):
+            folder = self.folder / f"engine-{i}"
+            folder.mkdir()
+            kvbm_settings = settings(self._run_dir, peer_name=f"e{i}", **kvbm)
+            scenario = {"engine": {"model": self._model, **(engine or {})}, "kvbm": kvbm_settings, "env": {}}
+            scenario |= {"patch": PATIENT, "swap": None, "spawn": False, "steps": steps}
+            try:
+                found[i] = self._drivers[i].run(scenario, folder, 300)
+            except Exception as error:
+                found[i] = error
+
+        threads = [threading.Thread(target=run, args=each) for each in enumerate(scenarios)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+@pytest.fixture
+def pair(driver, second_driver, model, tmp_path, run_dir):
+    return Pair([driver, second_driver], model, tmp_path, run_dir)
+
+
+READY = do("call", target="test_peer_engines:wait_for_server")
+LONG = [prompt(950 + i, 900) for i in range(8)]
+
+
+@pytest.mark.peers
+def test_two_engines_answer_from_each_other_at_the_speed_of_their_own_hits(pair, baseline):
+    wanted = baseline(LONG, 4)
+    first = [
+        READY, generate(*LONG[:4], max_tokens=4), do("drain"), do("tell", path=pair.mark("a")),
+        do("wait_for", path=pair.mark("b")), generate(*LONG[4:], max_tokens=4, name="other"), do("drain"),
+        do("state", "end"), do("sources", "sources"), do("tell", path=pair.mark("end")),
+    ]  # fmt: skip
+    second = [
+        READY, generate(*LONG[4:], max_tokens=4), do("drain"), do("wait_for", path=pair.mark("a")),
+        do("call", "times", target="test_peer_engines:compare", prompts=LONG[:4]), do("drain"),
+        do("tell", path=pair.mark("b")), do("state", "end"), do("wait_for", path=pair.mark("end")),
+    ]  # fmt: skip
+    a, b = pair.run(first, second)
+    assert not any(isinstance(each, Exception) for each in (a, b)), (a, b)
+    assert a.tokens("other") == wanted[4:]
+    assert b["times"]["tokens"] == wanted[:4]
+    assert a["end"]["onboarded_from"]["peer"] == b["end"]["onboarded_from"]["peer"] == 4 * (900 // 32)
+    assert a["end"]["faults"] == b["end"]["faults"] == {}
+    print(b["times"])
+
+
+@pytest.mark.peers
+def test_a_reset_source_is_not_read_and_a_killed_reader_costs_nothing(pair, run_dir, baseline):
+    wanted = baseline(LONG, 4)
+    source = [
+        READY, generate(*LONG[:2], max_tokens=4), do("drain"), do("tell", path=pair.mark("a")),
+        do("wait_for", path=pair.mark("read")), do("reset", connector=True), do("tell", path=pair.mark("reset")),
+        do("wait_for", path=pair.mark("over")), generate(*LONG[:4], max_tokens=4, name="again"), do("drain"),
+        do("state", "end"),
+    ]  # fmt: skip
+    reader = [
+        READY, do("wait_for", path=pair.mark("a")), generate(LONG[0], max_tokens=4, name="read"), do("state", "before"),
+        do("tell", path=pair.mark("read")), do("wait_for", path=pair.mark("reset")),
+        generate(LONG[1], max_tokens=4, name="computed"), do("drain"), do("state", "after"),
+        do("call", target="test_peer_engines:save", path=pair.mark("saved")),
+        do("tell", path=pair.mark("over")), do("kill"),
+    ]  # fmt: skip
+    a, b = pair.run(source, reader, peer_orphan_secs=0.5)
+    assert "status -9" in str(b), b
+    assert not isinstance(a, Exception), a
+    assert a.tokens("again") == wanted[:4]
+    assert a["end"]["faults"] == {}
+    saved = json.loads(Path(pair.mark("saved")).read_text())
+    assert saved["onboarded_from"] == {"peer": 900 // 32}  # of the first prompt alone
+    deadline = time.monotonic() + 60
+    while list(run_dir.iterdir()):  # the orphan of the killed one ends by itself
+        assert time.monotonic() < deadline, list(run_dir.iterdir())
+        time.sleep(0.1)
+
+
+def save(scenario, path) -> None:
+    """For a test that kills the engine before it can answer."""
+    Path(path).write_text(json.dumps(scenario.state()))
+
+
+def compare(scenario, prompts) -> dict:
+    """Seconds of each prompt from the peer, and again from this engine's own host memory."""
+    scenario.generate([prompt(999, 900)], 4)  # the way that all of them go
+    times = {"peer": [], "own": [], "tokens": []}
+    for which in ("peer", "own"):
+        for tokens in prompts:
+            assert scenario.reset()
+            began = time.perf_counter()
+            answer = scenario.generate([tokens], 4)
+            times[which].append(time.perf_counter() - began)
+            if which == "peer":
+                times["tokens"].append(answer["tokens"][0][0])
+    return times
 
 
 def wait_for_server(scenario) -> str:

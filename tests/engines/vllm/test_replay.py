@@ -15,6 +15,7 @@ from kvbm.simulate.trace import read
 pytestmark = pytest.mark.engine
 
 HOST_BLOCKS, DISK_BLOCKS = 40, 60
+POLICY = {"always": "session", "auto": "lru"}
 ENGINE = {"num_gpu_blocks_override": 25, "max_model_len": 512, "max_num_batched_tokens": 512}
 
 
@@ -41,7 +42,7 @@ def record(request, run_scenario, tmp_path_factory) -> Path:
     kvbm = {
         "cpu_cache_override_num_blocks": HOST_BLOCKS, "disk_cache_override_num_blocks": DISK_BLOCKS,
         "disk_cache_dir": str(tmp_path_factory.mktemp("disk")), "load": request.param,
-        "enable_record": True, "record_dir": str(folder),
+        "enable_record": True, "record_dir": str(folder), "host_policy": POLICY[request.param],
     }  # fmt: skip
     run_scenario([*steps, do("drain")], kvbm, ENGINE)
     (path,) = folder.glob("*.jsonl")

@@ -66,7 +66,9 @@ def story(run_scenario, engine):
         do("drain"),
         do("state", "after long"),
         do("reset"),
-        generate(LONG, SHORT, TURNED_OFF, EXACT, name="at once"),
+        generate(SHORT, name="short"),
+        generate(TURNED_OFF, name="turned off"),
+        generate(EXACT, name="exact"),
         do("drain"),
         do("reset"),
         blank(LONG, True, "blank states"),
@@ -89,12 +91,12 @@ def test_what_the_engine_has_forgotten_comes_back(story, baseline, engine):
     long, short, turned_off, exact = baseline([LONG, SHORT, TURNED_OFF, EXACT], engine=engine)
     assert story["reset"] is True
     assert [*story.tokens("cold long"), *story.tokens("cold short"), *story.tokens("cold exact")] == [long, short, exact]
-    assert story.tokens("long") == [long]
-    assert story.tokens("at once") == [long, short, turned_off, exact]
+    again = [story.tokens(name)[0] for name in ("long", "short", "turned off", "exact")]
+    assert again == [long, short, turned_off, exact]
     assert story["long"]["cached"] == [21 * BLOCK]
     # By default vLLM keeps the state at a prompt's last whole block. A prompt that leaves it earlier has none to go on
     # from, nor does one that ends there: one token at least has to be computed.
-    assert story["at once"]["cached"] == [21 * BLOCK, 3 * BLOCK, 0, 0]
+    assert [story[name]["cached"] for name in ("short", "turned off", "exact")] == [[3 * BLOCK], [0], [0]]
 
 
 def test_a_prefix_needs_one_state_of_each_group(story, shape):
@@ -142,13 +144,12 @@ def test_where_vllm_keeps_more_states_a_branch_finds_its_part(run_scenario, base
 def test_a_lost_load_is_computed_again(run_scenario, baseline, engine):
     steps = [
         generate(LONG),
-        generate(SHORT),
         do("drain"),
         do("reset"),
-        generate(LONG, SHORT, name="lost"),
+        generate(LONG, name="lost"),
         do("drain"),
         do("reset"),
-        generate(LONG, SHORT, name="again"),
+        generate(LONG, name="again"),
         do("drain"),
         do("reset"),
         do("break_", target="kvbm.runtime.leader:Leader.onboard", times=1),
@@ -158,9 +159,8 @@ def test_a_lost_load_is_computed_again(run_scenario, baseline, engine):
         do("state", "end"),
     ]
     lost = run_scenario(steps, {**CACHE, "inject_faults": "load:every=11"}, engine)
-    wanted = baseline([LONG, SHORT], engine=engine)
-    assert lost.tokens("lost") == lost.tokens("again") == wanted
-    assert lost.tokens("unplanned") == wanted[:1]
+    wanted = baseline([LONG], engine=engine)
+    assert lost.tokens("lost") == lost.tokens("again") == lost.tokens("unplanned") == wanted
     end = lost["end"]
     assert end["failed_load_blocks"] > 1
     assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
@@ -192,9 +192,13 @@ def test_kv_without_its_state_is_computed(run_scenario, baseline, engine):
     assert story["end"]["faults"] == {}
 
 
-@only_one_fast
+@pytest.mark.parametrize("shape", [MAMBA], indirect=True, ids=lambda shape: shape.name)
 def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baseline, engine):
-    """Requests are preempted, come back and are aborted, while blocks are still being copied out."""
+    """Requests are preempted, come back and are aborted, while blocks are still being copied out.
+
+    With the other model the tokens of vLLM alone depend on the batch: its kernels for CPUs compute in bfloat16. See
+    test_overlap.py for requests side by side whose every number can be checked.
+    """
     prompts = [LONG[: 100 * i] + tokens(10 + i, 60 + 17 * i) for i in range(1, 7)]
     rounds = []
     for i in range(6):
@@ -206,7 +210,7 @@ def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baselin
         ]
     story = run_scenario(
         [*rounds, do("drain"), do("state", "end")],
-        {"cpu_cache_override_num_blocks": 120, "inject_faults": "slow-store:every=2"},
+        {"cpu_cache_override_num_blocks": 60, "inject_faults": "slow-store:every=2"},
         {**engine, "num_gpu_blocks_override": 90},
     )
     wanted = baseline(prompts, 24, engine)

@@ -7,12 +7,26 @@ from collections.abc import Callable
 
 from kvbm.core.policy.base import COMMON, NO_HINTS, Clock, EvictionPolicy, Retention, Turn
 from kvbm.core.policy.lru import LRU
+from kvbm.core.policy.queues import ARC, S3FIFO
 from kvbm.core.policy.session import SessionAware
 
-__all__ = ["COMMON", "LRU", "NO_HINTS", "POLICIES", "Clock", "EvictionPolicy", "Retention", "Turn", "make_policy"]
+__all__ = [
+    "ARC",
+    "COMMON",
+    "LRU",
+    "NO_HINTS",
+    "POLICIES",
+    "Clock",
+    "EvictionPolicy",
+    "Retention",
+    "Turn",
+    "make_policy",
+]
 
 POLICIES: dict[str, Callable[[int, Clock], EvictionPolicy]] = {
     "lru": lambda slots, clock: LRU(slots),
+    "arc": lambda slots, clock: ARC(slots),
+    "s3fifo": lambda slots, clock: S3FIFO(slots),
     "session": SessionAware,
 }
 

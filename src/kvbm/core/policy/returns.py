@@ -110,7 +110,9 @@ class Returns:
         hazard = model.fit()
         scores = np.clip(np.rint(2 * np.log2(model.ratios)) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
         first = number * SCORES
-        self.rows[family.first : family.first + family.classes] = array("i", (first + scores).astype(np.int32).tobytes())
+        self.rows[family.first : family.first + family.classes] = array(
+            "i", (first + scores).astype(np.int32).tobytes()
+        )
         self.values[first : first + SCORES] = _best_rates(np.minimum(hazard * _FACTORS[:, None], 0.99))
 
 

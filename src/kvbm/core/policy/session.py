@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,9 +69,9 @@ class SessionAware(EvictionPolicy):
         self._unused: list[Group] = []
         self._returns = Returns()
         self._values = self._returns.values.ravel()  # the same memory; one for each cell
-        self._cells: list[deque[tuple[int, Group]]] = [deque() for _ in range(self._returns.values.size)]
-        self._ghost_cells: dict[int, deque[tuple[int, Group]]] = {}
-        self._rank = np.full(len(self._cells), np.inf)
+        self._cells: defaultdict[int, deque[tuple[int, Group]]] = defaultdict(deque)
+        self._ghost_cells: defaultdict[int, deque[tuple[int, Group]]] = defaultdict(deque)
+        self._rank = np.full(self._values.size, np.inf)
         self._ghosts: dict[Key, Group] = {}
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
@@ -242,7 +242,9 @@ class SessionAware(EvictionPolicy):
         end = len(keys)
         new = end - max(turn.found, shared_end)
         if shared_end < end - 1:
-            parent = self._make(keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent)
+            parent = self._make(
+                keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent
+            )
             shared_end = end - 1
         if shared_end < end:
             last = self._make(keys, slots, shared_end, end, of_last(0, number), number, now, parent)
@@ -425,7 +427,7 @@ class SessionAware(EvictionPolicy):
         self._ghosts[group.head] = group
         entry = (group.version, group)
         self._ghost_order.append(entry)
-        self._ghost_cells.setdefault(self._cell_of(group), deque()).append(entry)
+        self._ghost_cells[self._cell_of(group)].append(entry)
         limit = _MIN_GHOSTS + 4 * (len(self._groups) - len(self._unused) - len(self._ghosts))
         while len(self._ghost_order) > limit:
             version, old = self._ghost_order.popleft()
@@ -448,7 +450,7 @@ class SessionAware(EvictionPolicy):
         for cell in sorted(self._ghost_cells, reverse=True):
             queue = self._ghost_cells[cell]
             for entry in self._due(cell, queue, now):
-                self._ghost_cells.setdefault(self._cell_of(entry[1]), deque()).append(entry)
+                self._ghost_cells[self._cell_of(entry[1])].append(entry)
             if not queue:
                 del self._ghost_cells[cell]
 

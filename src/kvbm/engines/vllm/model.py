@@ -4,7 +4,7 @@ vLLM hands a connector no model. But every attention layer registers itself with
 model too, and the outermost modules that hold those layers are the models of this engine and of no other.
 
 Weights may also change while the engine runs (:func:`watch_weights`): a trainer sends new ones, or a checkpoint is
-loaded again.
+loaded again. And an engine may sleep (:func:`watch_sleep`): its worker gives the memory of the KV cache back.
 
 On a CPU vLLM packs the weights of linear layers for its kernels and drops the parameters: the numbers are inside a
 library from then on. They are read through the layer itself: its output for a unit vector is one column of its weights.
@@ -43,6 +43,10 @@ _UPDATES = (
 )  # fmt: skip
 
 
+# Methods of vLLM's workers that give memory of the KV cache back.
+_RELEASES = ("sleep", "discard")
+
+
 def models_of(vllm_config: Any) -> list[torch.nn.Module]:
     """The models of this engine, its draft models included; none when they cannot be found."""
     registered = vllm_config.compilation_config.static_forward_context.values()
@@ -56,16 +60,33 @@ def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]
     """Call ``changed`` before and after every call that brings new weights. To be called while vLLM makes its cache:
     its worker and model runner are a few frames up then."""
     owners: list[Any] = [(model, "load_weights") for model in models]
+    for caller in _calling_workers():
+        owners += [(caller, name) for name in _UPDATES]
+        owners += [(model, "load_weights") for model in _model_of(caller)]
+    _watch(owners, changed, changed)
+
+
+def watch_sleep(settle: Callable[[], None]) -> None:
+    """Call ``settle`` before every call that gives memory of the KV cache back. To be called as :func:`watch_weights`."""
+    _watch([(caller, name) for caller in _calling_workers() for name in _RELEASES], settle)
+
+
+def _calling_workers() -> Iterator[Any]:
+    """The worker and the model runner of vLLM that are among the callers."""
     frame: Any = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if any(kind.__module__.startswith("vllm.v1.worker.") for kind in type(caller).__mro__):
-            owners += [(caller, name) for name in _UPDATES]
-            owners += [(model, "load_weights") for model in _model_of(caller)]
+            yield caller
         frame = frame.f_back
+
+
+def _watch(
+    owners: Iterable[tuple[Any, str]], before: Callable[[], None], after: Callable[[], None] | None = None
+) -> None:
     for owner, name in {(id(owner), name): (owner, name) for owner, name in owners}.values():
         if hasattr(type(owner), name):
-            object.__setattr__(owner, name, _noticed(getattr(owner, name), changed))
+            object.__setattr__(owner, name, _noticed(getattr(owner, name), before, after))
 
 
 def _model_of(runner: Any) -> list[Any]:
@@ -76,14 +97,17 @@ def _model_of(runner: Any) -> list[Any]:
         return []  # it has none, or none yet
 
 
-def _noticed(update: Callable[..., Any], changed: Callable[[], None]) -> Callable[..., Any]:
+def _noticed(
+    update: Callable[..., Any], before: Callable[[], None], after: Callable[[], None] | None
+) -> Callable[..., Any]:
     @functools.wraps(update)
     def noticed(*args: Any, **kwargs: Any) -> Any:
-        changed()
+        before()
         try:
             return update(*args, **kwargs)
         finally:
-            changed()
+            if after is not None:
+                after()
 
     return noticed
 

@@ -18,9 +18,9 @@ from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.worker import WorkerAdapter
+from kvbm.gil import short_turns
 from kvbm.plans import LoadPlan
 from kvbm.runtime.leader import Leader
-from kvbm.transfer.gil import short_turns
 
 # Shorter prompts gain nothing from being fetched early: their load is over before the engine gets to the second layer.
 PREFETCH_BLOCKS = 64

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any
 
+from kvbm import gil
 from kvbm.config import Config
 from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
@@ -33,7 +34,6 @@ from kvbm.engines.vllm.worker import WorkerAdapter, find_local
 from kvbm.plans import AdapterUse, Copy, Hello, LoadPlan, Report, StepPlan, StorePlan
 from kvbm.runtime.leader import Leader
 from kvbm.tiers import registry
-from kvbm.transfer import gil
 
 logger = logging.getLogger("kvbm")
 
@@ -498,7 +498,8 @@ class SchedulerAdapter:
 
     @property
     def busy(self) -> bool:
-        """Stores or events are pending: vLLM must go on stepping to deliver them."""
+        """Stores or events are pending, or loads of a paused engine: vLLM must go on stepping to deliver them. A reset
+        that follows a pause fails while a load holds blocks."""
         if self._services.owes_events or (leader := self.leader) is None:
             return self._services.owes_events
-        return leader.owes_verdicts or leader.stores_under_way or self._moves.are_wanted()
+        return leader.plans_under_way > 0 or leader.owes_verdicts or self._moves.are_wanted()

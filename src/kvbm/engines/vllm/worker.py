@@ -11,14 +11,14 @@ from kvbm.config import Config
 from kvbm.engines import weights
 from kvbm.engines.vllm import compat, fingerprint
 from kvbm.engines.vllm.adapter_loads import AdapterLoads
-from kvbm.engines.vllm.model import digest_of_models, models_of, watch_weights
+from kvbm.engines.vllm.model import digest_of_models, models_of, watch_sleep, watch_weights
+from kvbm.gil import decoding
 from kvbm.plans import Hello, LoadPlan, Report, StepPlan
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.replicas import Replicas
 from kvbm.runtime.worker import Outcome, Worker
 from kvbm.tiers import registry
 from kvbm.tiers.base import Fingerprint
-from kvbm.transfer.gil import decoding
 from kvbm.transfer.layout import LayoutError
 
 logger = logging.getLogger("kvbm")
@@ -67,8 +67,11 @@ class WorkerAdapter:
         try:
             models = models_of(self._vllm_config)
             watch_weights(models, self._weights_changed)
+            watch_sleep(self._settle)
         except Exception as error:
-            logger.warning("KVBM will not notice new weights in memory: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "KVBM will not notice new weights in memory, or a sleeping engine: %s: %s", type(error).__name__, error
+            )
         if registry.outlives_engine(self._config):
             # First of all, so that no rank waits for one that has failed at something else.
             self._rank.cache = self._describe(models)
@@ -91,6 +94,11 @@ class WorkerAdapter:
     def _weights_changed(self) -> None:
         if self._worker is not None:
             self._worker.weights_changed()
+
+    def _settle(self) -> None:
+        """vLLM is about to give the memory of its KV cache back."""
+        if self._worker is not None:
+            self._worker.settle()
 
     @property
     def weight_changes(self) -> int:

@@ -15,9 +15,9 @@ import ctypes
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from statistics import median
 
 from kvbm.core.rate import Rate
@@ -66,7 +66,11 @@ class ObjectStore(Store):
         self.stall_seconds = 2 * (client.settings.max_retries + 1) * client.settings.timeout_seconds
         # Threads beyond the cores wait for the network well, but hash and copy badly: they take the caches from each
         # other (benchmarks/objects.py).
-        self._turns = threading.Semaphore(min(_MAX_HASHING, os.cpu_count() or 1))
+        # A queue of tokens: the semaphore of the standard library is written in Python, and every call of it keeps the
+        # interpreter from the engine's thread.
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        for _ in range(min(_MAX_HASHING, os.cpu_count() or 1)):
+            self._turns.put(None)
         # Reads never wait behind writes.
         self._reads = DaemonThreads(client.settings.concurrency, "kvbm-object-read")
         self._writes = DaemonThreads(client.settings.concurrency, "kvbm-object-write")
@@ -130,7 +134,7 @@ class ObjectStore(Store):
         work: Callable[[Operation, int, list[int]], tuple[list[int], str]],
     ) -> Operation:
         try:
-            pool.submit(self._split, pool, operation, work)
+            pool.post(self._split, pool, operation, work)
         except RuntimeError:
             operation.parts_left = 1
             operation.end_part(list(range(len(operation.slots))), _CLOSED)
@@ -151,7 +155,7 @@ class ObjectStore(Store):
             operation.end_part([], "")
         for identifier, positions in parts.items():
             try:
-                pool.submit(self._run, operation, identifier, positions, work)
+                pool.post(self._run, operation, identifier, positions, work)
             except RuntimeError:
                 operation.end_part(positions, _CLOSED)
 
@@ -194,8 +198,11 @@ class ObjectStore(Store):
     def _fetch(self, name: str, operation: Operation, positions: list[int]) -> tuple[list[int], str]:
         """Raises DamagedError when any block of the object is damaged."""
         data = self._client.get(name)
-        with self._turns:
+        self._turns.get()
+        try:
             return self._unpack(data, operation, positions)
+        finally:
+            self._turns.put(None)
 
     def _unpack(self, data: Buffer, operation: Operation, positions: list[int]) -> tuple[list[int], str]:
         contents: Contents = self._codec.open(data)
@@ -221,8 +228,11 @@ class ObjectStore(Store):
         payloads = [
             memoryview(self._buffer.from_address(operation.addresses[position])).cast("B") for position in positions
         ]
-        with self._turns:
+        self._turns.get()
+        try:
             pieces = self._codec.encode([operation.tags[position] for position in positions], payloads)
+        finally:
+            self._turns.put(None)
         name = self._names.of(self._rank, identifier)
         if not self._client.put(name, pieces):
             self._confirm(name, pieces)

@@ -8,7 +8,9 @@ import xxhash
 
 from kvbm.core.keys import Key
 
-_PIECE = 256 << 10  # copied and hashed while it is in the processor's cache: hashing costs a tenth of the copy then
+# Copied, then hashed. Below 1 MiB the C library copies in another way, which takes half as long again: 0.20 CPU
+# seconds a GB with the hash instead of 0.13 (and 0.105 without).
+_PIECE = 2 << 20
 
 
 def checksum(payload: memoryview, key: Key) -> int:
@@ -18,8 +20,9 @@ def checksum(payload: memoryview, key: Key) -> int:
 def copy_and_sum(target: int, source: int, size: int, key: Key) -> int:
     """Copy ``size`` bytes between two addresses; the checksum is of the bytes that arrived."""
     hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
+    arrived = memoryview((ctypes.c_char * size).from_address(target)).cast("B")
     for at in range(0, size, _PIECE):
         piece = min(_PIECE, size - at)
         ctypes.memmove(target + at, source + at, piece)
-        hasher.update((ctypes.c_char * piece).from_address(target + at))
+        hasher.update(arrived[at : at + piece])
     return hasher.intdigest() or 1

@@ -50,6 +50,8 @@ from kvbm.tiers.peers.wire import (
 UNIX = "unix:"
 MAPPED, SOCKET = "mapped memory", "socket"
 _CONNECT_SECONDS = 1.0
+# A thread or two use up the memory's bandwidth; more take the caches from each other.
+_copying = threading.BoundedSemaphore(max(1, min(2, (os.cpu_count() or 1) // 2)))
 
 
 class Identity(NamedTuple):
@@ -192,6 +194,13 @@ class Peer:
         neighbour = self._map(link)
         link.channel.send(Lease(self._me.rank, join_keys(list(keys))))
         leased: Leased = link.channel.receive(Leased)
+        with _copying:
+            self._copy_all(neighbour, leased, keys, addresses, is_abandoned, arrived, bad)
+
+    def _copy_all(
+        self, neighbour: Neighbour, leased: Leased, keys: Sequence[Key], addresses: Sequence[int],
+        is_abandoned: Callable[[], bool], arrived: set[int], bad: dict[int, str],
+    ) -> None:  # fmt: skip
         for i, place in enumerate(zip(leased.slots, leased.generations, leased.sums, strict=True)):
             if is_abandoned():
                 raise PeerError("abandoned", "the load was given up")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from kvbm.core.breaker import Breaker
 from kvbm.core.catalog import PENDING, Hint, SourceState
 from kvbm.core.keys import Key
+from kvbm.gil import short_turns
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.peers import sources as table
 from kvbm.tiers.peers.client import MAPPED, SOCKET, Identity, Peer
@@ -58,7 +59,8 @@ class _Check:
 
 
 class Lookup:
-    """``tables``: of each rank. ``own``: addresses of this engine. The leader's thread calls :meth:`expect`, :meth:`find` and :meth:`discard`."""
+    """``tables``: of each rank. ``own``: addresses of this engine. The leader's thread calls :meth:`expect`,
+    :meth:`find` and :meth:`discard`."""
 
     def __init__(
         self,
@@ -155,7 +157,8 @@ class Lookup:
         seconds = max(self._lookup_seconds, self._me.seconds / 4)
         found: list[bool] = []
         try:
-            found = known.peer.ask(check.keys, seconds)
+            with short_turns():
+                found = known.peer.ask(check.keys, seconds)
         except PeerError as error:
             self._failed(known, error)
         except Exception as error:

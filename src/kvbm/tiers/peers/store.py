@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbm.core.keys import KEY_BYTES
+from kvbm.gil import short_turns
 from kvbm.tiers.base import NearMemory, Operation, Store
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.host.shared import Place, SharedMemory
@@ -85,11 +86,12 @@ class PeerStore(Store):
             if peer is None:
                 reason = f"no source has the number {number}"
                 return
-            failures = peer.read(
-                [operation.tags[i][:KEY_BYTES] for i in positions],
-                [operation.addresses[i] for i in positions],
-                lambda: operation.cancelled or self._closing,
-            )
+            with short_turns():  # a system call for each piece, beside an engine that computes
+                failures = peer.read(
+                    [operation.tags[i][:KEY_BYTES] for i in positions],
+                    [operation.addresses[i] for i in positions],
+                    lambda: operation.cancelled or self._closing,
+                )
             seconds = time.monotonic() - began
             bad = [positions[i] for i, _ in failures]
             good = len(positions) - len(bad)

@@ -25,7 +25,7 @@ from typing import Any
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 
 from kvbm.engines.vllm import compat
-from kvbm.transfer.gil import decoding
+from kvbm.gil import decoding
 
 logger = logging.getLogger(__name__)
 

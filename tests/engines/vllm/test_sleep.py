@@ -1,0 +1,142 @@
+"""Training loops: an engine sleeps, wakes up, is paused and reset and gets new weights, while KVBM stores and loads."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from engines import do, generate, prompt
+
+pytestmark = [pytest.mark.engine]
+
+PROMPT, BLOCKS = prompt(1, 200), 6
+CACHE = {"cpu_cache_override_num_blocks": 256}
+FILE = "model.safetensors"
+
+
+def call(what, name=None, **arguments):
+    return do("call", name, target=f"sleeping:{what}", **arguments)
+
+
+@pytest.fixture(scope="module")
+def other(model, tmp_path_factory):
+    """A folder with other weights of the same model."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / FILE)
+    tensors["model.layers.0.input_layernorm.weight"] *= -1.5
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    return folder
+
+
+def is_idle(state):
+    return (state["requests"], state["pinned"], state["writing"], state["busy"], state["faults"]) == (0, 0, 0, False, {})
+
+
+def test_an_engine_sleeps_and_wakes_up_while_blocks_are_stored(run_scenario, baseline, other, tmp_path):
+    """vLLM's worker for CPUs ignores the call, so its memory stays; all else is as on a GPU."""
+    disk = {"disk_cache_gb": 1, "disk_cache_dir": str(tmp_path), "disable_disk_offload_filter": True}
+    steps = [
+        do("faults", rules="slow-store"),
+        generate(PROMPT, name="before"),
+        call("sleep", "light", level=1),
+        do("state", "asleep"),
+        call("wake"),
+        do("faults", rules=""),
+        generate(PROMPT, name="awake"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="loaded"),
+        do("drain"),
+        do("faults", rules="slow-store"),
+        generate(prompt(2, 200)),
+        call("sleep", "deep", level=2),
+        call("wake"),
+        do("faults", rules=""),
+        do("load_weights", checkpoint=str(other / FILE)),
+        generate(PROMPT, name="new weights"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="new weights, loaded"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, {**CACHE, **disk})
+    (old,), (new,) = baseline([PROMPT]), baseline([PROMPT], engine={"model": str(other)})
+    assert old != new
+    assert (story["light"], story["deep"]) == (True, True)
+    assert story["asleep"]["published"] == 0  # vLLM's sleep forgets every block
+    assert [story.tokens(name)[0] for name in ("before", "awake", "loaded")] == [old] * 3
+    assert [story.tokens(name)[0] for name in ("new weights", "new weights, loaded")] == [new] * 2
+    assert story["loaded"]["cached"] == story["new weights, loaded"]["cached"] == [BLOCKS * 32]
+    assert is_idle(story["end"])
+
+
+def test_new_weights_in_a_paused_engine_leave_nothing_of_the_old_ones(run_scenario, baseline, other):
+    steps = [
+        generate(PROMPT),
+        do("drain"),
+        do("add", names=["goes on"], prompts=[prompt(3, 150)], max_tokens=40),
+        do("step", times=6),
+        do("pause", state="PAUSED_ALL"),
+        do("load_weights", checkpoint=str(other / FILE)),
+        call("reset_running", "reset"),
+        do("pause", state="UNPAUSED"),
+        do("finish"),
+        generate(PROMPT, name="new"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="loaded"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, dict(CACHE))
+    (new,) = baseline([PROMPT], engine={"model": str(other)})
+    assert story["reset"] == "True"
+    assert story.tokens("new") == story.tokens("loaded") == [new]
+    assert story["loaded"]["cached"] == [BLOCKS * 32]
+    assert is_idle(story["end"])
+
+
+def test_a_reset_waits_for_the_load_of_an_aborted_request(run_scenario, baseline):
+    """vLLM keeps the blocks of the request until the load is over, and resets nothing as long as it does. It goes on
+    stepping, also with no request left, until KVBM has told it."""
+    steps = [
+        generate(PROMPT),
+        do("drain"),
+        do("reset"),
+        do("faults", rules="slow"),
+        do("add", names=["gone"], prompts=[PROMPT]),
+        do("step"),
+        call("loads_under_way", "loads"),
+        call("reset_running", "too early"),
+        do("abort", names=["gone"]),
+        do("drain"),
+        call("loads_under_way", "loads after"),
+        call("reset_running", "reset"),
+        do("faults", rules=""),
+        generate(PROMPT, name="again"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, {**CACHE, "onboard": "async"})
+    assert (story["loads"], story["loads after"]) == (True, False)
+    assert "waiting for remote KV transfer" in story["too early"]  # of vLLM itself, see docs/vllm.md
+    assert story["reset"] == "True"
+    assert story.tokens("again") == baseline([PROMPT])
+    assert story["again"]["cached"] == [0]
+    assert is_idle(story["end"])
+
+
+def test_an_engine_of_another_process_sleeps_beside_loads(run_scenario, baseline):
+    steps = [
+        generate(PROMPT),
+        call("sleep_beside_loads", "errors", prompt=PROMPT, times=4),
+        generate(PROMPT, name="again"),
+    ]
+    kvbm = {**CACHE, "onboard": "async", "inject_faults": "slow"}
+    story = run_scenario(steps, kvbm, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert story["errors"] == []
+    assert story.tokens("again") == baseline([PROMPT])
