@@ -7,10 +7,12 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from engines import EngineFailedError, do, generate, prompt
+from engines import Driver, EngineFailedError, do, generate, prompt
 
 pytestmark = pytest.mark.engine
 
