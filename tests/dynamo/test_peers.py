@@ -19,7 +19,9 @@ BUSY = "--router-decode-active-request-weight 100"
 
 @pytest.fixture
 def stack(model, tmp_path, without_servers):
-    made = Stack("agg_kvbm_peers.sh", 2, model, tmp_path, {**without_servers, "FRONTEND_ARGS": BUSY})
+    # Four busy processes share the machine: an answer may take longer than a request would wait for elsewhere.
+    env = {"FRONTEND_ARGS": BUSY, "KVBM_PEER_LOOKUP_SECS": "5", "KVBM_PEER_TIMEOUT_SECS": "20"}
+    made = Stack("agg_kvbm_peers.sh", 2, model, tmp_path, {**without_servers, **env})
     try:
         made.ready(2)
         yield made
