@@ -322,6 +322,25 @@ class Session:
             self.leader.manager.release(match)
         state.is_held = False
 
+    def add_last_block(self, state: RequestState, keys: Sequence[Key], tokens: int) -> None:
+        """Add the last block of a prompt to a match that leaves out nothing else, if it lies in the same tier.
+
+        For a load beside decoding requests. The engine then computes only the last token again, in a step as long as a
+        decode step; computing a whole block makes it a prefill step, three times as long. A request that runs alone
+        computes its last block, as vLLM does after a hit in GPU memory, so its answers are bit-identical. Beside other
+        requests answers depend on the batch in any case.
+        """
+        assert self.leader is not None
+        assert state.match is not None
+        assert state.lookup is not None
+        last = state.match.start + state.match.blocks
+        if (last + 1) * self.block_size != tokens:
+            return
+        more = self.leader.manager.lookup(keys, last, last + 1).runs
+        if more and more[0].tier == state.match.runs[-1].tier:
+            state.match = state.match.extended(more[0], keys)
+            state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
+
     def load(
         self,
         state: RequestState,

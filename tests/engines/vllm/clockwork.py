@@ -436,7 +436,9 @@ class Clockwork:
                 values, group = known[key]
                 for rank in self.ranks:
                     for layer in (rank.kept if tier == HOST else rank.kept_on_disk)(slot, group):
-                        assert layer[: len(values)] == values, f"{tier} slot {slot} of rank {rank.rank} holds the wrong KV"
+                        assert layer[: len(values)] == values, (
+                            f"{tier} slot {slot} of rank {rank.rank} holds the wrong KV"
+                        )
 
     def check_idle(self) -> None:
         leader = self.adapter.leader

@@ -32,7 +32,13 @@ def other(model, tmp_path_factory):
 
 
 def is_idle(state):
-    return (state["requests"], state["pinned"], state["writing"], state["busy"], state["faults"]) == (0, 0, 0, False, {})
+    return (state["requests"], state["pinned"], state["writing"], state["busy"], state["faults"]) == (
+        0,
+        0,
+        0,
+        False,
+        {},
+    )
 
 
 def test_an_engine_sleeps_and_wakes_up_while_blocks_are_stored(run_scenario, baseline, other, tmp_path):

@@ -90,7 +90,11 @@ def story(run_scenario, engine):
 def test_what_the_engine_has_forgotten_comes_back(story, baseline, engine):
     long, short, turned_off, exact = baseline([LONG, SHORT, TURNED_OFF, EXACT], engine=engine)
     assert story["reset"] is True
-    assert [*story.tokens("cold long"), *story.tokens("cold short"), *story.tokens("cold exact")] == [long, short, exact]
+    assert [*story.tokens("cold long"), *story.tokens("cold short"), *story.tokens("cold exact")] == [
+        long,
+        short,
+        exact,
+    ]
     again = [story.tokens(name)[0] for name in ("long", "short", "turned off", "exact")]
     assert again == [long, short, turned_off, exact]
     assert story["long"]["cached"] == [21 * BLOCK]

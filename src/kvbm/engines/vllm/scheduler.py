@@ -214,28 +214,9 @@ class SchedulerAdapter:
         self.session.offer(state, found, decision, in_step)
         may_extend = not self._groups.apart and not self._drops_last_block
         if may_extend and not state.in_step and self._others_go_on(request.request_id):
-            self._go_to_the_end(request, keys, state)
+            self.session.add_last_block(state, keys, request.num_tokens)
         assert state.match is not None
         return state.match.blocks * self._block_size, not state.in_step
-
-    def _go_to_the_end(self, request: Any, keys: Sequence[Key], state: RequestState) -> None:
-        """Add the last block of a prompt to a match that leaves out nothing else, if it lies in the same tier.
-
-        For a load beside decoding requests. vLLM then computes only the last token again, in a step as long as a decode
-        step; computing a whole block makes it a prefill step, three times as long. A request that runs alone computes
-        its last block, as vLLM does after a hit in GPU memory, so its answers are bit-identical. Beside other requests
-        answers depend on the batch in any case.
-        """
-        assert self.leader is not None
-        assert state.match is not None
-        assert state.lookup is not None
-        last = state.match.start + state.match.blocks
-        if (last + 1) * self._block_size != request.num_tokens:
-            return
-        more = self.leader.manager.lookup(keys, last, last + 1).runs
-        if more and more[0].tier == state.match.runs[-1].tier:
-            state.match = state.match.extended(more[0], keys)
-            state.lookup = state.lookup._replace(limit=last + 1, found=state.match)
 
     def _is_stuck(self, state: RequestState) -> bool:
         """Whether vLLM had no room for an offered load outside of the step, and no running request will free any.
