@@ -49,6 +49,13 @@ def test_a_list_is_expected():
         load({"secondary_tiers": "x"}, environ={}, files=())
 
 
+def test_an_address_that_leads_nowhere_is_not_entered_in_etcd():
+    everywhere = {"peers_enabled": True, "peers": "etcd", "peer_listen": "0.0.0.0:23280"}
+    (warning,) = load(everywhere, environ={}, files=()).warnings
+    assert "set KVBM_PEER_ADVERTISE" in warning
+    assert load({**everywhere, "peer_advertise": "h:1"}, environ={}, files=()).warnings == ()
+
+
 @pytest.mark.parametrize(
     ("more", "text"),
     [

@@ -9,6 +9,9 @@ import pytest
 from stack import Servers, wait_until
 
 from kvbm.control.discovery import Card, EtcdRegistry, Registration
+from kvbm.tiers.peers.finder import Source
+from kvbm.tiers.peers.finding.member_lists import EtcdList
+from kvbm.tiers.peers.finding.registration import Registry, register
 
 CARDS = [Card(role="leader", engine="e", host="h", pid=1), Card(role="worker", engine="e", rank=1, host="h", pid=1)]
 
@@ -67,3 +70,22 @@ def test_the_first_address_that_answers_is_taken(etcd):
     place.enter({"kvbm/dynamo/leaders/e": b"{}"})
     assert place.entries("kvbm/dynamo/") == {"kvbm/dynamo/leaders/e": b"{}"}
     place.withdraw()
+
+
+def test_members_of_a_fleet_find_each_other_while_their_leases_last(etcd, tmp_path):
+    """Cards of a fleet's servers: of the same cache, while they live; and one key a member, however many blocks."""
+    registry = Registry(etcd.etcd, "ns")
+    members = [Source(f"10.0.0.{n}:23280", f"m{n}", f"machine{n}", "f" if n < 3 else "other", "g") for n in range(4)]
+    entered = [register(registry, member) for member in members]
+    found = EtcdList(etcd.etcd, "ns", "f")
+    wait_until("all are there", lambda: sorted(found.read(), key=lambda each: each.address) == members[:3])
+    assert EtcdList(etcd.etcd, "another namespace", "f").read() == []
+    assert len(EtcdRegistry(etcd.etcd).entries("kvbm/ns/")) == 4
+    entered[0].close()
+    wait_until("one has left", lambda: sorted(found.read(), key=lambda each: each.address) == members[1:3])
+    etcd.processes["etcd"].end()
+    with pytest.raises(OSError):
+        found.read()
+    for each in entered[1:]:
+        each.close()
+    assert register(Registry(), members[0]) is None

@@ -64,8 +64,12 @@ def advertised(extra: Mapping[str, object]) -> Advertised | None:
 
 
 def warnings_about(config: Config, found: Advertised | None) -> list[str]:
-    """Sentences for settings that do not go with what is advertised."""
+    """Sentences for settings that do not go with what is advertised, to the router or in etcd."""
     if found is None:
+        host, words = config.peer_listen.rpartition(":")[0].strip("[]"), config.peers.replace(",", " ").split()
+        if "etcd" in words and host and _is_unspecified(host) and not config.peer_advertise:
+            return [f"KVBM_PEERS names etcd, but KVBM_PEER_LISTEN={config.peer_listen} is no address that others can "
+                    "use, so this engine does not enter itself; set KVBM_PEER_ADVERTISE"]  # fmt: skip
         return []
     if not config.peers_enabled:
         return [f"{KEY} asks the router for hints, but KVBM_PEERS_ENABLED is off, so KVBM ignores them; turn it on"]

@@ -7,10 +7,12 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from engines import EngineFailedError, do, generate, prompt
+from engines import Driver, EngineFailedError, do, generate, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -62,13 +64,8 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
     steps = [generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     other = run_scenario(steps, settings(run_dir, peer_name="b"), patch=PATIENT)
     assert other.tokens("again") == wanted
-    assert other["end"]["onboarded_from"] == {"peer": BLOCKS}, (
-        other["sources"],
-        other["end"]["faults"],
-        other.log,
-        other.output[-3000:],
-    )
-    assert other["end"]["onboarded_from"]["peer"] == BLOCKS
+    # They may have come to host memory while the request was in the queue.
+    assert sum(other["end"]["onboarded_from"].values()) == BLOCKS
     assert other["end"]["faults"] == {}
     [[_, path, blocks, size, refused]] = other["sources"]
     assert (path, blocks, refused) == ("mapped memory", BLOCKS, {})
@@ -146,13 +143,16 @@ def test_two_engines_answer_from_each_other_at_the_speed_of_their_own_hits(pair,
     second = [
         READY, generate(*LONG[4:], max_tokens=4), do("drain"), do("wait_for", path=pair.mark("a")),
         do("call", "times", target="test_peer_engines:compare", prompts=LONG[:4]), do("drain"),
-        do("tell", path=pair.mark("b")), do("state", "end"), do("wait_for", path=pair.mark("end")),
+        do("tell", path=pair.mark("b")), do("state", "end"), do("sources", "sources"),
+        do("wait_for", path=pair.mark("end")),
     ]  # fmt: skip
     a, b = pair.run(first, second)
     assert not any(isinstance(each, Exception) for each in (a, b)), (a, b)
     assert a.tokens("other") == wanted[4:]
     assert b["times"]["tokens"] == wanted[:4]
-    assert a["end"]["onboarded_from"]["peer"] == b["end"]["onboarded_from"]["peer"] == 4 * (900 // 32)
+    for engine in (a, b):
+        [[_, _, blocks, _, _]] = engine["sources"]
+        assert blocks == 4 * (900 // 32)
     assert a["end"]["faults"] == b["end"]["faults"] == {}
     print(b["times"])
 
@@ -179,7 +179,7 @@ def test_a_reset_source_is_not_read_and_a_killed_reader_costs_nothing(pair, run_
     assert a.tokens("again") == wanted[:4]
     assert a["end"]["faults"] == {}
     saved = json.loads(Path(pair.mark("saved")).read_text())
-    assert saved["onboarded_from"] == {"peer": 900 // 32}  # of the first prompt alone
+    assert sum(saved["onboarded_from"].values()) == 900 // 32  # of the first prompt alone
     deadline = time.monotonic() + 60
     while list(run_dir.iterdir()):  # the orphan of the killed one ends by itself
         assert time.monotonic() < deadline, list(run_dir.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 from kvbm.config import Config
@@ -19,21 +20,30 @@ from kvbm.tiers.peers.finding.member_lists import (
     NeighbourList,
 )
 
+UNUSED_SECONDS = 120.0  # after which the connection to a member that is asked no more is closed
+
 
 class FilterClient:
     """Asks members for the changes of their filters. Keeps a connection to each."""
 
     def __init__(self, me: Identity) -> None:
         self._me = me
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, tuple[Peer, float]] = {}  # by address; when it was last asked
         self._lock = threading.Lock()
 
     def ask(self, source: Source, epoch: int, number: int) -> bytes:
         """Raises PeerError."""
+        now = time.monotonic()
         with self._lock:
-            peer = self._peers.get(source.address)
+            peer, _ = self._peers.get(source.address, (None, 0.0))
+            old = []
             if peer is None:
-                peer = self._peers[source.address] = Peer(source, self._me)
+                peer = Peer(source, self._me)
+                old = [address for address, (_, used) in self._peers.items() if now - used > UNUSED_SECONDS]
+            unused = [self._peers.pop(address)[0] for address in old]
+            self._peers[source.address] = peer, now
+        for each in unused:
+            each.close()
         try:
             return peer.changes(epoch, number, self._me.seconds)
         except BaseException:

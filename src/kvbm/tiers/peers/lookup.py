@@ -53,6 +53,7 @@ class _Check:
     def __init__(self, keys: Sequence[Key], start: int, deadline: float) -> None:
         self.keys = keys[start : start + MAX_ASKED]
         self.span = keys[start], keys[-1]
+        self.began = time.monotonic()
         self.deadline = deadline
         self.waiting = frozenset(self.keys)
         self.left = 1
@@ -81,6 +82,7 @@ class Lookup:
         self._found: OrderedDict[Key, tuple[int, float]] = OrderedDict()  # key -> (place, until when)
         self._handles = 0
         self._checks: list[_Check] = []
+        self._answer_seconds = 0.0  # of a check whose answer came in time, smoothed
         self._recent: OrderedDict[tuple[Key, Key], float] = OrderedDict()
         self._threads = DaemonThreads(_THREADS, "kvbm-peer-ask")
 
@@ -113,11 +115,13 @@ class Lookup:
         return None
 
     def answer_seconds(self, key: Key) -> float | None:
-        """Seconds until a pending block counts as not found, at the latest; None for a block that is not pending."""
+        """Expected seconds until a pending block is found or not: as long as answers have taken lately, or before the
+        first of them as long as the lookup may take. None for a block that is not pending."""
         now = time.monotonic()
         with self._lock:
-            left = [check.deadline - now for check in self._checks if now < check.deadline and key in check.waiting]
-        return max(left, default=None)
+            due = self._answer_seconds or self._lookup_seconds
+            begun = [check.began for check in self._checks if now < check.deadline and key in check.waiting]
+        return max(0.0, max(begun) + due - now) if begun else None
 
     def discard(self, keys: Sequence[Key]) -> None:
         with self._lock:
@@ -165,6 +169,8 @@ class Lookup:
             self._failed(known, PeerError("other", f"{type(error).__name__}: {error}"))
         with self._lock:
             if found:
+                taken = time.monotonic() - check.began
+                self._answer_seconds = 0.8 * self._answer_seconds + 0.2 * taken if self._answer_seconds else taken
                 known.breaker.succeeded()
                 known.is_told = False
                 self._learn(known, [key for key, there in zip(check.keys, found, strict=True) if there])

@@ -77,7 +77,7 @@ class FleetFinder:
             except Exception as error:  # the thread goes on: a fault here costs hits
                 logger.warning("Finding peers failed: %s", error, exc_info=True)
             due = self.fleet.next_due()
-            wake_at = min(self._read_at, default=math.inf) if due is None else min(*self._read_at, due)
+            wake_at = min([*self._read_at, math.inf if due is None else due])
             # 10 ms, so that nothing makes the loop spin; 1 s, to see the end.
             self._wake.wait(min(max(0.01, wake_at - time.monotonic()), 1.0))
             self._wake.clear()

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from kvbm.config import Config
+from kvbm.core.hints import parse_endpoint
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.member_lists import ETCD, card_name
 
@@ -32,7 +33,7 @@ def registry_of(config: Config) -> Registry:
 
 def register(registry: Registry, own: Source) -> Registered | None:
     """Enter this engine until the registration is closed; None where members are listed elsewhere."""
-    if not registry.endpoints:
+    if not registry.endpoints or parse_endpoint(f"tcp://{own.address}") is None:  # 0.0.0.0 leads nowhere
         return None
     from kvbm.tiers.cards import EtcdRegistry, Registration  # an HTTP client, which few servers need
 
