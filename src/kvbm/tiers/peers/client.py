@@ -32,6 +32,7 @@ from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.nixl_path import Agent
 from kvbm.tiers.peers.server import is_same_user, split_address
 from kvbm.tiers.peers.wire import (
+    SLICE_SECONDS,
     About,
     Answer,
     Ask,
@@ -162,6 +163,7 @@ class Peer:
         self._idle: list[Link] = []
         self._local = ""  # its Unix socket, where it turns out to be a neighbour
         self._neighbour: Neighbour | None = None
+        self._pushing = threading.Lock()  # agents that wait side by side take the processor from each other
         self._rates: dict[str, list[float]] = {}  # blocks a second of the latest reads, by way
 
     def ask(self, keys: Sequence[Key], seconds: float) -> list[bool]:
@@ -249,18 +251,15 @@ class Peer:
         channel = link.channel
         if link.agent is None:
             link.agent = Agent(self._me.memory, channel.socket.getsockname()[0])
-        channel.send(Push(self._me.rank, join_keys(list(keys)), list(addresses), link.agent.metadata))
-        heard = time.monotonic()
-        while not channel.wait(0):
-            link.agent.progress()
-            waited = time.monotonic() - heard
+        while not self._pushing.acquire(timeout=SLICE_SECONDS):
             if is_abandoned():
-                raise PeerError("abandoned", "the load was given up")
-            if waited > self._me.seconds:
-                raise PeerError("late", f"no answer for {self._me.seconds:g} s")
-            if waited > _SPIN_SECONDS:
-                time.sleep(_POLL_SECONDS)
-        pushed: Pushed = channel.receive(Pushed)
+                return
+        try:
+            channel.send(Push(self._me.rank, join_keys(list(keys)), list(addresses), link.agent.metadata))
+            self._await_push(link, link.agent, is_abandoned)
+            pushed: Pushed = channel.receive(Pushed)
+        finally:
+            self._pushing.release()
         size = link.about.slot_bytes[self._me.rank]
         for i, total in enumerate(pushed.sums[: len(keys)]):
             block = memoryview((ctypes.c_char * size).from_address(addresses[i])).cast("B")
@@ -270,6 +269,18 @@ class Peer:
                 bad[i] = "damaged"
             else:
                 arrived.add(i)
+
+    def _await_push(self, link: Link, agent: Agent, is_abandoned: Callable[[], bool]) -> None:
+        heard = time.monotonic()
+        while not link.channel.wait(0):
+            agent.progress()
+            waited = time.monotonic() - heard
+            if is_abandoned():
+                raise PeerError("abandoned", "the load was given up")
+            if waited > self._me.seconds:
+                raise PeerError("late", f"no answer for {self._me.seconds:g} s")
+            if waited > _SPIN_SECONDS:
+                time.sleep(_POLL_SECONDS)
 
     def _choose(self, about: About) -> str:
         """The way of the next read from another machine: each is tried a few times, then the faster one is taken."""
