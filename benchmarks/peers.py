@@ -18,19 +18,21 @@ import resource
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("src", "tests/tiers/peers")]
 
+import numpy as np  # noqa: E402
 from peer_member import Member, Reader  # noqa: E402
 
 from kvbm.tiers.host.shared import MappableSlab  # noqa: E402
 from kvbm.tiers.host.slab import HostSlab  # noqa: E402
+from kvbm.tiers.peers.client import NIXL  # noqa: E402
+from kvbm.tiers.peers.nixl_path import Agent, api  # noqa: E402
 
-SOCKET_SHARE, MEMCPY_SHARE = 0.8, 0.8
+SOCKET_SHARE, MEMCPY_SHARE, NIXL_SHARE = 0.8, 0.8, 0.9
 
 
 class PlainSource:
@@ -60,6 +62,44 @@ class PlainSource:
 
     def close(self) -> None:
         self.connection.close()
+        os.waitpid(self.pid, 0)
+
+
+class PlainNixl:
+    """A process that writes a slab into this one's memory with NIXL whenever it gets a byte, unchecked."""
+
+    def __init__(self, size: int, slot: int, target: int) -> None:
+        mine, its = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            mine.close()
+            memory = np.ones(size, np.uint8)
+            agent = Agent((memory.ctypes.data, size), "127.0.0.1")
+            metadata = its.recv(1 << 16)
+            pairs = [(memory.ctypes.data + at, target + at) for at in range(0, size, slot)]
+            while its.recv(1):
+                agent.push(metadata, pairs, slot, 60)
+                its.send(b"\0")
+            os._exit(0)
+        its.close()
+        self.connection = mine
+        self.agent = Agent((target, size), "127.0.0.1")
+        mine.send(self.agent.metadata)
+
+    def read(self) -> None:
+        self.connection.send(b"\0")
+        self.connection.setblocking(False)
+        while True:
+            self.agent.progress()
+            try:
+                self.connection.recv(1)
+                return
+            except BlockingIOError:
+                pass
+
+    def close(self) -> None:
+        self.connection.close()
+        self.agent.close()
         os.waitpid(self.pid, 0)
 
 
@@ -96,7 +136,10 @@ def main() -> int:
     options = parser.parse_args()
     blocks, slot = options.blocks, options.mib << 20
     size = blocks * slot
+    os.environ.setdefault("UCX_TLS", "tcp,self")  # as between two machines
     plain = PlainSource(size, slot)
+    pushed = np.zeros(size, np.uint8)
+    plain_nixl = PlainNixl(size, slot, pushed.ctypes.data) if api() is not None else None
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         os.chmod(folder, 0o700)
         member = Member(folder, blocks, slot)
@@ -121,6 +164,13 @@ def main() -> int:
                 ctypes.memmove(destination + at, source + at, slot)
 
         pid, to = member.server.pid, ctypes.addressof(near.memory)
+        ways: dict[str, tuple[Callable[[], None], int]] = {}
+        if plain_nixl is not None:
+            over_nixl = Reader([member.tcp], blocks, slot, ways=(NIXL,))
+            ways = {
+                "plain NIXL loop": (plain_nixl.read, plain_nixl.pid),
+                "peer over NIXL, verified": (lambda: read(over_nixl), pid),
+            }
         found = best(
             {
                 "plain recv_into loop": (lambda: plain.read(target, slot), plain.pid),
@@ -129,10 +179,14 @@ def main() -> int:
                 "neighbour, mapped and verified": (lambda: read(near), pid),
                 "memcpy, private slab with huge pages": (lambda: copy(own.address, to), 0),
                 "memcpy, shared slab": (lambda: copy(shared.address, to), 0),
+                **ways,
             },
             size,
             options.rounds,
         )
+        if plain_nixl is not None:
+            over_nixl.close()
+            plain_nixl.close()
         for thing in (remote, near, member, own, shared):
             thing.close()
     plain.close()
@@ -141,6 +195,8 @@ def main() -> int:
         print(f"{name:46} {rate:6.2f} GB/s  {cpu:5.2f} CPU-s/GB")
     rates = [rate for rate, _ in found.values()]
     shares = {"socket": (rates[1] / rates[0], SOCKET_SHARE), "mapped": (rates[3] / rates[2], MEMCPY_SHARE)}
+    if plain_nixl is not None:
+        shares["NIXL"] = rates[7] / rates[6], NIXL_SHARE
     missed = [name for name, (share, least) in shares.items() if share < least]
     for name, (share, least) in shares.items():
         print(f"{name}: {share:.0%} of the plain loop (promise: {least:.0%})")
@@ -148,5 +204,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    threading.stack_size(0)
     raise SystemExit(main())

@@ -1,11 +1,11 @@
 """The settings of engines that read each other's blocks. `Config` derives from this part of the table."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-from kvbm.config.kinds import FilePath, Number, Switch, Text
+from kvbm.config.kinds import Choice, FilePath, Number, Switch, Text
 from kvbm.config.setting import PEERS, Setting
 
 _ADDRESS = r"(\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+):\d{1,5}"
@@ -49,6 +49,12 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         "KVBM_PEER_SECRET_FILE", PEERS, FilePath(example="/run/secrets/kvbm-peers"),
         "File with the secret, in place of KVBM_PEER_SECRET. No other user may be able to read it.",
     )] = None
+    peer_transport: Annotated[Literal["auto", "socket", "nixl"], Setting(
+        "KVBM_PEER_TRANSPORT", PEERS,
+        Choice(words=("auto", "socket", "nixl")),
+        "How blocks come from other machines: `socket` (encrypted), `nixl` (RDMA; verified by checksum, not encrypted) "
+        "or `auto`: on a machine with RDMA and NIXL the faster of the two, as measured; elsewhere `socket`.",
+    )] = "auto"
     peer_name: Annotated[str, Setting(
         "KVBM_PEER_NAME", PEERS, Text(noun="a name without spaces", pattern=r"[^\s]{1,64}", example="decode-0"),
         "Name of this engine's place in the fleet. An engine that starts with the name of a dead one takes over from "

@@ -229,6 +229,8 @@ class NearMemory(Protocol):
     """The near tier's memory on one rank."""
 
     file: int  # other processes of this user can map it; -1: they cannot
+    address: int
+    size: int
 
 
 class PersistentMemory(Protocol):

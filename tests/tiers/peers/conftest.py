@@ -14,7 +14,8 @@ def run_dir(tmp_path):
 
 
 @pytest.fixture
-def member(run_dir):
+def member(run_dir, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # for NIXL, on the way of another machine
     member = Member(run_dir)
     yield member
     member.close()

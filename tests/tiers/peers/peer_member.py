@@ -9,7 +9,7 @@ import random
 
 from kvbm.core.pool import Pool
 from kvbm.tiers.host.shared import MappableSlab, SharedMemory, machine
-from kvbm.tiers.peers.client import Identity
+from kvbm.tiers.peers.client import SOCKET, Identity
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.server import Setup
@@ -58,7 +58,7 @@ class Member:
                 "engine": engine or os.getpid(), "control": -1, "board": -1, "leases": -1, "slabs": [], "slots": slots,
                 "slot_bytes": [slot_bytes], "fingerprint": dict(cache), "member": name, "machine": machine(),
                 "generation": self.generation, "directory": str(directory), "listen": listen, "secret": SECRET,
-                "nice": 0, "seconds": 60.0, **settings,
+                "nice": 0, "nixl": True, "seconds": 60.0, **settings,
             }
         )  # fmt: skip
         file = SharedMemory(os.dup(self.slab.file), os.fstat(self.slab.file).st_size)
@@ -103,15 +103,25 @@ class Reader:
     """The other engine: a rank's store, and memory to read into. ``elsewhere``: it runs on another machine."""
 
     def __init__(
-        self, sources, blocks=16, slot_bytes=64 << 10, secret=SECRET, cache=CACHE, seconds=60.0, elsewhere=True
+        self,
+        sources,
+        blocks=16,
+        slot_bytes=64 << 10,
+        secret=SECRET,
+        cache=CACHE,
+        seconds=60.0,
+        elsewhere=True,
+        ways=(SOCKET,),
     ):
         self.slot_bytes = slot_bytes
-        me = Identity(Who(VERSION, dict(cache), ""), "another machine" if elsewhere else machine(), secret, 0, seconds)
+        self.memory = ctypes.create_string_buffer(blocks * slot_bytes)
+        place = "another machine" if elsewhere else machine()
+        memory = ctypes.addressof(self.memory), len(self.memory)
+        me = Identity(Who(VERSION, dict(cache), ""), place, secret, 0, seconds, ways, memory)
         self.store = PeerStore(me, slot_bytes)
         self.table = SourceTable(self.store._table_file.file)
         for number, source in enumerate(sources):
             self.table.enter(number, source)
-        self.memory = ctypes.create_string_buffer(blocks * slot_bytes)
 
     def begin(self, numbers, source=0, at=0):
         addresses = [ctypes.addressof(self.memory) + (at + i) * self.slot_bytes for i in range(len(numbers))]

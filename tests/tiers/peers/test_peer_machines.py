@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.tiers.peers.client import NIXL, SOCKET
+from kvbm.tiers.peers.nixl_path import api
+
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2"),
@@ -48,7 +51,7 @@ def machines():
 def start(machine, *words, **pipes) -> subprocess.Popen:
     """This file as a program on a machine, with process numbers of its own: no memory can be shared."""
     command = ["ip", "netns", "exec", machine, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "UCX_TLS": "tcp,self"}
     return subprocess.Popen([*command, sys.executable, str(HERE), *words], env=environment, text=True, **pipes)
 
 
@@ -57,21 +60,24 @@ def received_bytes(machine) -> int:
     return int(subprocess.check_output(command, text=True))
 
 
-def test_blocks_cross_the_cable_encrypted_and_whole(machines):
+@pytest.mark.parametrize(
+    "way", [SOCKET, pytest.param(NIXL, marks=pytest.mark.skipif(api() is None, reason="needs NIXL"))]
+)
+def test_blocks_cross_the_cable_whole(machines, way):
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         source = start(machines[0], "source", folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             address = source.stdout.readline().strip()
             assert address.startswith(ADDRESSES[0])
             before = received_bytes(machines[1])
-            reader = start(machines[1], "reader", address, stdout=subprocess.PIPE)
-            found = json.loads(reader.communicate(timeout=120)[0])
+            reader = start(machines[1], "reader", address, way, stdout=subprocess.PIPE)
+            found = json.loads(reader.communicate(timeout=120)[0].splitlines()[-1])
             crossed = received_bytes(machines[1]) - before
         finally:
             source.stdin.close()
             source.wait(60)
-    assert found["bad"] == [] and found["wrong"] == 0, found
-    assert found["path"] == "socket"
+    assert (found["bad"], found["wrong"]) == ([], 0), found
+    assert found["path"] == way
     assert crossed > BLOCKS * SLOT_BYTES
 
 
@@ -87,7 +93,7 @@ def main() -> None:
         sys.stdin.read()
         member.close()
         return
-    reader = Reader([Source(sys.argv[2])], BLOCKS, SLOT_BYTES, elsewhere=False)
+    reader = Reader([Source(sys.argv[2])], BLOCKS, SLOT_BYTES, elsewhere=False, ways=(sys.argv[3],))
     began = time.monotonic()
     operation = reader.read(range(BLOCKS))
     wrong = sum(reader.block(i) != content(i, SLOT_BYTES) for i in range(BLOCKS))

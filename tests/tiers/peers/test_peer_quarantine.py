@@ -10,6 +10,9 @@ import signal
 import pytest
 from peer_member import Member, Reader
 
+from kvbm.tiers.peers.client import NIXL, SOCKET
+from kvbm.tiers.peers.nixl_path import api
+
 SLOT_BYTES = 256 << 10
 BLOCKS = 48  # 12 MiB: more than the buffers of both sockets hold
 
@@ -17,11 +20,11 @@ BLOCKS = 48  # 12 MiB: more than the buffers of both sockets hold
 class Rounds:
     """Each round: read, stop the source in the middle, give up, use the slots for something else, let it go on."""
 
-    def __init__(self, run_dir, blocks=BLOCKS) -> None:
+    def __init__(self, run_dir, way, blocks=BLOCKS) -> None:
         self.blocks = blocks
         self.member = Member(run_dir, slots=blocks, slot_bytes=SLOT_BYTES)
         self.member.store(*range(blocks))
-        self.reader = Reader([self.member.tcp], blocks=blocks, slot_bytes=SLOT_BYTES, seconds=30.0)
+        self.reader = Reader([self.member.tcp], blocks=blocks, slot_bytes=SLOT_BYTES, ways=(way,))
         self.random = random.Random(7)
         self.other = b"\x5a" * ((blocks - 1) * SLOT_BYTES)
         self.stopped = self.wrong = 0
@@ -52,9 +55,12 @@ class Rounds:
         self.member.close()
 
 
-@pytest.fixture
-def rounds(run_dir):
-    rounds = Rounds(run_dir)
+@pytest.fixture(
+    params=[SOCKET, pytest.param(NIXL, marks=pytest.mark.skipif(api() is None, reason="needs NIXL"))]
+)  # fmt: skip
+def rounds(run_dir, request, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    rounds = Rounds(run_dir, request.param)
     yield rounds
     rounds.close()
 

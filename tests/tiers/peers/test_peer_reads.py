@@ -8,14 +8,18 @@ import time
 import pytest
 from peer_member import CACHE, Reader, content, key
 
+from kvbm.tiers.peers.client import NIXL, SOCKET
+from kvbm.tiers.peers.nixl_path import api
 from kvbm.tiers.peers.sources import BLOCKS, refusals
 
-WAYS = ["unix", "tcp"]
+WAYS = ["unix", "tcp", pytest.param("nixl", marks=pytest.mark.skipif(api() is None, reason="needs NIXL"))]
 
 
 @pytest.fixture(params=WAYS)
-def reader(request, member):
-    reader = Reader([getattr(member, request.param)])
+def reader(request, member, monkeypatch):
+    is_nixl = request.param == "nixl"
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    reader = Reader([member.unix if request.param == "unix" else member.tcp], ways=(NIXL,) if is_nixl else (SOCKET,))
     yield reader
     reader.close()
 
@@ -55,7 +59,7 @@ def test_a_reset_ends_the_service(member, reader):
     assert reader.read([2]).bad == [0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_a_neighbour_that_is_found_by_its_address_is_read_from_memory(member, way):
     member.store(1)
     reader = Reader([getattr(member, way)], elsewhere=False)
@@ -78,4 +82,20 @@ def test_another_secret_is_refused(member):
     reader = Reader([member.tcp], secret="another secret of the tests")
     assert "secret" in reader.read([1]).reason
     assert refusals(reader.counts()) == {"secret": 1}
+    reader.close()
+
+
+@pytest.mark.skipif(api() is None, reason="needs NIXL")
+def test_the_faster_way_is_taken_after_a_few_reads(member, monkeypatch, caplog):
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    member.store(1)
+    reader = Reader([member.tcp], ways=(SOCKET, NIXL))
+    with caplog.at_level("INFO", "kvbm"):
+        for _ in range(7):
+            operation = reader.read([1])
+            assert operation.bad == [], operation.reason
+            assert reader.block(0) == content(1, member.slot_bytes)
+    [said] = [record.getMessage() for record in caplog.records if "blocks come over" in record.getMessage()]
+    assert "socket" in said
+    assert "NIXL" in said
     reader.close()

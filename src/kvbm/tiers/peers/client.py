@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,10 +27,12 @@ import numpy as np
 
 from kvbm.core.keys import Key
 from kvbm.tiers.peers.board import Board
-from kvbm.tiers.peers.checksum import copy_and_sum
+from kvbm.tiers.peers.checksum import checksum, copy_and_sum
 from kvbm.tiers.peers.finder import Source
+from kvbm.tiers.peers.nixl_path import Agent
 from kvbm.tiers.peers.server import is_same_user, split_address
 from kvbm.tiers.peers.wire import (
+    SLICE_SECONDS,
     About,
     Answer,
     Ask,
@@ -39,6 +43,8 @@ from kvbm.tiers.peers.wire import (
     Lease,
     Leased,
     PeerError,
+    Push,
+    Pushed,
     Read,
     Who,
     authenticate_client,
@@ -48,8 +54,12 @@ from kvbm.tiers.peers.wire import (
 )
 
 UNIX = "unix:"
-MAPPED, SOCKET = "mapped memory", "socket"
+MAPPED, SOCKET, NIXL = "mapped memory", "socket", "NIXL"
+TRIES = 3  # reads over each way, before the faster one is taken
+logger = logging.getLogger("kvbm")
+
 _CONNECT_SECONDS = 1.0
+_SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.0001
 # A thread or two use up the memory's bandwidth; more take the caches from each other.
 _copying = threading.BoundedSemaphore(max(1, min(2, (os.cpu_count() or 1) // 2)))
 
@@ -62,6 +72,8 @@ class Identity(NamedTuple):
     secret: str
     rank: int = -1  # -1: the leader, which reads no blocks
     seconds: float = 1.0  # without progress, after which a read is given up
+    ways: tuple[str, ...] = (SOCKET,)  # to another machine, that may be used
+    memory: tuple[int, int] = (0, 0)  # address and bytes of the slots that blocks are read into
 
     @property
     def fingerprint(self) -> str:
@@ -98,6 +110,7 @@ class Link:
         self.about = about
         self.files = files  # of a neighbour, until they are mapped
         self.is_local = bool(files)
+        self.agent: Agent | None = None
 
     @classmethod
     def open(cls, address: str, me: Identity, seconds: float) -> Link:
@@ -132,6 +145,10 @@ class Link:
         self.files = ()
 
     def close(self) -> None:
+        """Whatever the peer still sends reaches no memory after this."""
+        if self.agent is not None:
+            self.agent.close()
+            self.agent = None
         self.channel.close()
         self.close_files()
 
@@ -148,6 +165,8 @@ class Peer:
         self._idle: list[Link] = []
         self._local = ""  # its Unix socket, where it turns out to be a neighbour
         self._neighbour: Neighbour | None = None
+        self._pushing = threading.Lock()  # agents that wait side by side take the processor from each other
+        self._rates: dict[str, list[float]] = {}  # blocks a second of the latest reads, by way
 
     def ask(self, keys: Sequence[Key], seconds: float) -> list[bool]:
         """Which of these blocks the peer holds. Raises PeerError."""
@@ -175,8 +194,11 @@ class Peer:
         try:
             with self._link(self._me.seconds) as link:
                 link.channel.is_abandoned = is_abandoned
-                read = self._copy if link.is_local else self._receive
+                way = MAPPED if link.is_local else self._choose(link.about)
+                read = {MAPPED: self._copy, SOCKET: self._receive, NIXL: self._pushed}[way]
+                began = time.monotonic()
                 read(link, keys, addresses, is_abandoned, arrived, bad)
+                self._measured(way, len(arrived), time.monotonic() - began)
                 link.channel.is_abandoned = None
         except PeerError as error:
             kind = error.kind
@@ -230,6 +252,69 @@ class Peer:
             target = memoryview((ctypes.c_char * size).from_address(addresses[i])).cast("B")
             channel.receive_block(target, bound_to(keys[i], fingerprint, rank, block.generation))
             last = i
+
+    def _pushed(
+        self, link: Link, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool],
+        arrived: set[int], bad: dict[int, str],
+    ) -> None:  # fmt: skip
+        """Over NIXL. After an error the agent goes with the connection, before this read is over."""
+        channel = link.channel
+        if link.agent is None:
+            link.agent = Agent(self._me.memory, channel.socket.getsockname()[0])
+        while not self._pushing.acquire(timeout=SLICE_SECONDS):
+            if is_abandoned():
+                return
+        try:
+            channel.send(Push(self._me.rank, join_keys(list(keys)), list(addresses), link.agent.metadata))
+            self._await_push(link, link.agent, is_abandoned)
+            pushed: Pushed = channel.receive(Pushed)
+        finally:
+            self._pushing.release()
+        size = link.about.slot_bytes[self._me.rank]
+        for i, total in enumerate(pushed.sums[: len(keys)]):
+            block = memoryview((ctypes.c_char * size).from_address(addresses[i])).cast("B")
+            if not total:
+                bad[i] = "withdrawn"
+            elif checksum(block, keys[i]) != total:
+                bad[i] = "damaged"
+            else:
+                arrived.add(i)
+
+    def _await_push(self, link: Link, agent: Agent, is_abandoned: Callable[[], bool]) -> None:
+        heard = time.monotonic()
+        while not link.channel.wait(0):
+            agent.progress()
+            waited = time.monotonic() - heard
+            if is_abandoned():
+                raise PeerError("abandoned", "the load was given up")
+            if waited > self._me.seconds:
+                raise PeerError("late", f"no answer for {self._me.seconds:g} s")
+            if waited > _SPIN_SECONDS:
+                time.sleep(_POLL_SECONDS)
+
+    def _choose(self, about: About) -> str:
+        """The way of the next read from another machine: each is tried a few times, then the faster one is taken."""
+        ways = [way for way in self._me.ways if way != NIXL or about.nixl] or [SOCKET]
+        with self._lock:
+            untried = [way for way in ways if len(self._rates.setdefault(way, [])) < TRIES]
+            if untried:
+                return min(untried, key=lambda way: len(self._rates[way]))
+            return max(ways, key=lambda way: max(self._rates[way]))
+
+    def _measured(self, way: str, blocks: int, seconds: float) -> None:
+        with self._lock:
+            rates = self._rates.setdefault(way, [])
+            rates[:] = [*rates, blocks / max(seconds, 1e-9)][-TRIES:]
+            best = max(self._rates, key=lambda each: max(self._rates[each], default=0.0))
+            is_new = len(rates) == TRIES and best != self.path and not any(
+                len(self._rates.get(each, [])) < TRIES for each in self._me.ways if way != MAPPED
+            )  # fmt: skip
+            if is_new:
+                self.path = best
+                logger.info(
+                    "peer %s: blocks come over %s (%s)", self.source.address, best,
+                    ", ".join(f"{each} {max(found):.0f} blocks/s" for each, found in self._rates.items() if found),
+                )  # fmt: skip
 
     def _map(self, link: Link) -> Neighbour:
         """The neighbour's memory, until its server ends: a dead engine's memory must not be kept by its readers."""
@@ -295,7 +380,8 @@ class Peer:
         if self._me.rank >= 0 and self._me.rank >= len(about.slot_bytes):
             link.close()
             raise PeerError("fingerprint", f"it has {len(about.slot_bytes)} ranks")
-        self.path = MAPPED if link.is_local else SOCKET
+        if link.is_local or not self.path or self.path == MAPPED:
+            self.path = MAPPED if link.is_local else self._me.ways[0]
         return link
 
     def _open_at(self, address: str, seconds: float) -> Link:

@@ -17,12 +17,13 @@ from kvbm.tiers.directory import private_directory
 from kvbm.tiers.host.shared import SharedMemory, SharingError, machine
 from kvbm.tiers.host.slab import available_memory
 from kvbm.tiers.peers.catalog import PeerCatalog
-from kvbm.tiers.peers.client import Identity
+from kvbm.tiers.peers.client import NIXL, SOCKET, Identity
 from kvbm.tiers.peers.finders import make_finder
 from kvbm.tiers.peers.finding.member_lists import SUFFIX
 from kvbm.tiers.peers.finding.registration import registry_of
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import Lookup
+from kvbm.tiers.peers.nixl_path import api, has_rdma
 from kvbm.tiers.peers.server import Setup, dismiss_orphans
 from kvbm.tiers.peers.sources import SourceTable
 from kvbm.tiers.peers.store import Opened, PeerStore
@@ -87,9 +88,16 @@ def _check_length(directory: Path) -> None:
         raise ValueError(f"KVBM_PEER_DIR={directory} is too long for Unix sockets: at most {_MAX_PATH - 22} characters")
 
 
+def ways(config: Config) -> tuple[str, ...]:
+    """The ways to other machines that may be used."""
+    if config.peer_transport == "nixl":
+        return (NIXL,)
+    return (SOCKET, NIXL) if config.peer_transport == "auto" and has_rdma() and api() is not None else (SOCKET,)
+
+
 def _identity(config: Config, cache: Fingerprint, rank: int, generation: str = "") -> Identity:
     who = Who(VERSION, dict(cache), generation)
-    return Identity(who, machine(), read_secret(config), rank, config.peer_timeout_secs)
+    return Identity(who, machine(), read_secret(config), rank, config.peer_timeout_secs, ways(config))
 
 
 def open_catalog(context: LeaderContext) -> Catalog | None:
@@ -126,6 +134,7 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
         directory=str(directory), listen=config.peer_listen, advertise=config.peer_advertise,
         registry=registry_of(config), secret=me.secret, seconds=config.peer_timeout_secs,
         orphan_seconds=config.peer_orphan_secs, bytes_per_second=config.peer_max_gbps * 1e9,
+        nixl=NIXL in ways(config),
     )  # fmt: skip
     finder = make_finder(config, me, directory)
     own = [config.peer_advertise or config.peer_listen, f"unix:{directory / (generation + SUFFIX)}"]

@@ -30,6 +30,7 @@ from kvbm.tiers.peers.board import Board, read_only
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.member_lists import SUFFIX
 from kvbm.tiers.peers.finding.registration import Registry, register
+from kvbm.tiers.peers.nixl_path import api
 from kvbm.tiers.peers.serving import CONNECTIONS, Serving
 from kvbm.tiers.peers.wire import About, Answer, Channel, Dismiss, PeerError, authenticate_server, digest
 
@@ -66,6 +67,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     orphan_seconds: float = 600.0
     bytes_per_second: float = 0.0
     nice: int = 10
+    nixl: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -86,7 +88,8 @@ class Server:
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self.path = str(Path(setup.directory) / (setup.generation + SUFFIX))
         self.about = About(
-            setup.member, setup.machine, setup.generation, self.path, setup.slots, setup.slot_bytes
+            setup.member, setup.machine, setup.generation, self.path, setup.slots, setup.slot_bytes,
+            nixl=setup.nixl and api() is not None,
         )  # fmt: skip
         board = Board(setup.board, setup.leases, setup.slots)
         slabs = [

@@ -22,6 +22,7 @@ from kvbm.core.catalog import ServedState
 from kvbm.core.keys import Key
 from kvbm.tiers.peers.board import Board, Directory
 from kvbm.tiers.peers.checksum import checksum
+from kvbm.tiers.peers.nixl_path import Agent
 from kvbm.tiers.peers.wire import (
     VERSION,
     About,
@@ -37,6 +38,8 @@ from kvbm.tiers.peers.wire import (
     Leased,
     PeerError,
     Probe,
+    Push,
+    Pushed,
     Read,
     Refused,
     Who,
@@ -46,6 +49,7 @@ from kvbm.tiers.peers.wire import (
 )
 
 LEASE_SECONDS = 2.0
+MIN_PUSH_SECONDS = 5.0
 IDLE_SECONDS = 600.0  # a connection without a question for so long is closed
 MAX_ENCRYPTING = 2  # blocks at a time
 # Words of the lease file, which the engine reads for its metrics.
@@ -153,8 +157,9 @@ class Serving:
         channel.send(self.about)
         if channel.socket.family == socket.AF_UNIX:
             socket.send_fds(channel.socket, [b"\0"], list(self.files))
+        agent: Agent | None = None
         while channel.wait(IDLE_SECONDS):
-            message = channel.receive(Ask, Lease, Read, Changes)
+            message = channel.receive(Ask, Lease, Read, Push, Changes)
             if self.board.is_retired:
                 channel.send(Refused("withdrawn", "this engine's cache was reset: its blocks are of no other engine"))
                 return
@@ -164,8 +169,11 @@ class Serving:
                 channel.send(Filter(self._changes_since(message)))
             elif isinstance(message, Lease):
                 channel.send(self._lease(self._rank(message.rank), split_keys(message.keys)))
-            else:
+            elif isinstance(message, Read):
                 self._send(channel, member, self._rank(message.rank), split_keys(message.keys))
+            else:
+                agent = agent or self._open_agent(channel, self._rank(message.rank))
+                channel.send(self._push(agent, message, split_keys(message.keys)))
 
     def _compare(self, who: Who) -> Refused | None:
         if who.version != VERSION:
@@ -252,3 +260,27 @@ class Serving:
                 else:
                     self.refuse("withdrawn")
         channel.send(Block(0, is_last_good))
+
+    def _open_agent(self, channel: Channel, rank: int) -> Agent:
+        """One for the connection, which belongs to one rank of the reader."""
+        slab = np.frombuffer(self._slabs[rank], np.uint8)
+        return Agent((slab.ctypes.data, slab.nbytes), channel.socket.getsockname()[0])
+
+    def _push(self, agent: Agent, push: Push, keys: list[Key]) -> Pushed:
+        if len(push.addresses) != len(keys):
+            raise PeerError("malformed", "as many addresses as keys are needed")
+        rank, size = self._rank(push.rank), self.about.slot_bytes[push.rank]
+        places = self._hold(keys)
+        sums = [self._sum(rank, *place, key) if place[0] >= 0 else 0 for place, key in zip(places, keys, strict=True)]
+        base = np.frombuffer(self._slabs[rank], np.uint8).ctypes.data
+        pairs = [
+            (base + place[0] * size, address)
+            for place, address, total in zip(places, push.addresses, sums, strict=True)
+            if total
+        ]
+        if pairs:
+            agent.push(push.metadata, pairs, size, max(self._seconds, MIN_PUSH_SECONDS))
+        sums = [total if total and self._is_same(*place) else 0 for place, total in zip(places, sums, strict=True)]
+        self.count(BLOCKS, sum(map(bool, sums)))
+        self.count(BYTES, sum(map(bool, sums)) * size)
+        return Pushed(sums)

@@ -50,6 +50,7 @@ class PeerStore(Store):
         self.stall_seconds = 2 * me.seconds
 
     def attach(self, near: NearMemory) -> None:
+        self._me = self._me._replace(memory=(near.address, near.size))
         if near.file >= 0:
             slab = SharedMemory(near.file, os.fstat(near.file).st_size).place
             opened = Opened(slab, self._table_file.place, self._slot_bytes)

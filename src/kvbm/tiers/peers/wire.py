@@ -79,6 +79,7 @@ class About(msgspec.Struct, frozen=True, array_like=True, tag=True):
     slots: int
     slot_bytes: list[int]  # by rank
     orphan: bool = False  # its engine is dead
+    nixl: bool = False  # it can push
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -112,6 +113,19 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Block(msgspec.Struct, frozen=True, array_like=True, tag=True):
     generation: int  # 0: this block is not there, and no piece follows
     is_last_good: bool = True  # False: the block before was withdrawn while it was sent
+
+
+class Push(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The server writes these blocks to the client's memory, over NIXL."""
+
+    rank: int
+    keys: bytes
+    addresses: list[int]
+    metadata: bytes  # of the client's agent
+
+
+class Pushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    sums: list[int]  # 0: the block is not there, or was withdrawn while it was sent
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -149,8 +163,8 @@ class Filter(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Message = (
-    Hello | Challenge | Proof | Who | About | Ask | Answer | Lease | Leased | Read | Block | Refused | Dismiss
-    | Changes | Filter | Probe | Facts
+    Hello | Challenge | Proof | Who | About | Ask | Answer | Lease | Leased | Read | Block | Push | Pushed | Refused
+    | Dismiss | Changes | Filter | Probe | Facts
 )  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,125 @@
+"""Decoding on an engine while a peer reads its host memory over a socket as fast as it can, and while no peer reads.
+
+    python benchmarks/peers_decode.py [--seconds 20] [--pin] [--check]
+
+Starts a real vLLM on the CPU with a tiny model, in this process, and a reader in another one. Windows with and without
+reads take turns. ``--pin`` gives the engine a core of its own, as it has in production; without it the engine, its
+server and the reader share all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+for folder in ("src", "tests/tiers/peers", "tests/engines/vllm", "tests"):
+    sys.path.insert(0, str(ROOT / folder))
+
+SECRET = "a secret of the benchmark"
+MAX_RISE = 1.03
+WINDOW_SECONDS = 1.0
+
+
+def read_on(address: str, fingerprint: str, slot_bytes: int, keys: str) -> None:
+    """The reader's process: reads while its standard input says 1."""
+    from peer_member import Reader
+
+    from kvbm.tiers.peers.finder import Source
+
+    os.nice(19)  # it stands for another machine
+    wanted = [bytes.fromhex(key) for key in keys.split(",")]
+    reader = Reader([Source(address)], len(wanted), slot_bytes, SECRET, json.loads(fingerprint))
+    sources = [0] * len(wanted)
+    addresses = [ctypes.addressof(reader.memory) + i * slot_bytes for i in range(len(wanted))]
+    on, read = False, 0
+    while True:
+        if select.select([0], [], [], 0 if on else None)[0]:
+            said = os.read(0, 1)
+            if not said:
+                break
+            on = said == b"1"
+        if on:
+            operation = reader.store.read(sources, addresses, wanted)
+            operation.wait()
+            read += (len(wanted) - len(operation.bad)) * slot_bytes
+    print(read)
+    reader.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--pin", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    import driver
+    from engines import prompt
+
+    os.environ.update({name: os.environ.get(name, value) for name, value in driver.DEFAULTS.items()})
+    model = subprocess.check_output([sys.executable, ROOT / "scripts/models.py", "tiny"], text=True).strip()
+    with tempfile.TemporaryDirectory(prefix="peers-") as run_dir:
+        kvbm = {
+            "cpu_cache_override_num_blocks": 1024, "load": "always", "peers_enabled": True, "peer_dir": run_dir,
+            "peer_listen": "127.0.0.1:0", "peer_secret": SECRET,
+        }  # fmt: skip
+        if options.pin:
+            os.sched_setaffinity(0, {0})
+        scenario = driver.Scenario({"model": model, "max_model_len": 8192, "num_gpu_blocks_override": 1024}, kvbm)
+        scenario.generate([prompt(i, 4000) for i in range(4)], 2)
+        scenario.drain()
+        catalog = scenario.adapter.leader.manager.catalogs["peer"]
+        server = catalog._server
+        assert server.is_ready.wait(60)
+        others = {1} if options.pin and os.cpu_count() > 1 else os.sched_getaffinity(0)
+        os.sched_setaffinity(server.pid, others)
+        keys = ",".join(key.hex() for key in list(scenario.adapter.leader.manager.near.findable)[:256])
+        setup = server._setup
+        reader = subprocess.Popen(
+            [sys.executable, __file__, "read", server.address, json.dumps(setup.fingerprint),
+             str(setup.slot_bytes[0]), keys],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        os.sched_setaffinity(reader.pid, others)
+        steps: dict[bool, list[float]] = {False: [], True: []}
+        names = [f"r{i}" for i in range(4)]
+        scenario.add(names, [prompt(100 + i, 64) for i in range(4)], 8000)
+        for _ in range(20):
+            scenario.step()
+        end, on = time.monotonic() + options.seconds, False
+        while time.monotonic() < end:
+            on = not on
+            reader.stdin.write(b"1" if on else b"0")
+            reader.stdin.flush()
+            time.sleep(0.1)
+            window = time.monotonic() + WINDOW_SECONDS
+            while time.monotonic() < window:
+                began = time.perf_counter()
+                scenario.engine.step()
+                steps[on].append(time.perf_counter() - began)
+        read = int(reader.communicate()[0].split()[-1])
+        scenario.abort(names)
+        scenario.close()
+    points = {on: [sorted(times)[int(len(times) * part)] * 1e3 for part in (0.5, 0.99)] for on, times in steps.items()}
+    counts = f"{len(steps[False])} steps without reads, {len(steps[True])} with, {read / 1e9:.1f} GB read"
+    print(f"{counts}, {os.cpu_count()} cores, the engine has its own: {options.pin}")
+    for on, (half, most) in points.items():
+        print(f"{'with' if on else 'without'} reads: step p50 {half:.2f} ms, p99 {most:.2f} ms")
+    rise = points[True][1] / points[False][1]
+    print(f"p99 {rise:.3f} times that without reads (promise: {MAX_RISE})")
+    return int(options.check and rise > MAX_RISE)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["read"]:
+        read_on(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    else:
+        raise SystemExit(main())
