@@ -353,6 +353,7 @@ class Scenario:
             "tainted_store_blocks": leader.counts.tainted_store_blocks,
             "onboarded": sum(leader.counts.onboarded_blocks.values()),
             "offloaded": leader.counts.offloaded_blocks,
+            "fetched": sum(leader.counts.fetched_blocks.values()),
             "from_disk": leader.counts.onboarded_blocks.get(disk.TIER.name, 0),
             "missed_load_blocks": leader.counts.missed_load_blocks,
             "spilled": sum(leader.counts.moved_blocks.values()),

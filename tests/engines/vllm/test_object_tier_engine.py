@@ -84,3 +84,19 @@ def test_a_store_that_refuses_or_is_not_there_changes_no_token(weed, run_scenari
         assert not story["end"]["busy"]
         assert secret not in story.output
         assert "a-cipher-secret" not in story.output
+
+
+def test_blocks_of_requests_in_the_queue_come_ahead(weed, run_scenario, baseline):
+    """One request at a time runs, so the others wait in vLLM's queue: their blocks come to host memory meanwhile."""
+    prompts = [prompt(730 + i, 400) for i in range(4)]
+    wanted = baseline(prompts, 24)
+    one = {"max_num_seqs": 1}
+    cold = [generate(*prompts, name="cold", max_tokens=24), do("drain"), do("state", "end")]
+    first = run_scenario(cold, settings(weed), one, env=secrets(weed))
+    assert first.tokens("cold") == wanted
+    again = [generate(*prompts, name="again", max_tokens=24), do("drain"), do("state", "end")]
+    second = run_scenario(again, settings(weed), one, env=secrets(weed))
+    assert second.tokens("again") == wanted
+    assert second["end"]["fetched"] >= 12, "at least the last prompt had time"
+    assert second["end"]["onboarded"] == 4 * 12
+    assert second["end"]["faults"] == {}

@@ -12,8 +12,8 @@ class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "fetched", "loaded", "loads", "local_tokens", "outside", "put_off", "put_off_since", "refused",
-        "request", "tables", "waits_since",
+        "deferred", "failures", "fetched", "loaded", "loads", "local_tokens", "outside", "put_off",
+        "put_off_since", "refused", "request", "tables", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -22,6 +22,7 @@ class RequestState(session.RequestState):
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
         # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
         self.tables: list[list[int]] | None = None
+        self.deferred = False  # vLLM asks again in the next step, because an answer or a block is due
         self.fetched: int | None = (
             None  # blocks on their way from a remote tier since it waits; None: not looked for yet
         )

@@ -168,7 +168,7 @@ class SchedulerAdapter:
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
-        state.match = None
+        state.match, state.deferred = None, False
         state.local_tokens = computed_tokens
         lora = getattr(request, "lora_request", None)
         weights = None
@@ -197,7 +197,8 @@ class SchedulerAdapter:
         keys = self._keys.of(request)
         found = self._groups.find(self.leader.manager, keys, start, limit)
         if found.pending:
-            if self._deferrals.for_block(state, found, request.num_tokens):
+            state.deferred = self._deferrals.for_block(state, found, request.num_tokens)
+            if state.deferred:
                 return None, False
             if not self._deferrals.ends_at(found):
                 found = self._groups.find(self.leader.manager, keys, start, limit, wait_for_writers=False)
