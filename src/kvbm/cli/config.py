@@ -26,6 +26,7 @@ from kvbm.config import (
     Switch,
     load,
 )
+from kvbm.config.setting import hide_credentials
 from kvbm.observe.format import columns
 
 NAME = "config"
@@ -95,6 +96,8 @@ def table(config: Config, everything: bool = False) -> str:
 def as_json(config: Config) -> str:
     def plain(row: Setting) -> object:
         value = getattr(config, row.key)
+        if isinstance(value, str) and not row.secret:
+            return hide_credentials(value)
         return row.show(value) if row.secret or isinstance(value, Path) else value
 
     rows = [row for row in SETTINGS if not row.retired]
