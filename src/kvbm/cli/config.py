@@ -28,6 +28,7 @@ from kvbm.config import (
     Switch,
     load,
 )
+from kvbm.config.setting import hide_credentials
 from kvbm.observe.format import columns
 
 NAME = "config"
@@ -105,6 +106,8 @@ def table(config: Config, everything: bool = False, changed: bool = False) -> st
 def as_json(config: Config, changed: bool = False) -> str:
     def plain(row: Setting) -> object:
         value = getattr(config, row.key)
+        if isinstance(value, str) and not row.secret:
+            return hide_credentials(value)
         return row.show(value) if row.secret or isinstance(value, Path) else value
 
     rows = [row for row in SETTINGS if not row.retired and (not changed or _is_changed(config, row))]

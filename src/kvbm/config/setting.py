@@ -1,5 +1,6 @@
 """A row of the table of settings, and the groups in which users see the rows."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ class Setting(msgspec.Struct, frozen=True):
             return ", ".join(f"{name} {'on' if on else 'off'}" for name, on in sorted(value.items())) or "(none)"
         if isinstance(value, float) and value.is_integer():
             return str(int(value))
-        return "(not set)" if value is None or value == "" else str(value)
+        return "(not set)" if value is None or value == "" else hide_credentials(str(value))
 
 
 def settings_of(config: type[msgspec.Struct]) -> Iterator[Setting]:
@@ -62,3 +63,8 @@ def settings_of(config: type[msgspec.Struct]) -> Iterator[Setting]:
                 factory = field.default_factory
                 default = field.default if factory is msgspec.NODEFAULT else factory()
                 yield msgspec.structs.replace(row, key=field.name, default=default)
+
+
+def hide_credentials(text: str) -> str:
+    """Without the user and the password of a URL."""
+    return re.sub(r"//[^/@\s]+@", "//(hidden)@", text)

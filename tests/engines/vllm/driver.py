@@ -372,6 +372,7 @@ class Scenario:
             "onboarded": sum(leader.counts.onboarded_blocks.values()),
             "onboarded_from": dict(leader.counts.onboarded_blocks),
             "offloaded": leader.counts.offloaded_blocks,
+            "fetched": sum(leader.counts.fetched_blocks.values()),
             "from_disk": leader.counts.onboarded_blocks.get(disk.TIER.name, 0),
             "missed_load_blocks": leader.counts.missed_load_blocks,
             "spilled": sum(leader.counts.moved_blocks.values()),

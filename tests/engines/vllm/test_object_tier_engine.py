@@ -84,3 +84,32 @@ def test_a_store_that_refuses_or_is_not_there_changes_no_token(weed, run_scenari
         assert not story["end"]["busy"]
         assert secret not in story.output
         assert "a-cipher-secret" not in story.output
+
+
+def test_blocks_of_requests_in_the_queue_come_ahead(weed, run_scenario, baseline):
+    """A request that decodes has the only seat, so the others wait in vLLM's queue: their blocks come meanwhile."""
+    prompts = [prompt(730 + i, 400) for i in range(3)]
+    wanted = baseline(prompts)
+    one = {"max_num_seqs": 1}
+    first = run_scenario([generate(*prompts, name="cold"), do("drain")], settings(weed), one, env=secrets(weed))
+    assert first.tokens("cold") == wanted
+    steps = [
+        do("add", names=["busy"], prompts=[prompt(740, 40)], max_tokens=400),
+        do("step", times=3),
+        do("add", names=["0", "1", "2"], prompts=prompts),
+        do("step", times=10),
+        do("sleep", seconds=2),  # for the answers of the store
+        do("step", times=10),
+        do("sleep", seconds=2),  # for its blocks
+        do("step", times=10),
+        do("state", "waiting"),
+        do("finish", "answers", seconds=240),
+        do("state", "end"),
+    ]
+    second = run_scenario(steps, settings(weed), one, env=secrets(weed))
+    assert second["waiting"]["fetched"] == 3 * 12
+    assert second["waiting"]["onboarded"] == 0
+    found = {name.split("-")[0]: tokens for name, tokens in second["answers"].items()}
+    assert [found[str(i)] for i in range(3)] == wanted
+    assert second["end"]["onboarded"] == 3 * 12
+    assert second["end"]["faults"] == {}

@@ -95,10 +95,16 @@ def test_region_and_endpoint_come_from_aws_files_too(tmp_path):
     assert settings({**environ, "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:8"}).endpoint == "http://127.0.0.1:8"
 
 
-def test_credentials_in_the_url_are_refused_and_not_shown():
+def test_credentials_in_the_url_are_refused_and_not_shown(monkeypatch, capsys):
     with pytest.raises(ValueError, match="DYN_KVBM_OBJECT_ENDPOINT") as refused:
         settings({**ENABLED, "DYN_KVBM_OBJECT_ENDPOINT": "https://me:exposed@s3.example.com"})
     assert "exposed" not in str(refused.value)
+    for arguments in (["config"], ["config", "--json"]):
+        monkeypatch.setenv("DYN_KVBM_OBJECT_ENDPOINT", "https://me:exposed@s3.example.com/path")
+        main(arguments)
+        shown = capsys.readouterr().out
+        assert "exposed" not in shown
+        assert "s3.example.com/path" in shown
 
 
 def test_kvbms_own_credentials_take_no_session_token_of_the_environment(weed, monkeypatch):

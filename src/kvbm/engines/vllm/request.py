@@ -14,7 +14,7 @@ class RequestState(session.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (
-        "failures", "fetched", "hint", "loaded", "loads", "local_tokens", "offers", "outside", "put_off",
+        "deferred", "failures", "fetched", "hint", "loaded", "loads", "local_tokens", "offers", "outside", "put_off",
         "put_off_since", "refused", "request", "tables", "waits_since",
     )  # fmt: skip
 
@@ -25,6 +25,7 @@ class RequestState(session.RequestState):
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None
         # while they are not known. Blocks that the engine has let go of, behind a sliding window, stay in them.
         self.tables: list[list[int]] | None = None
+        self.deferred = False  # vLLM asks again in the next step, because an answer or a block is due
         # Blocks that a remote tier sends while the request waits; None: not looked for yet.
         self.fetched: int | None = None
         self.offers: Sequence[Offer] = ()  # states that vLLM has saved in the current step

@@ -168,7 +168,7 @@ class SchedulerAdapter:
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
         stuck = self._is_stuck(state)
-        state.match, state.local_tokens = None, computed_tokens
+        state.match, state.local_tokens, state.deferred = None, computed_tokens, False
         lora = getattr(request, "lora_request", None)
         weights = None
         if lora is not None:
@@ -196,7 +196,8 @@ class SchedulerAdapter:
         keys = self._keys.of(request)
         found = self._groups.find(self.leader.manager, keys, start, limit, hint=state.hint)
         if found.pending:
-            if self._deferrals.for_block(state, found, request.num_tokens):
+            state.deferred = self._deferrals.for_block(state, found, request.num_tokens)
+            if state.deferred:
                 return None, False
             if not self._deferrals.ends_at(found):
                 found = self._groups.find(self.leader.manager, keys, start, limit, False, state.hint)

@@ -252,7 +252,7 @@ def _state(scheduler: Any) -> dict[str, Any] | None:
         "set_backs": len(adapter._set_backs),
         "pinned": sum(pool.pinned for pool in pools.values()),
         "writing": sum(pool.writing for pool in pools.values()),
-        "published": {tier: pool.published for tier, pool in pools.items()},
+        "published": {tier: len(pool.findable) for tier, pool in pools.items()},
         "lost": sorted(adapter._lost),
     }
 
