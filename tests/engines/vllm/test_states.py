@@ -257,3 +257,11 @@ def test_the_next_engine_finds_them_on_disk(run_scenario, baseline, engine, tmp_
     assert second["long"]["cached"] == [21 * BLOCK]
     assert second["end"]["from_disk"] > 0
     assert second["end"]["faults"] == {}
+
+
+@pytest.mark.parametrize("shape", [GDN], indirect=True, ids=lambda shape: shape.name)
+def test_an_engine_that_saves_no_states_runs_without_a_cache(run_scenario, engine):
+    options = {**engine, "enable_prefix_caching": False}
+    story = run_scenario([generate(SHORT, name="answer"), do("state", "end")], dict(CACHE), options)
+    assert story["end"] == {"bypassed": True}
+    assert story.said("vLLM saves none at block boundaries: mamba_cache_mode is 'none'")

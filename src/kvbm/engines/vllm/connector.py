@@ -338,7 +338,7 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
         return SeveralGroups(windows, vllm_config.cache_config.block_size)
     if (mode := compat.unsaved_states(kv_cache_config)) is not None:
         return (
-            f"layers of the model keep a state, and vLLM saves none at block boundaries (mamba_cache_mode is {mode!r}). "
+            f"layers of the model keep a state, and vLLM saves none at block boundaries: mamba_cache_mode is {mode!r}. "
             "With --enable-prefix-caching and --mamba-cache-mode align it does"
         )
     if attention:
