@@ -152,8 +152,8 @@ class Windowed(NamedTuple):
 
 
 class GatedDelta(NamedTuple):
-    """A Qwen3-Next: every fourth layer is attention, the others keep a state (gated delta net). vLLM requires experts, and
-    the last layer has two."""
+    """A Qwen3-Next: every fourth layer is attention, the others keep a state (gated delta net). vLLM requires experts,
+    and the last layer has two."""
 
     name: str
     layers: int

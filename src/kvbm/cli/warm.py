@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         prompts = read_prompts(args.file)
         endpoint = Endpoint(args.url, args.model, args.api_key)
         if not args.model:
-            served = endpoint.models()
+            served = list(endpoint.models())
             if len(served) != 1:
                 raise ValueError(f"{args.url} serves {', '.join(served) or 'nothing'}: name one with --model")
             endpoint.model = served[0]

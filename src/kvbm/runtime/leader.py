@@ -203,16 +203,16 @@ class Leader:
     def owes_verdicts(self) -> bool:
         return bool(self._verdicts)
 
-    def fences(self, blocks: Iterable[int]) -> list[int]:
-        """Stores that must have read their source before a step or a load writes to ``blocks``."""
+    def fences(self, blocks: Iterable[int], too_late: bool = False) -> list[int]:
+        """Stores that must have read their source before a step or a load writes to ``blocks``. ``too_late``: the
+        engine writes there before it waits, so none of them is published."""
         if not self._reading:
             return []
         reading = self._reading
-        return sorted({reading[block] for block in blocks if block in reading})
-
-    def taint(self, stores: Iterable[int]) -> None:
-        """Do not publish these stores: the engine may have overwritten their source while they read it."""
-        self._tainted.update(stores)
+        found = {reading[block] for block in blocks if block in reading}
+        if too_late:
+            self._tainted.update(found)
+        return sorted(found)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

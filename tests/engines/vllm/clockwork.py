@@ -5,9 +5,9 @@ the last KV. So the right answer to a prompt is known without an engine, a block
 answer, and what KVBM has kept can be compared with what it should hold, block by block. Steps overlap as in an engine
 with asynchronous scheduling: the next one is scheduled, and carried out, before the scheduler hears of the one before.
 
-Layers may be in several groups, each of which sees all tokens or a window of them, or keeps a state, in the same memory:
-as in vLLM. A state is the KV of the last token. It is in the block of that token, and a step that ends in another block
-takes it along.
+Layers may be in several groups, each of which sees all tokens or a window of them, or keeps a state, in the same
+memory: as in vLLM. A state is the KV of the last token. It is in the block of that token, and a step that ends in
+another block takes it along.
 """
 
 from __future__ import annotations

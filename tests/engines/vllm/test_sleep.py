@@ -32,13 +32,7 @@ def other(model, tmp_path_factory):
 
 
 def is_idle(state):
-    return (state["requests"], state["pinned"], state["writing"], state["busy"], state["faults"]) == (
-        0,
-        0,
-        0,
-        False,
-        {},
-    )
+    return not any(state[name] for name in ("requests", "pinned", "writing", "busy", "faults"))
 
 
 def test_an_engine_sleeps_and_wakes_up_while_blocks_are_stored(run_scenario, baseline, other, tmp_path):
@@ -107,8 +101,8 @@ def test_new_weights_in_a_paused_engine_leave_nothing_of_the_old_ones(run_scenar
 
 
 def test_a_reset_waits_for_the_load_of_an_aborted_request(run_scenario, baseline):
-    """vLLM keeps the blocks of the request until the load is over, and resets nothing as long as it does. It goes on
-    stepping, also with no request left, until KVBM has told it."""
+    """vLLM keeps the blocks of the request until the load is over, and refuses this reset as long as it does. It goes
+    on stepping until KVBM has reported the end of the load."""
     steps = [
         generate(PROMPT),
         do("drain"),

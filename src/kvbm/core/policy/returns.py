@@ -55,7 +55,8 @@ class _Model:
         self.ratios = np.exp(self._sum())
 
     def _sum(self) -> np.ndarray:
-        return sum(log[value] for log, value in zip(self._logs, self._values, strict=True))  # type: ignore[return-value]
+        logs: np.ndarray = sum(log[value] for log, value in zip(self._logs, self._values, strict=True))
+        return logs
 
     def fit(self) -> np.ndarray:
         """The chance of a return for each age, of a class with the ratio 1. One round of an iteration that goes on

@@ -132,6 +132,12 @@ def _window(spec: Any) -> int:
     return int(spec.sliding_window) if type(spec) is kv_cache_interface.SlidingWindowSpec else 0
 
 
+def unsaved_states(kv_cache_config: Any) -> str | None:
+    """The mode in which vLLM keeps states, if it saves none that a later request could go on from."""
+    modes = [getattr(group.kv_cache_spec, "mamba_cache_mode", "align") for group in kv_cache_config.kv_cache_groups]
+    return next((mode for mode in modes if mode != "align"), None)
+
+
 def offered_states(output: Any) -> dict[str, list[Offer]]:
     """Blocks with the states that vLLM saves in a step, by request. They are valid when the step has been computed, and
     until another request gets them."""

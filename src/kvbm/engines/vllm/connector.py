@@ -344,6 +344,11 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
     windows = compat.windows(vllm_config, kv_cache_config)
     if windows is not None:
         return SeveralGroups(windows, vllm_config.cache_config.block_size)
+    if (mode := compat.unsaved_states(kv_cache_config)) is not None:
+        return (
+            f"layers of the model keep a state, and vLLM saves none at block boundaries: mamba_cache_mode is {mode!r}. "
+            "With --enable-prefix-caching and --mamba-cache-mode align it does"
+        )
     if attention:
         return f"the model cannot be served from a cache of blocks: {attention}"
     kinds = ", ".join(dict.fromkeys(type(group.kv_cache_spec).__name__ for group in groups))

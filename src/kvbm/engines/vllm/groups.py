@@ -5,8 +5,8 @@ sliding window of 1,024 tokens vLLM frees the blocks farther back, where other l
 have a block in each group until vLLM frees it there.
 
 Other layers keep no KV but a state (Mamba, gated delta net, short convolution). vLLM saves it at some block boundaries,
-each time in a block of its own, and offers those blocks in the step that fills them. To go on from a boundary, a request
-needs the one block that was saved there.
+each time in a block of its own, and offers those blocks in the step that fills them. To go on from a boundary, a
+request needs the one block that was saved there.
 
 All groups take their blocks from one pool. They have equally many layers, and the first layers of all groups use the
 same memory, as do the second, and so on: the place of a block's bytes depends on its number, not on its group. So a

@@ -67,7 +67,7 @@ def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]
 
 
 def watch_sleep(settle: Callable[[], None]) -> None:
-    """Call ``settle`` before every call that gives memory of the KV cache back. To be called as :func:`watch_weights`."""
+    """Call ``settle`` before every call that gives memory of the KV cache back. See :func:`watch_weights`."""
     _watch([(caller, name) for caller in _calling_workers() for name in _RELEASES], settle)
 
 

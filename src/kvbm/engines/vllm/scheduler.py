@@ -361,10 +361,7 @@ class SchedulerAdapter:
         """Bring the block tables up to date; returns the copies that must be over before this step writes."""
         written = follow_tables(output, self._requests, self._block_size, self._admit)
         self._active.update(output.num_scheduled_tokens)
-        fences = self.leader.fences(written) if self.leader else []
-        if fences and self._clears_before_fences and self.leader:
-            self.leader.taint(fences)
-        return fences
+        return self.leader.fences(written, self._clears_before_fences) if self.leader else []
 
     def _admit(self, state: RequestState, tables: Tables, computed: int) -> None:
         """A request has new block tables, and starts to compute behind so many tokens."""
@@ -480,8 +477,7 @@ class SchedulerAdapter:
 
     @property
     def busy(self) -> bool:
-        """Stores or events are pending, or loads of a paused engine: vLLM must go on stepping to deliver them. A reset
-        that follows a pause fails while a load holds blocks."""
+        """Stores or events are pending: vLLM must go on stepping to deliver them."""
         if self._services.owes_events or (leader := self.leader) is None:
             return self._services.owes_events
-        return leader.plans_under_way > 0 or leader.owes_verdicts or self._moves.are_wanted()
+        return leader.owes_verdicts or leader.stores_under_way or self._moves.are_wanted()
