@@ -11,11 +11,11 @@ import time
 import msgspec
 import pytest
 
-from kvbm.bench import report
 from kvbm.bench.client import Endpoint, EndpointError, Prompt
 from kvbm.bench.results import Run, Sample, csv, from_json, percentile, summarise
 from kvbm.bench.runner import server_counters
 from kvbm.cli.main import main
+from kvbm.observe.charts import Axis
 
 HELLO = Prompt(messages=[{"role": "user", "content": "hello"}])
 
@@ -354,14 +354,14 @@ def test_a_result_of_another_format_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.013), (0, 87), (0.5, 9000)])
 def test_axes_have_a_handful_of_round_marks(low, high):
-    marks = report.Axis(low, high, 0, 100).marks()
+    marks = Axis(low, high, 0, 100).marks()
     assert 3 <= len(marks) <= 12
     assert all(low <= mark <= high * 1.001 for mark in marks)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.01, 10), (0.2, 0.9), (3e-3, 4e-2)])
 def test_logarithmic_axes_have_marks_too(low, high):
-    axis = report.Axis(low, high, 0, 100, logarithmic=True)
+    axis = Axis(low, high, 0, 100, logarithmic=True)
     assert 1 <= len(axis.marks()) <= 14
     assert axis.at(low) == 0
     assert axis.at(high) == pytest.approx(100)
