@@ -17,6 +17,7 @@ from kvbm.config.setting import (
     DISK,
     EVENTS,
     GENERAL,
+    GROUPS,
     HOST,
     LEADER,
     METRICS,
@@ -467,7 +468,8 @@ _RETIRED = (
     ),
 )  # fmt: skip
 
-SETTINGS: tuple[Setting, ...] = (*settings_of(Config), *_RETIRED)
+# By group: the fields of a base class come before those of `Config`.
+SETTINGS: tuple[Setting, ...] = (*sorted(settings_of(Config), key=lambda row: GROUPS.index(row.group)), *_RETIRED)
 BY_KEY = {row.key: row for row in SETTINGS}
 
 
