@@ -468,8 +468,10 @@ _RETIRED = (
     ),
 )  # fmt: skip
 
-# By group: the fields of a base class come before those of `Config`.
-SETTINGS: tuple[Setting, ...] = (*sorted(settings_of(Config), key=lambda row: GROUPS.index(row.group)), *_RETIRED)
+# Users see the groups in their order, wherever the fields are declared.
+SETTINGS: tuple[Setting, ...] = tuple(
+    sorted((*settings_of(Config), *_RETIRED), key=lambda row: GROUPS.index(row.group))
+)
 BY_KEY = {row.key: row for row in SETTINGS}
 
 
