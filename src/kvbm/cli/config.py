@@ -24,6 +24,7 @@ from kvbm.config import (
     SYSTEM_FILE,
     Config,
     ConfigError,
+    Number,
     Setting,
     Switch,
     load,
@@ -132,7 +133,8 @@ def toml(everything: bool = False) -> str:
             unused = f" Not used: {row.unused}" if row.unused else ""
             lines += ["", f"# {row.doc}{unused}", f"# Accepts {_accepts(row)}."]
             if row.default is None:
-                lines += ["# Not set by default; for example:", f"# {row.key} = {row.kind.example}"]
+                example = row.kind.example if isinstance(row.kind, Number) else json.dumps(row.kind.example)
+                lines += ["# Not set by default; for example:", f"# {row.key} = {example}"]
             else:
                 lines.append(f"# {row.key} = {_toml_value(row.default)}")
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from kvbm.config.setting import (
     DISK,
     EVENTS,
     GENERAL,
+    GROUPS,
     HOST,
     LEADER,
     METRICS,
@@ -467,7 +468,10 @@ _RETIRED = (
     ),
 )  # fmt: skip
 
-SETTINGS: tuple[Setting, ...] = (*settings_of(Config), *_RETIRED)
+# Users see the groups in their order, wherever the fields are declared.
+SETTINGS: tuple[Setting, ...] = tuple(
+    sorted((*settings_of(Config), *_RETIRED), key=lambda row: GROUPS.index(row.group))
+)
 BY_KEY = {row.key: row for row in SETTINGS}
 
 

@@ -73,9 +73,12 @@ def test_a_source_that_stops_writes_to_no_slot_that_was_given_up(rounds):
 
 
 @pytest.mark.peers
+@pytest.mark.timeout(3600)
 def test_a_thousand_rounds(rounds):
     for number in range(1000):
         rounds.run(number)
+        if number % 100 == 99:
+            print(f"{number + 1} rounds, {rounds.stopped} stopped in the middle, {rounds.wrong} wrong", flush=True)
     assert rounds.stopped >= 500
     assert rounds.wrong == 0
 

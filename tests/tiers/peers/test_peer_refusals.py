@@ -18,7 +18,7 @@ from peer_member import CACHE, SECRET, Member, Reader, content, key
 
 from kvbm.tiers.peers import client, wire
 from kvbm.tiers.peers.client import Identity, Link, Peer
-from kvbm.tiers.peers.serving import KINDS
+from kvbm.tiers.peers.serving import KINDS, FairShare
 from kvbm.tiers.peers.sources import refusals
 from kvbm.tiers.peers.wire import VERSION, Ask, Channel, PeerError, Who, authenticate_client
 
@@ -198,10 +198,11 @@ def test_a_bit_that_flips_in_a_neighbours_memory_is_refused(member):
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_a_block_that_is_withdrawn_while_it_is_copied_is_refused(member, way, monkeypatch):
-    """The source withdraws and overwrites the slot at the worst moment."""
+def test_a_block_that_is_withdrawn_while_it_is_copied_is_refused(run_dir, way, monkeypatch):
+    """The source withdraws the block at the worst moment. Sixteen blocks are more than sockets hold."""
+    member = Member(run_dir, slots=4, slot_bytes=2 << 20)
     member.store(1, 2)
-    reader = Reader([getattr(member, way)])
+    reader = Reader([getattr(member, way)], slot_bytes=2 << 20)
     if way == "unix":
         copy = client.copy_and_sum
 
@@ -221,12 +222,13 @@ def test_a_block_that_is_withdrawn_while_it_is_copied_is_refused(member, way, mo
             receive(channel, target, bound)
 
         monkeypatch.setattr(Channel, "receive_block", overwritten)
-    operation = reader.read([1, 2] * 4)
-    assert set(operation.bad) <= {0, 2, 4, 6}
+    operation = reader.read([1, 2] * 8)
+    assert set(operation.bad) <= set(range(0, 16, 2))
     assert operation.bad
     assert reader.block(1) == content(2, member.slot_bytes)
     assert refusals(reader.counts()) == {"withdrawn": len(operation.bad)}
     reader.close()
+    member.close()
 
 
 def test_a_leased_block_is_evicted_last(member):
@@ -305,3 +307,25 @@ def test_a_reader_that_is_killed_in_the_middle_leaves_the_source_as_it_was(run_d
     assert reader.read(range(64)).bad == []
     reader.close()
     member.close()
+
+
+def test_machines_share_a_limited_rate_in_turn():
+    """One machine waits with four connections, another with two: they take turns."""
+    share, order = FairShare(bytes_per_second=1e6), []
+
+    def read(machine, size):
+        share.wait(machine, size)
+        order.append(machine)
+
+    def start(machine, size=50_000):
+        threads.append(threading.Thread(target=read, args=(machine, size)))
+        threads[-1].start()
+
+    threads: list[threading.Thread] = []
+    start("first", 2_000_000)  # two seconds, in which the others come
+    for machine in ("many", "many", "many", "many", "one", "one"):
+        start(machine)
+    wait_for(lambda: sum(map(len, share._waiting.values())) == 6)
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "many", "one", "many", "one", "many", "many"]

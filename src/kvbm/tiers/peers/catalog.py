@@ -39,7 +39,6 @@ class PeerCatalog(Catalog):
     def attach(self, near: Catalog) -> None:
         assert isinstance(near, Pool)
         self._lookup.break_even = lambda: 0.0 if self.break_even is None else self.break_even()
-        self._server.board.published([near.find(key) or 0 for key in near.findable], list(near.findable))
         near.mirror = self._server.board
         self._server.start(near.findable)
 

@@ -165,6 +165,7 @@ class Peer:
         self._idle: list[Link] = []
         self._local = ""  # its Unix socket, where it turns out to be a neighbour
         self._neighbour: Neighbour | None = None
+        self._is_told = False  # which way was chosen
         self._pushing = threading.Lock()  # agents that wait side by side take the processor from each other
         self._rates: dict[str, list[float]] = {}  # blocks a second of the latest reads, by way
 
@@ -306,11 +307,10 @@ class Peer:
             rates = self._rates.setdefault(way, [])
             rates[:] = [*rates, blocks / max(seconds, 1e-9)][-TRIES:]
             best = max(self._rates, key=lambda each: max(self._rates[each], default=0.0))
-            is_new = len(rates) == TRIES and best != self.path and not any(
-                len(self._rates.get(each, [])) < TRIES for each in self._me.ways if way != MAPPED
-            )  # fmt: skip
-            if is_new:
-                self.path = best
+            ways = (MAPPED,) if way == MAPPED else self._me.ways
+            is_measured = all(len(self._rates.get(each, [])) == TRIES for each in ways)
+            if is_measured and (best != self.path or not self._is_told):
+                self.path, self._is_told = best, True
                 logger.info(
                     "peer %s: blocks come over %s (%s)", self.source.address, best,
                     ", ".join(f"{each} {max(found):.0f} blocks/s" for each, found in self._rates.items() if found),
@@ -377,7 +377,9 @@ class Peer:
                     self._local, link = UNIX + about.path, near
                 else:
                     near.close()
-        if self._me.rank >= 0 and self._me.rank >= len(about.slot_bytes):
+        if self._me.rank < 0:
+            link.close_files()  # the leader reads no blocks, and must not keep a dead neighbour's memory
+        elif self._me.rank >= len(about.slot_bytes):
             link.close()
             raise PeerError("fingerprint", f"it has {len(about.slot_bytes)} ranks")
         if link.is_local or not self.path or self.path == MAPPED:

@@ -81,6 +81,7 @@ class Lookup:
         self._known: dict[str, _Known] = {}  # by address
         self._found: OrderedDict[Key, tuple[int, float]] = OrderedDict()  # key -> (place, until when)
         self._handles = 0
+        self._alone_until = 0.0  # there was no peer to ask
         self._checks: list[_Check] = []
         self._answer_seconds = 0.0  # of a check whose answer came in time, smoothed
         self._recent: OrderedDict[tuple[Key, Key], float] = OrderedDict()
@@ -89,7 +90,7 @@ class Lookup:
     # -- the leader ---------------------------------------------------------------------------------------------------
 
     def expect(self, keys: Sequence[Key], start: int, hint: Hint | None) -> None:
-        if start >= len(keys):
+        if start >= len(keys) or (hint is None and time.monotonic() < self._alone_until):
             return
         now, span = time.monotonic(), (keys[start], keys[-1])
         with self._lock:
@@ -151,6 +152,7 @@ class Lookup:
         with self._lock:
             check.left = len(asked)
         if not asked:
+            self._alone_until = time.monotonic() + MISSING_SECONDS  # no request waits for nothing
             self._end(check)
         for known in asked[1:]:
             self._threads.submit(self._ask, check, known)

@@ -205,7 +205,7 @@ class Server:
         try:
             greet(channel)
             self.serving.count(CONNECTIONS)
-            self.serving.serve(channel, _member_of(connection))
+            self.serving.serve(channel, _machine_of(connection))
         except PeerError as error:
             if error.kind != "gone":
                 self.serving.refuse(error.kind)
@@ -271,7 +271,7 @@ def is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _member_of(connection: socket.socket) -> str:
+def _machine_of(connection: socket.socket) -> str:
     return "local" if connection.family == socket.AF_UNIX else str(connection.getpeername()[0])
 
 

@@ -11,8 +11,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -51,7 +50,6 @@ from kvbm.tiers.peers.wire import (
 LEASE_SECONDS = 2.0
 MIN_PUSH_SECONDS = 5.0
 IDLE_SECONDS = 600.0  # a connection without a question for so long is closed
-MAX_ENCRYPTING = 2  # blocks at a time
 # Words of the lease file, which the engine reads for its metrics.
 BLOCKS, BYTES, QUESTIONS, CONNECTIONS = range(4)
 KINDS = ("secret", "fingerprint", "version", "malformed", "damaged", "late", "gone", "withdrawn", "user", "busy")
@@ -65,44 +63,37 @@ def served(board: Board) -> ServedState:
     return ServedState(words[BLOCKS], words[BYTES], words[QUESTIONS], refused)
 
 
-class FairTurns:
-    """Shares the server between members: each that waits gets a block in its turn, at no more than the rate."""
+class FairShare:
+    """Divides a rate between the machines that read: each that waits gets a block in its turn."""
 
-    def __init__(self, bytes_per_second: float = 0.0, at_once: int = MAX_ENCRYPTING) -> None:
-        self._rate = bytes_per_second
-        self._free = at_once
+    def __init__(self, bytes_per_second: float = 0.0) -> None:
+        self._rate = bytes_per_second  # 0: no limit
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[threading.Event]] = OrderedDict()
-        self._next_at = 0.0
+        self._is_taken = False
 
-    @contextmanager
-    def turn(self, member: str, size: int) -> Iterator[None]:
-        """Waits for this member's turn, and for the rate that the settings allow."""
+    def wait(self, machine: str, size: int) -> None:
+        """Until this machine may have a block of so many bytes."""
+        if not self._rate:
+            return
         event = threading.Event()
         with self._lock:
-            self._waiting.setdefault(member, deque()).append(event)
+            self._waiting.setdefault(machine, deque()).append(event)
             self._admit()
         event.wait()
-        try:
-            if self._rate:
-                with self._lock:
-                    now = time.monotonic()
-                    self._next_at = max(self._next_at, now) + size / self._rate
-                    pause = self._next_at - size / self._rate - now
-                time.sleep(max(0.0, pause))
-            yield
-        finally:
-            with self._lock:
-                self._free += 1
-                self._admit()
+        time.sleep(size / self._rate)
+        with self._lock:
+            self._is_taken = False
+            self._admit()
 
     def _admit(self) -> None:
-        while self._free and self._waiting:
-            member, events = self._waiting.popitem(last=False)
-            self._free -= 1
-            events.popleft().set()
-            if events:
-                self._waiting[member] = events  # behind the others
+        if self._is_taken or not self._waiting:
+            return
+        self._is_taken = True
+        machine, events = self._waiting.popitem(last=False)
+        events.popleft().set()
+        if events:
+            self._waiting[machine] = events  # behind the others
 
 
 class Serving:
@@ -128,7 +119,7 @@ class Serving:
         self._directory = Directory(board)
         self._lock = threading.Lock()
         self._seconds = seconds
-        self._turns = FairTurns(bytes_per_second)
+        self._share = FairShare(bytes_per_second)
         self._on_dismiss = on_dismiss
         self._sums = [np.zeros((2, board.slots), np.uint64) for _ in slabs]  # generation and checksum by slot
 
@@ -141,8 +132,8 @@ class Serving:
 
     # -- one connection -----------------------------------------------------------------------------------------------
 
-    def serve(self, channel: Channel, member: str) -> None:
-        """Until the peer goes or breaks a rule. ``member``: whose share of the bandwidth it takes."""
+    def serve(self, channel: Channel, machine: str) -> None:
+        """Until the peer goes or breaks a rule. ``machine``: whose share of the bandwidth it takes."""
         first = channel.receive(Who, Dismiss, Probe)
         if isinstance(first, Dismiss):
             channel.send(Answer(bytes([self._on_dismiss(first)])))
@@ -157,7 +148,14 @@ class Serving:
         channel.send(self.about)
         if channel.socket.family == socket.AF_UNIX:
             socket.send_fds(channel.socket, [b"\0"], list(self.files))
-        agent: Agent | None = None
+        agents: dict[int, Agent] = {}  # by rank
+        try:
+            self._converse(channel, machine, agents)
+        finally:
+            for agent in agents.values():
+                agent.close()
+
+    def _converse(self, channel: Channel, machine: str, agents: dict[int, Agent]) -> None:
         while channel.wait(IDLE_SECONDS):
             message = channel.receive(Ask, Lease, Read, Push, Changes)
             if self.board.is_retired:
@@ -170,10 +168,12 @@ class Serving:
             elif isinstance(message, Lease):
                 channel.send(self._lease(self._rank(message.rank), split_keys(message.keys)))
             elif isinstance(message, Read):
-                self._send(channel, member, self._rank(message.rank), split_keys(message.keys))
+                self._send(channel, machine, self._rank(message.rank), split_keys(message.keys))
             else:
-                agent = agent or self._open_agent(channel, self._rank(message.rank))
-                channel.send(self._push(agent, message, split_keys(message.keys)))
+                rank = self._rank(message.rank)
+                if rank not in agents:
+                    agents[rank] = self._open_agent(channel, rank)
+                channel.send(self._push(agents[rank], message, split_keys(message.keys)))
 
     def _compare(self, who: Who) -> Refused | None:
         if who.version != VERSION:
@@ -244,12 +244,11 @@ class Serving:
 
     # -- other machines -----------------------------------------------------------------------------------------------
 
-    def _send(self, channel: Channel, member: str, rank: int, keys: list[Key]) -> None:
+    def _send(self, channel: Channel, machine: str, rank: int, keys: list[Key]) -> None:
         is_last_good, size = True, self.about.slot_bytes[rank]
         for key in keys:
             ((slot, generation),) = self._hold([key])
-            with self._turns.turn(member, size):
-                pass  # only begins: a peer that takes its block slowly holds up no other
+            self._share.wait(machine, size)
             channel.send(Block(generation, is_last_good))
             is_last_good = True
             if generation:
@@ -262,7 +261,7 @@ class Serving:
         channel.send(Block(0, is_last_good))
 
     def _open_agent(self, channel: Channel, rank: int) -> Agent:
-        """One for the connection, which belongs to one rank of the reader."""
+        """One for the connection: it goes with it."""
         slab = np.frombuffer(self._slabs[rank], np.uint8)
         return Agent((slab.ctypes.data, slab.nbytes), channel.socket.getsockname()[0])
 
