@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from engines import Driver, EngineFailedError, do, generate, prompt
+
+from kvbm.tiers.peers.nixl_path import api
 
 pytestmark = pytest.mark.engine
 
@@ -27,16 +30,16 @@ SECRET = "a secret of the tests"
 def run_dir():
     directory = Path(tempfile.mkdtemp(prefix="peers-"))  # the paths of Unix sockets are short
     yield directory
-    for socket in directory.glob("*.sock"):  # orphans of a test that failed
-        end_server(socket)
+    for path in directory.rglob("*.sock"):  # orphans of a test that failed
+        end_server(path)
     shutil.rmtree(directory)
 
 
-def end_server(socket: Path) -> None:
+def end_server(path: Path) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes()
-            mine = b"kvbm.tiers.peers.server" in command and str(socket.parent) in os.readlink(process / "fd/1")
+            mine = b"kvbm.tiers.peers.server" in command and str(path.parent) in os.readlink(process / "fd/1")
         except OSError:
             continue
         if mine:
@@ -80,6 +83,39 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
     assert heir.tokens("cold") == wanted[:1]
     assert heir["end"]["onboarded_from"].get("peer", 0) == 0
     assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("transport", "path"),
+    [("socket", "socket"), pytest.param("nixl", "NIXL", marks=pytest.mark.skipif(api() is None, reason="needs NIXL"))],
+)
+def test_an_engine_of_another_machine_answers_with_the_same_tokens(run_scenario, baseline, run_dir, transport, path):
+    """Two engines that take each other for machines of their own, over TCP."""
+    wanted = baseline(PROMPTS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = "{}:{}".format(*free.getsockname())
+    env = {"KVBM_PEER_SECRET": SECRET, "UCX_TLS": "tcp,self"}
+    here, there = run_dir / "a", run_dir / "b"
+    here.mkdir(mode=0o700)
+    there.mkdir(mode=0o700)
+    first = settings(here, peer_listen=address, peer_transport=transport, peer_orphan_secs=60.0)
+    with pytest.raises(EngineFailedError, match="status -9"):
+        run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], first, env=env)
+    steps = [READY, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
+    patch = {**PATIENT, "kvbm.tiers.peers.open:machine": {"returns": "another machine"}}
+    other = run_scenario(steps, settings(there, peers=address, peer_transport=transport), env=env, patch=patch)
+    assert other.tokens("again") == wanted
+    assert other["end"]["onboarded_from"] == {"peer": BLOCKS}, other["sources"]
+    assert [(each[0], each[1], each[2], each[4]) for each in other["sources"]] == [(address, path, BLOCKS, {})]
+    # A successor takes over the address.
+    heir = run_scenario([READY, do("sleep", seconds=0.1)], first, env=env)
+    assert heir.said(f"to other machines at {address}")
+    for folder in (here, there):
+        assert list(folder.iterdir()) == []
+
+
+READY = do("call", target="test_peer_engines:wait_for_server")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +164,6 @@ def pair(driver, second_driver, model, tmp_path, run_dir):
     return Pair([driver, second_driver], model, tmp_path, run_dir)
 
 
-READY = do("call", target="test_peer_engines:wait_for_server")
 LONG = [prompt(950 + i, 900) for i in range(8)]
 
 

@@ -10,6 +10,7 @@ its last word is `end`, and the server goes with it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import mmap
@@ -104,7 +105,7 @@ class Server:
 
     def run(self) -> None:
         setup = self._setup
-        dismiss_orphans(setup.directory, setup.member, digest(setup.fingerprint))
+        has_predecessor = bool(dismiss_orphans(setup.directory, setup.member, digest(setup.fingerprint)))
         local = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
@@ -114,7 +115,8 @@ class Server:
         address, problem, remote = "", "", None
         if setup.listen:
             try:
-                remote = _bind(setup.listen)
+                # Its process may take a moment to let go of the port.
+                remote = _bind(setup.listen, _TAKEOVER_SECONDS if has_predecessor else 0.0)
                 address = join_address(*remote.getsockname()[:2])
             except (OSError, ValueError) as error:
                 problem = f"KVBM_PEER_LISTEN={setup.listen}: {error}"
@@ -285,8 +287,19 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _bind(listen: str) -> socket.socket:
+def _bind(listen: str, patience_seconds: float) -> socket.socket:
     host, port = split_address(listen)
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return _listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     listener = socket.socket(family)
     try:
