@@ -50,7 +50,7 @@ class Server:
         pytest.fail(f"not healthy after {seconds} s:\n{self.process.log.read_text()[-5000:]}")
 
     def stream(self, prompt: list[int], max_tokens: int = 16) -> tuple[str, int]:
-        """The answer, and in how many pieces it came."""
+        """The answer, and how many tokens it has. A busy server puts several tokens into one piece of the stream."""
         body = {
             "model": "tiny",
             "prompt": prompt,
@@ -58,12 +58,11 @@ class Server:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        pieces = []
-        for line in self.post("/v1/completions", body).splitlines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line[6:])["choices"][0]["text"])
-        return "".join(pieces), len(pieces)
+        lines = self.post("/v1/completions", body).splitlines()
+        *pieces, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return "".join(piece["choices"][0]["text"] for piece in pieces), last["usage"]["completion_tokens"]
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -27,14 +27,14 @@ def server(start_process, model):
 def test_a_server_keeps_brings_back_counts_and_stops(server):
     log = server.process.log
     assert "KVBM is ready: 1525 host blocks of 32 tokens" in log.read_text()
-    first, pieces = server.stream(PROMPT)
-    assert pieces == 16
+    first, tokens = server.stream(PROMPT)
+    assert tokens == 16
     # Nobody asks for anything, and the stores finish all the same.
     server.wait_for_metric("kvbm_offload_blocks_d2h", 12, seconds=20)
     assert server.metrics()["kvbm_onboard_blocks_h2d"] == 0
 
     server.post("/reset_prefix_cache")
-    assert server.stream(PROMPT) == (first, pieces)
+    assert server.stream(PROMPT) == (first, tokens)
     server.wait_for_metric("kvbm_onboard_blocks_h2d", 12, seconds=20)
     metrics = server.metrics()
     assert metrics["kvbm_matched_tokens"] == 384
