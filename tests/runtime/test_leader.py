@@ -324,6 +324,16 @@ def test_a_fence_falls_when_every_rank_has_read_the_block():
     assert leader.fences([1]) == []
 
 
+def test_a_store_whose_fence_comes_too_late_is_not_published():
+    leader = make(ranks=1)
+    plan, other = offload(leader, "a", blocks=[1]), offload(leader, "b", blocks=[2])
+    assert leader.fences([1, 3], too_late=True) == [plan.id]
+    leader.apply(stored(plan, 0))
+    leader.apply(stored(other, 0))
+    assert leader.counts.tainted_store_blocks == 1
+    assert leader.manager.near.published == 1
+
+
 @pytest.mark.parametrize("how", ["failed", "tainted"])
 def test_a_fence_falls_however_the_store_ends(how):
     leader = make(ranks=1)

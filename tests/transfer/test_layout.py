@@ -114,6 +114,18 @@ def test_layers_in_the_same_memory_are_copied_once():
     assert shared.layers == ("a", "b", "c")
 
 
+@pytest.mark.parametrize("first", ["kv", "state"])
+def test_a_smaller_part_in_the_same_memory_takes_the_room_of_the_largest(first):
+    """The state of a layer without attention: vLLM fills it up to the size of an attention block."""
+    kv, page = tensor("kv"), 2 * 16 * 64 * 2
+    state = tensor("state", shape=(BLOCKS, 50), strides=(page, 2))
+    layout = describe([kv, state] if first == "kv" else [state, kv], BLOCKS)
+    assert [(segment.stride, segment.size) for segment in layout.segments] == [(page, page)]
+    assert layout.block_bytes == page
+    other = tensor("state", shape=(BLOCKS, 51), strides=(page, 2))
+    assert layout.description != describe([kv, other], BLOCKS).description != describe([kv], BLOCKS).description
+
+
 def test_layers_that_share_memory_in_different_ways_are_refused():
     with pytest.raises(LayoutError, match="layers a and b share memory but place their blocks differently"):
         describe([tensor("a"), tensor("b", shape=(BLOCKS, 2, 16, 32))], BLOCKS)

@@ -6,13 +6,14 @@ import time
 
 
 def sleep(scenario, level: int) -> bool:
-    """Returns whether copies were under way before, and none after."""
+    """With stores that are held back (``hold_stores``). Returns whether all have been copied when the engine sleeps."""
     from kvbm.engines.vllm.worker import find_local
 
     worker = find_local(scenario.engine.vllm_config.kv_transfer_config.engine_id, 0)._worker
-    under_way = bool(worker._stores.tickets)
+    held = list(worker._stores.tickets.values())
+    begun = [ticket._inner is not None for ticket in held]
     scenario.llm.sleep(level=level)
-    return under_way and all(ticket.done() for ticket in worker._stores.tickets.values())
+    return bool(held) and not any(begun) and all(ticket._inner is not None and ticket._inner.done() for ticket in held)
 
 
 def wake(scenario) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from kvbm.core import keys as core_keys
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.engines.vllm.groups import SeveralGroups
+from kvbm.engines.vllm.groups import STATE, Offer, SeveralGroups
 from tiernames import DISK, HOST
 
 BLOCK = 4
@@ -28,6 +28,9 @@ def needed(windows, start, end):
     found = set()
     for group, window in enumerate(windows):
         now = end * BLOCK
+        if window == STATE:
+            found |= {(group, end - 1)} if end > start else set()
+            continue
         seen = range(max(0, now - window + 1) if window else 0, now)
         found |= {(group, token // BLOCK) for token in seen if token // BLOCK >= start}
     return found
@@ -45,7 +48,7 @@ def manager_with(pieces, tier=HOST):
 @pytest.mark.parametrize("seed", range(200))
 def test_the_longest_prefix_is_found_of_which_all_groups_have_what_they_see(seed):
     source = random.Random(seed)
-    windows = [source.choice((0, 1, 3, 4, 5, 9, 20)) for _ in range(source.randrange(1, 4))]
+    windows = [source.choice((0, 1, 3, 4, 5, 9, 20, STATE, STATE)) for _ in range(source.randrange(1, 4))]
     everything = [(group, i) for group in range(len(windows)) for i in range(len(KEYS))]
     there = {piece for piece in everything if source.random() < source.choice((0.5, 0.9, 0.97))}
     manager, groups = manager_with(sorted(there)), SeveralGroups(windows, BLOCK)
@@ -59,7 +62,7 @@ def test_the_longest_prefix_is_found_of_which_all_groups_have_what_they_see(seed
 @pytest.mark.parametrize("seed", range(50))
 def test_what_vllm_has_made_room_for_is_loaded_to_the_right_places(seed):
     source = random.Random(seed)
-    windows = [0, *(source.choice((1, 5, 9, 20)) for _ in range(2))]
+    windows = [0, *(source.choice((1, 5, 9, 20, STATE)) for _ in range(2))]
     start, end = source.randrange(3), source.randrange(5, len(KEYS))
     numbers = iter(source.sample(range(1, 500), 100))
     wanted = needed(windows, start, end)
@@ -161,6 +164,17 @@ def test_blocks_that_vllm_has_let_go_of_are_not_kept():
     assert blocks == [1, 2, 3, 4, 13, 14]
     assert keys == [in_group(KEYS[i], g) for g, i in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 2), (1, 3))]
     assert groups.completed(KEYS, [[1, 2, 3, 4], [0, 0, 0, 14]], 0, 4, computed=0)[1] == [1, 2, 3, 4, 14]
+
+
+def test_of_states_only_those_are_kept_that_vllm_offers():
+    """A table has states of tokens between boundaries too, and states that are a chunk old."""
+    groups = SeveralGroups([STATE, 0], BLOCK)
+    tables = [[0, 12, 13, 14], [1, 2, 3, 4]]
+    offers = [Offer(0, 12, 2 * BLOCK), Offer(0, 14, 4 * BLOCK), Offer(0, 13, 2 * BLOCK + 1), Offer(1, 3, 3 * BLOCK)]
+    keys, blocks = groups.completed(KEYS, tables, 0, 3, 0, offers)  # the fourth block has no key yet
+    assert blocks == [1, 2, 3, 12]
+    assert keys == [in_group(KEYS[i], g) for g, i in ((1, 0), (1, 1), (1, 2), (0, 1))]
+    assert groups.completed(KEYS, tables, 0, 3, 0)[1] == [1, 2, 3]
 
 
 def test_who_has_used_a_prefix_has_not_used_what_lies_behind_a_window():

@@ -297,7 +297,7 @@ def test_random_histories_end_with_the_right_tokens(seed, portion, make_engine, 
 
 WINDOWS = ((0, 8), (9, 0, 9), (0, 30, 5), (0, 0), (12,), (6, 17))
 STATES = ((0, STATE), (STATE, 0, STATE), (STATE, STATE, STATE, 0))
-LONG_HISTORIES = range(142, 600)
+LONG_HISTORIES = range(121, 600)
 
 
 def history(seed):
