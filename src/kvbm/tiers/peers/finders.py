@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -25,17 +26,19 @@ class StaticFinder:
         self._own: Source | None = None
         self._neighbours: list[Source] = []
         self._looked_at = 0.0
+        self._lock = threading.Lock()
 
     def candidates(self, keys: Sequence[Key], start: int, hint: Hint | None) -> Sequence[Source]:
         hinted = [Source(hint.address)] if hint is not None else []
         return list(dict.fromkeys([*hinted, *self.members()]))[:MAX_CANDIDATES]
 
     def members(self) -> Sequence[Source]:
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
-            self._looked_at = time.monotonic()
-            paths = sorted(self._directory.glob("*" + SUFFIX))
-            own = "" if self._own is None else self._own.generation + SUFFIX
-            self._neighbours = [Source(UNIX + str(path)) for path in paths if path.name != own]
+        with self._lock:  # else a second thread would take the list that the first is about to replace
+            if time.monotonic() - self._looked_at > _LOOK_SECONDS:
+                paths = sorted(self._directory.glob("*" + SUFFIX))
+                own = "" if self._own is None else self._own.generation + SUFFIX
+                self._neighbours = [Source(UNIX + str(path)) for path in paths if path.name != own]
+                self._looked_at = time.monotonic()
         return [*self._neighbours, *self._listed]
 
     def announce(self, own: Source, held: Collection[Key]) -> None:
