@@ -8,6 +8,7 @@ import pytest
 
 import observed
 from kvbm.observe.metrics import METRICS, render
+from kvbm.observe.snapshot import SourceFlow
 
 UPSTREAM = {
     "kvbm_matched_tokens": ("counter", 960),
@@ -102,3 +103,15 @@ def test_the_client_library_reads_the_text(text):
         assert family.type == metric.kind
         read = sorted((tuple(sample.labels.values()), sample.value) for sample in family.samples)
         assert read == sorted((labels, float(number)) for labels, number in metric.read(observed.SNAPSHOT))
+
+
+def test_each_source_of_a_tier_has_its_own_series():
+    source = SourceFlow(
+        tier="disk", source="10.0.0.4:1", blocks=7, bytes=700, bytes_per_second=5e9, refused={"late": 2}
+    )
+    text = render(observed.snapshot(sources=[source])).decode()
+    labels = 'tier="disk",source="10.0.0.4:1"'
+    assert value(text, f"kvbm_source_blocks_total{{{labels}}}") == 7
+    assert value(text, f"kvbm_source_bytes_total{{{labels}}}") == 700
+    assert value(text, f"kvbm_source_bytes_per_second{{{labels}}}") == 5e9
+    assert value(text, f'kvbm_source_refused_blocks_total{{{labels},kind="late"}}') == 2

@@ -86,6 +86,27 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
 
 
 @pytest.mark.peers
+def test_each_rank_reads_from_the_same_rank(run_scenario, baseline, run_dir):
+    """With another number of ranks nothing is read, and the log says why."""
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    wanted = baseline(PROMPTS)
+    with pytest.raises(EngineFailedError, match="status -9"):
+        run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], settings(run_dir, peer_name="a"), engine=two)
+    steps = [READY, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
+    kvbm = settings(run_dir, peer_name="b")
+    same = run_scenario(steps, kvbm, engine=two, patch=PATIENT)
+    assert same.tokens("again") == wanted
+    assert same["end"]["onboarded_from"] == {"peer": BLOCKS}, same["sources"]
+    other = run_scenario(steps, kvbm, patch=PATIENT)
+    assert other.tokens("again") == wanted
+    assert other["end"]["onboarded_from"] == {}
+    assert other.said("tensor_parallel 2 here and 1 there")
+    heir = run_scenario([READY], settings(run_dir, peer_name="a"), engine=two)
+    assert heir.refused is None
+    assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("transport", "path"),
     [("socket", "socket"), pytest.param("nixl", "NIXL", marks=pytest.mark.skipif(api() is None, reason="needs NIXL"))],
@@ -168,7 +189,7 @@ LONG = [prompt(950 + i, 900) for i in range(8)]
 
 
 @pytest.mark.peers
-def test_two_engines_answer_from_each_other_at_the_speed_of_their_own_hits(pair, baseline):
+def test_two_engines_answer_from_each_other_with_the_same_tokens(pair, baseline):
     wanted = baseline(LONG, 4)
     first = [
         READY, generate(*LONG[:4], max_tokens=4), do("drain"), do("tell", path=pair.mark("a")),
@@ -189,7 +210,7 @@ def test_two_engines_answer_from_each_other_at_the_speed_of_their_own_hits(pair,
         [[_, _, blocks, _, _]] = engine["sources"]
         assert blocks == 4 * (900 // 32)
     assert a["end"]["faults"] == b["end"]["faults"] == {}
-    print(b["times"])
+    print({which: b["times"][which] for which in ("peer", "own")})  # with pytest -s: seconds of each prompt
 
 
 @pytest.mark.peers

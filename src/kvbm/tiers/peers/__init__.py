@@ -44,5 +44,4 @@ TIER = PeerTier(
     shared=True,
     shares_near_memory=True,
     advice="use engines on the same machine or in the same network (KVBM_PEERS)",
-    onboard_metric="p2d",
 )

@@ -61,7 +61,7 @@ logger = logging.getLogger("kvbm")
 _CONNECT_SECONDS = 1.0
 _SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.0001
 # A thread or two use up the memory's bandwidth; more take the caches from each other.
-_copying = threading.BoundedSemaphore(max(1, min(2, (os.cpu_count() or 1) // 2)))
+_copying = threading.BoundedSemaphore(2)
 
 
 class Identity(NamedTuple):
