@@ -206,8 +206,9 @@ def test_kv_without_its_state_is_computed(run_scenario, baseline, engine):
 def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baseline, engine):
     """Requests are preempted, come back and are aborted, while blocks are still being copied out.
 
-    vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch: of these 36
-    answers one begins differently. In test_overlap.py every number of such requests is checked.
+    vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch: of 36 such
+    answers up to one began differently, and up to 14 went on differently. So beginnings are compared, with some room;
+    in test_overlap.py every number of such requests is checked.
     """
     prompts = [LONG[: 100 * i] + tokens(10 + i, 60 + 17 * i) for i in range(1, 7)]
     rounds = []
