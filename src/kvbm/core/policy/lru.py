@@ -171,7 +171,8 @@ class LRU(EvictionPolicy):
 
     def contains(self, slots: np.ndarray) -> np.ndarray:
         """Which of these slots may be evicted."""
-        return self._all_older[slots] != _ABSENT
+        found: np.ndarray = self._all_older[slots] != _ABSENT
+        return found
 
     def __len__(self) -> int:
         return self._count
