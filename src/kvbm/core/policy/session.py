@@ -10,7 +10,17 @@ import numpy as np
 
 from kvbm.core.keys import Key
 from kvbm.core.policy.base import Clock, EvictionPolicy, Slots, Turn
-from kvbm.core.policy.classes import LOOSE, OVERTAKEN, is_shared, level_of, of_last, of_private, of_rest, of_shared
+from kvbm.core.policy.classes import (
+    LOOSE,
+    OVERTAKEN,
+    is_shared,
+    level_of,
+    level_said,
+    of_last,
+    of_private,
+    of_rest,
+    of_shared,
+)
 from kvbm.core.policy.lru import LRU
 from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
 
@@ -241,13 +251,21 @@ class SessionAware(EvictionPolicy):
                 self._forget(group)
         end = len(keys)
         new = end - max(turn.found, shared_end)
+        level = level_said(turn, shared_end)
         if shared_end < end - 1:
             parent = self._make(
-                keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent
+                keys,
+                slots,
+                shared_end,
+                end - 1,
+                of_private(level, number, new, turn.output_tokens),
+                number,
+                now,
+                parent,
             )
             shared_end = end - 1
         if shared_end < end:
-            last = self._make(keys, slots, shared_end, end, of_last(0, number), number, now, parent)
+            last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, parent)
             if parent is not None and last.live:
                 parent.last = last
 
