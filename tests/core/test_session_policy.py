@@ -48,7 +48,7 @@ def test_true_hints_help_and_false_ones_do_no_harm():
 
 @pytest.mark.parametrize("policy", ["lru", "session"])
 def test_a_tenant_at_its_quota_does_not_lower_the_hit_rate_of_another(policy):
-    quiet, size = [request for request in chat(rate=0.3)], 1200
+    quiet, size = chat(rate=0.3), 1200
     alone = replay(quiet, size // 2, policy)
     now = [0.0]
     pool = Pool(size, Shares(size, {1: 0.5, 2: 0.5}, lambda slots: make_policy(policy, slots, lambda: now[0])))

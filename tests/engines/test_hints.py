@@ -19,7 +19,7 @@ hints = st.dictionaries(st.sampled_from(["ttl", "priority", "session", "final", 
 
 def test_hints_of_a_vllm_request():
     turn = from_params({"kvbm": {"ttl": 60, "priority": 2, "session": "s", "final": True}})
-    assert turn.is_final and turn.session == hash("s") and turn.retention == (Retention(1, 60.0),)
+    assert turn == Turn(session=hash("s"), is_final=True, retention=(Retention(1, 60.0),))
     assert from_params(None, "s", -3) == Turn(session=hash("s"), retention=(Retention(1),))
     assert from_params({"kvbm": {"ttl": 5}}).retention == (Retention(1, 5.0),)
     assert from_params({"other": 1}) is NO_HINTS

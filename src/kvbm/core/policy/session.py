@@ -85,7 +85,7 @@ class SessionAware(EvictionPolicy):
         self._ghosts: dict[Key, Group] = {}
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
-        self._awaited: dict[Key, tuple[int, Group]] = {}
+        self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
         self._victim: Group | None = None
         self._victim_left = 0
         self._turns = 0
@@ -98,9 +98,9 @@ class SessionAware(EvictionPolicy):
         self._all_used_at[slots] = self._clock()
         if self._awaited:
             for slot, key in zip(slots, keys, strict=True):
-                version, group = self._awaited.pop(key, (0, None))
+                version, group, parent = self._awaited.pop(key, (0, None, None))
                 if group is not None and group.version == version:
-                    self._join(int(slot), group)
+                    self._join(int(slot), group, parent)
 
     def hit(self, slots: Slots) -> None:
         some = np.asarray(slots, np.int32)
@@ -327,13 +327,15 @@ class SessionAware(EvictionPolicy):
         group.head, group.kind, group.turn = keys[start], kind, turn
         self._own(group, slots[start:stop])
         self._touch(group, now, parent)
-        if group.live < stop - start:
-            for key in (keys[i] for i in range(start, stop) if slots[i] < 0):
-                self._awaited[key] = group.version, group
-            while len(self._awaited) > _MAX_AWAITED:
-                del self._awaited[next(iter(self._awaited))]
         if not group.live:
             self._bury(group)
+            if self._ghosts.get(keys[start]) is not group:
+                return group  # another group with this head is remembered
+        if group.live < stop - start:
+            for key in (keys[i] for i in range(start, stop) if slots[i] < 0):
+                self._awaited[key] = group.version, group, parent
+            while len(self._awaited) > _MAX_AWAITED:
+                del self._awaited[next(iter(self._awaited))]
         return group
 
     def _own(self, group: Group, slots: np.ndarray) -> None:
@@ -348,8 +350,8 @@ class SessionAware(EvictionPolicy):
         """A turn has used every block of the group."""
         if group.parent is not parent:
             self._orphan(group)
-            group.parent = parent
             if parent is not None and group.live:
+                group.parent = parent
                 parent.children += 1
         group.time, group.bucket = now, 0
         self._returns.exposed[group.kind * BUCKETS] += 1
@@ -363,12 +365,15 @@ class SessionAware(EvictionPolicy):
         group.end = len(group.slots)
         self._place(group)
 
-    def _join(self, slot: int, group: Group) -> None:
+    def _join(self, slot: int, group: Group, parent: Group | None) -> None:
         """A block that was still being written when its turn ended."""
         if not group.live:
             self._ghosts.pop(group.head, None)  # type: ignore[arg-type]
             group.end = 0
             group.slots = array("i")
+            if parent is not None and parent.live and parent.time == group.time:
+                group.parent = parent
+                parent.children += 1
         self._open.dropped((slot,))
         self._group[slot], self._at[slot] = group.id, len(group.slots)
         group.slots.append(slot)
