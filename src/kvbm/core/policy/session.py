@@ -88,6 +88,7 @@ class SessionAware(EvictionPolicy):
         self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
         self._victim: Group | None = None
         self._victim_left = 0
+        self._loose_left, self._loose_time = 0, 0.0
         self._turns = 0
         self._aged_at = clock()
 
@@ -153,6 +154,14 @@ class SessionAware(EvictionPolicy):
                 self._victim_left -= 1
                 return slot
             self._victim = None
+        elif self._loose_left and len(self._open):
+            slot = self._open.oldest()
+            if self._used_at[slot] == self._loose_time:  # used with the one before it
+                self._loose_left -= 1
+                self._open.evict()
+                self._leave(slot)
+                return slot
+        self._loose_left = 0
         now = self._clock()
         self._advance(now)
         loose = np.inf
@@ -165,6 +174,7 @@ class SessionAware(EvictionPolicy):
                 return slot
             if loose <= value:
                 slot = self._open.evict()
+                self._loose_left, self._loose_time = _MAX_RUN, self._used_at[slot]
                 self._leave(slot)
                 return slot
             queue = self._cells[cell]
