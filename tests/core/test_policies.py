@@ -129,7 +129,7 @@ def test_a_policy_is_made_by_its_name():
 
 
 def test_an_unknown_policy_is_refused_with_the_names_that_are_known():
-    with pytest.raises(ValueError, match="eviction policy 'fifo': expected one of lru"):
+    with pytest.raises(ValueError, match="eviction policy 'fifo': expected one of arc, lru, s3fifo, session"):
         make_policy("fifo", 3, float)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from kvbm.core.policy.base import Turn
+
 TURNS, LENGTHS, OUTPUTS, TOUCHES = 6, 8, 4, 6
 # What callers say: nothing, keep, drop early, the session is over. The factors are where learning begins.
 LEVELS = (1.0, 2.0, 0.5, 0.1)
@@ -54,6 +56,16 @@ def of_shared(level: int, touches: int) -> int:
 
 def is_shared(kind: int) -> bool:
     return SHARED.first <= kind < OVERTAKEN.first
+
+
+def level_said(turn: Turn, start: int) -> int:
+    """What the caller of a request says of its blocks from ``start`` on. It is one more feature, and learning finds out
+    what it is worth: callers that promise a return and break the promise lose their influence."""
+    if turn.is_final:
+        return 3
+    said = [hint.priority for hint in turn.retention if hint.seconds > 0 and hint.end > max(start, hint.start)]
+    top = max(said, default=0)
+    return 1 if top > 0 else 2 if said and top < 0 else 0
 
 
 def level_of(kind: int) -> int:

@@ -64,19 +64,25 @@ class _Model:
         returned, exposed = self._returned, self._exposed
         returned *= _DECAY
         exposed *= _DECAY
-        hazard = (returned.sum(0) + _PRIOR_WEIGHT * self._prior) / (self.ratios @ exposed + _PRIOR_WEIGHT)
+        # Where few blocks have reached an age, a return is no likelier than at the age before it.
+        chances, chance = [], self._prior
+        for seen, reached in zip(returned.sum(0).tolist(), (self.ratios @ exposed).tolist(), strict=True):
+            assumed = self._prior if reached >= _PRIOR_WEIGHT else min(chance, self._prior)
+            chance = (seen + _PRIOR_WEIGHT * assumed) / (reached + _PRIOR_WEIGHT)
+            chances.append(chance)
+        hazard = np.array(chances)
         hazard = np.convolve(np.pad(hazard, 2, mode="edge"), _SMOOTHING, mode="valid")
         np.minimum(hazard, 0.9, out=hazard)
-        seen, expected = returned.sum(1), exposed @ hazard
+        counts, expected = returned.sum(1), exposed @ hazard
         total = self._sum()
         for i, (value, scale) in enumerate(zip(self._values, self._scales, strict=True)):
             others = expected * np.exp(total - self._logs[i][value])
-            more = np.bincount(value, seen, len(scale)) + _FEATURE_WEIGHT * scale
+            more = np.bincount(value, counts, len(scale)) + _FEATURE_WEIGHT * scale
             log = np.log(more / (np.bincount(value, others, len(scale)) + _FEATURE_WEIGHT))
             total += log[value] - self._logs[i][value]
             self._logs[i] = log
         ratios = np.exp(total)
-        self.ratios = ratios * (seen + _CLASS_WEIGHT) / (expected * ratios + _CLASS_WEIGHT)
+        self.ratios = ratios * (counts + _CLASS_WEIGHT) / (expected * ratios + _CLASS_WEIGHT)
         return hazard
 
 

@@ -10,7 +10,17 @@ import numpy as np
 
 from kvbm.core.keys import Key
 from kvbm.core.policy.base import Clock, EvictionPolicy, Slots, Turn
-from kvbm.core.policy.classes import LOOSE, OVERTAKEN, is_shared, level_of, of_last, of_private, of_rest, of_shared
+from kvbm.core.policy.classes import (
+    LOOSE,
+    OVERTAKEN,
+    is_shared,
+    level_of,
+    level_said,
+    of_last,
+    of_private,
+    of_rest,
+    of_shared,
+)
 from kvbm.core.policy.lru import LRU
 from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
 
@@ -75,9 +85,10 @@ class SessionAware(EvictionPolicy):
         self._ghosts: dict[Key, Group] = {}
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
-        self._awaited: dict[Key, tuple[int, Group]] = {}
+        self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
         self._victim: Group | None = None
         self._victim_left = 0
+        self._loose_left, self._loose_time = 0, 0.0
         self._turns = 0
         self._aged_at = clock()
 
@@ -88,9 +99,9 @@ class SessionAware(EvictionPolicy):
         self._all_used_at[slots] = self._clock()
         if self._awaited:
             for slot, key in zip(slots, keys, strict=True):
-                version, group = self._awaited.pop(key, (0, None))
+                version, group, parent = self._awaited.pop(key, (0, None, None))
                 if group is not None and group.version == version:
-                    self._join(int(slot), group)
+                    self._join(int(slot), group, parent)
 
     def hit(self, slots: Slots) -> None:
         some = np.asarray(slots, np.int32)
@@ -143,6 +154,14 @@ class SessionAware(EvictionPolicy):
                 self._victim_left -= 1
                 return slot
             self._victim = None
+        elif self._loose_left and len(self._open):
+            slot = self._open.oldest()
+            if self._used_at[slot] == self._loose_time:  # used with the one before it
+                self._loose_left -= 1
+                self._open.evict()
+                self._leave(slot)
+                return slot
+        self._loose_left = 0
         now = self._clock()
         self._advance(now)
         loose = np.inf
@@ -155,6 +174,7 @@ class SessionAware(EvictionPolicy):
                 return slot
             if loose <= value:
                 slot = self._open.evict()
+                self._loose_left, self._loose_time = _MAX_RUN, self._used_at[slot]
                 self._leave(slot)
                 return slot
             queue = self._cells[cell]
@@ -241,13 +261,21 @@ class SessionAware(EvictionPolicy):
                 self._forget(group)
         end = len(keys)
         new = end - max(turn.found, shared_end)
+        level = level_said(turn, shared_end)
         if shared_end < end - 1:
             parent = self._make(
-                keys, slots, shared_end, end - 1, of_private(0, number, new, turn.output_tokens), number, now, parent
+                keys,
+                slots,
+                shared_end,
+                end - 1,
+                of_private(level, number, new, turn.output_tokens),
+                number,
+                now,
+                parent,
             )
             shared_end = end - 1
         if shared_end < end:
-            last = self._make(keys, slots, shared_end, end, of_last(0, number), number, now, parent)
+            last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, parent)
             if parent is not None and last.live:
                 parent.last = last
 
@@ -309,13 +337,15 @@ class SessionAware(EvictionPolicy):
         group.head, group.kind, group.turn = keys[start], kind, turn
         self._own(group, slots[start:stop])
         self._touch(group, now, parent)
-        if group.live < stop - start:
-            for key in (keys[i] for i in range(start, stop) if slots[i] < 0):
-                self._awaited[key] = group.version, group
-            while len(self._awaited) > _MAX_AWAITED:
-                del self._awaited[next(iter(self._awaited))]
         if not group.live:
             self._bury(group)
+            if self._ghosts.get(keys[start]) is not group:
+                return group  # another group with this head is remembered
+        if group.live < stop - start:
+            for key in (keys[i] for i in range(start, stop) if slots[i] < 0):
+                self._awaited[key] = group.version, group, parent
+            while len(self._awaited) > _MAX_AWAITED:
+                del self._awaited[next(iter(self._awaited))]
         return group
 
     def _own(self, group: Group, slots: np.ndarray) -> None:
@@ -330,8 +360,8 @@ class SessionAware(EvictionPolicy):
         """A turn has used every block of the group."""
         if group.parent is not parent:
             self._orphan(group)
-            group.parent = parent
             if parent is not None and group.live:
+                group.parent = parent
                 parent.children += 1
         group.time, group.bucket = now, 0
         self._returns.exposed[group.kind * BUCKETS] += 1
@@ -345,12 +375,15 @@ class SessionAware(EvictionPolicy):
         group.end = len(group.slots)
         self._place(group)
 
-    def _join(self, slot: int, group: Group) -> None:
+    def _join(self, slot: int, group: Group, parent: Group | None) -> None:
         """A block that was still being written when its turn ended."""
         if not group.live:
             self._ghosts.pop(group.head, None)  # type: ignore[arg-type]
             group.end = 0
             group.slots = array("i")
+            if parent is not None and parent.live and parent.time == group.time:
+                group.parent = parent
+                parent.children += 1
         self._open.dropped((slot,))
         self._group[slot], self._at[slot] = group.id, len(group.slots)
         group.slots.append(slot)

@@ -14,6 +14,7 @@ from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
 from kvbm.core.manager import Match
 from kvbm.engines.guard import Faults
+from kvbm.engines.hints import from_params
 from kvbm.engines.session import Session
 from kvbm.engines.vllm import compat, fingerprint
 from kvbm.engines.vllm.adapters import Adapters
@@ -448,7 +449,11 @@ class SchedulerAdapter:
         self._keys.forget(request.request_id)
         # Tokens of others wait to be sent meanwhile, and there is time when their next step is being computed.
         later = len(keys) >= LONG_PROMPT and self._others_go_on(request.request_id)
-        self.session.finish(state or RequestState(request), request.num_output_tokens, keys, later)
+        state = state or RequestState(request)
+        state.turn = from_params(
+            request.kv_transfer_params, getattr(request, "session_id", None), getattr(request, "priority", 0)
+        )
+        self.session.finish(state, request.num_output_tokens, keys, later)
 
     def reset(self) -> bool:
         """Forget every block."""

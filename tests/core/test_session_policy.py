@@ -1,0 +1,93 @@
+"""The policies on workloads: ours keeps what returns, believes hints as far as they are true, and shares hold."""
+
+import random
+
+import pytest
+from workloads import WORKLOADS, chat, noise, replay, serve
+
+from kvbm.core.policy import Retention, Turn, make_policy
+from kvbm.core.policy.shares import Shares
+from kvbm.core.pool import Pool
+
+MAX_LOSS = 0.01  # to LRU
+
+
+@pytest.mark.parametrize(
+    "size", [600, pytest.param(2000, marks=pytest.mark.long), pytest.param(6000, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_session_never_loses_more_than_a_hundredth_to_lru(name, size):
+    requests = list(WORKLOADS[name]())
+    assert replay(requests, size, "session") >= replay(requests, size, "lru") - MAX_LOSS
+
+
+def test_conversations_that_go_on_stay_longer_than_with_lru():
+    requests = chat()
+    assert replay(requests, 600, "session") > replay(requests, 600, "lru") + 0.015
+
+
+def truth(request, turn):
+    return turn._replace(is_final=request.is_last, retention=() if request.is_last else (Retention(1),))
+
+
+def lies(request, turn):
+    return turn._replace(is_final=not request.is_last, retention=(Retention(1),) if request.is_last else ())
+
+
+def test_true_hints_help_and_false_ones_do_no_harm():
+    requests, rng = chat(), random.Random(1)
+
+    def anything(request, turn):
+        return turn._replace(is_final=rng.random() < 0.5, retention=(Retention(rng.choice([-1, 1])),))
+
+    without = replay(requests, 600, "session")
+    assert replay(requests, 600, "session", truth) > without + 0.05
+    for hints in (lies, anything):
+        assert replay(requests, 600, "session", hints) >= replay(requests, 600, "lru") - MAX_LOSS
+
+
+@pytest.mark.parametrize("policy", ["lru", "session"])
+def test_a_tenant_at_its_quota_does_not_lower_the_hit_rate_of_another(policy):
+    quiet, size = chat(rate=0.3), 1200
+    alone = replay(quiet, size // 2, policy)
+    now = [0.0]
+    pool = Pool(size, Shares(size, {1: 0.5, 2: 0.5}, lambda slots: make_policy(policy, slots, lambda: now[0])))
+    loud = sorted(
+        [(request.time, 1, request) for request in quiet] + [(r.time, 2, r) for r in noise(requests=6000)],
+        key=lambda each: each[:2],
+    )
+    hits = total = 0
+    for now[0], tenant, request in loud:
+        found = serve(pool, request, tenant=tenant)
+        if tenant == 1:
+            hits, total = hits + found, total + len(request.keys)
+    assert hits / total >= alone - MAX_LOSS
+
+
+def test_a_tenant_uses_free_slots_above_its_share_until_another_needs_them():
+    shares = Shares(4, {1: 0.5}, lambda slots: make_policy("lru", slots, float))
+    pool = Pool(4, shares)
+    pool.commit(pool.reserve([b"a", b"b", b"c", b"d"], [1, 1, 1, 1]))
+    pool.commit(pool.reserve([b"e", b"f"]))  # the common tenant's share is the other half
+    assert set(pool.findable) == {b"a", b"b", b"e", b"f"}
+    pool.commit(pool.reserve([b"g"], [1]))
+    assert set(pool.findable) == {b"a", b"g", b"e", b"f"}
+    assert pool.tenants_of([pool.find(b"g"), pool.find(b"e")]) == [1, 0]
+
+
+@pytest.mark.parametrize("shares", [{1: 0.7, 2: 0.4}, {1: 0.0}, {0: 0.5}, {1: -1.0}])
+def test_shares_that_cannot_be_had_are_refused(shares):
+    with pytest.raises(ValueError, match="shares of tenants"):
+        Shares(4, shares, lambda slots: make_policy("lru", slots, float))
+
+
+def test_a_block_that_is_written_after_its_turn_has_ended_joins_its_conversation():
+    now = [0.0]
+    pool = Pool(8, make_policy("session", 8, lambda: now[0]))
+    slots = pool.reserve([b"a", b"b", b"c"])
+    pool.commit(slots[:2])
+    pool.end_turn([b"a", b"b", b"c"], Turn())
+    pool.commit(slots[2:])
+    pool.lend(5)
+    pool.lend(1)
+    assert set(pool.findable) == {b"a", b"b"}
