@@ -204,15 +204,13 @@ class Toy(EvictionPolicy):
 '''
 
 RUN_POOL_MACHINE = """
-from functools import partial
-
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvbm.core import pool
 from kvbm.core.policy import make_policy
 
-pool.LRU = partial(make_policy, "toy")  # the default of Pool, as the list says
+pool.LRU = lambda slots: make_policy("toy", slots, lambda: 0.0)  # the default of Pool
 assert type(pool.Pool(3)._policy).__name__ == "Toy"
 
 from test_pool_machine import PoolMachine
@@ -230,7 +228,7 @@ def add_policy(copy: Copy, source: str) -> None:
     new_file, factory, *_ = LISTS["New policy"]
     copy.create(new_file, "toy", source)
     copy.insert(factory, r"^__all__ = ", "from kvbm.core.policy.toy import Toy\n\n")
-    copy.insert(factory, r"^def make_policy", 'POLICIES["toy"] = Toy\n\n\n')
+    copy.insert(factory, r"^def make_policy", 'POLICIES["toy"] = lambda slots, clock: Toy(slots)\n\n\n')
 
 
 def test_a_policy_made_by_its_list_passes_the_machine_of_the_pool(copy):
