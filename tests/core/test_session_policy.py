@@ -12,9 +12,8 @@ from kvbm.core.pool import Pool
 MAX_LOSS = 0.01  # to LRU
 
 
-@pytest.mark.parametrize(
-    "size", [600, pytest.param(2000, marks=pytest.mark.long), pytest.param(6000, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("size", [600, 2000, 6000])
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_session_never_loses_more_than_a_hundredth_to_lru(name, size):
     requests = list(WORKLOADS[name]())
@@ -34,6 +33,7 @@ def lies(request, turn):
     return turn._replace(is_final=not request.is_last, retention=(Retention(1),) if request.is_last else ())
 
 
+@pytest.mark.long
 def test_true_hints_help_and_false_ones_do_no_harm():
     requests, rng = chat(), random.Random(1)
 
@@ -46,6 +46,7 @@ def test_true_hints_help_and_false_ones_do_no_harm():
         assert replay(requests, 600, "session", hints) >= replay(requests, 600, "lru") - MAX_LOSS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["lru", "session"])
 def test_a_tenant_at_its_quota_does_not_lower_the_hit_rate_of_another(policy):
     quiet, size = chat(rate=0.3), 1200

@@ -1,0 +1,34 @@
+"""Blocks of a conversation that are worth the same."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvbm.core.keys import Key
+
+
+class Group:
+    """Consecutive blocks of a prefix that the same requests have used."""
+
+    __slots__ = ("bucket", "children", "end", "head", "id", "kind", "last", "live", "parent", "placed", "slots", "time",
+                 "touches", "turn", "version")  # fmt: skip
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.version = 0  # goes up when entries in queues become void
+        self.clear()
+
+    def clear(self) -> None:
+        self.slots: array[int] = array("i")  # the front first; those that belong to another group by now stay listed
+        self.end = 0  # blocks behind this one are evicted, or in use
+        self.live = 0  # blocks in the pool
+        self.head: Key | None = None  # the first block
+        self.kind = 0
+        self.time = 0.0  # of the last turn
+        self.bucket = 0  # of its age
+        self.turn = 1  # of the conversation
+        self.touches = 1
+        self.parent: Group | None = None
+        self.children = 0
+        self.last: Group | None = None  # the last block of the turn that made this group
+        self.placed = False  # among the candidates
