@@ -201,7 +201,7 @@ class Stack:
     def kill_worker(self, worker: int) -> None:
         """At once and with all its processes: the session of the one that has the worker's port in its environment."""
         mark = f"DYN_KVBM_METRICS_PORT={self.metrics_ports[worker]}".encode()
-        processes = list(processes_here())
+        processes = list(_processes())
         (session,) = {session for _, session, environment in processes if mark in environment}
         pids = [pid for pid, other, _ in processes if other == session]
         mapped = {inode for pid in pids for inode in _shared_memory(pid)}
@@ -221,7 +221,7 @@ class Stack:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def processes_here() -> Iterator[tuple[int, int, list[bytes]]]:
+def _processes() -> Iterator[tuple[int, int, list[bytes]]]:
     """(number, session, environment) of all that may be looked into. A process that has renamed itself has no longer
     the environment it was started with."""
     for entry in Path("/proc").glob("[0-9]*"):
