@@ -129,10 +129,10 @@ def test_memory_that_is_kept_is_told_of_and_needs_room(ask, tmp_path, monkeypatc
     code, found = ask("--quick", KVBM_HOST_PERSIST="1", **kept)
     assert code == 0
     assert "memory-not-kept" not in found
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda _: memory.shutil._ntuple_diskusage(1 << 40, 1 << 40, 0))
-    answer = ask("--quick", KVBM_HOST_PERSIST="1", **kept)
+    with monkeypatch.context() as full:
+        full.setattr(memory.shutil, "disk_usage", lambda _: memory.shutil._ntuple_diskusage(1 << 40, 1 << 40, 0))
+        answer = ask("--quick", KVBM_HOST_PERSIST="1", **kept)
     assert_wrong(answer, "memory-not-kept", "has room for 1", "--shm-size")
-    monkeypatch.undo()
     answer = ask("--quick", KVBM_HOST_PERSIST="1", KVBM_HOST_PERSIST_DIR=tmp_path / "missing", **GOOD)
     assert_wrong(answer, "memory-not-kept", "cannot be used", "/dev/shm")
 
