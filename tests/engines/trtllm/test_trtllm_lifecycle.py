@@ -125,6 +125,6 @@ def test_no_control_command_runs_while_a_request_ends(engine, monkeypatch):
     here.keep(request(1), BLOCKS)
     here.offer(request(2), OTHERS)
     leader, lock, locked = here.adapter.leader, here.leader._faults.engine_lock, []
-    monkeypatch.setattr(leader, "touch", lambda keys: locked.append(lock._is_owned()))
+    monkeypatch.setattr(leader, "touch", lambda keys, turn: locked.append(lock._is_owned()))
     here.leader.request_finished(request(2), OTHERS)
     assert locked == [True]

@@ -159,11 +159,11 @@ def test_set_ups_that_cannot_be_served_are_left_alone_with_a_sentence(specs, mod
     config = make_config(model, {"cpu_cache_gb": 1})
     caplog.set_level(logging.WARNING, logger="kvbm")
     for cache, sentence in (
-        (groups(specs.full, specs.states), "the model has 2 KV cache groups (FullAttentionSpec, MambaSpec)"),
+        (groups(specs.full, specs.states), "layers of the model keep a state, and vLLM saves none"),
         (groups(specs.full, specs.twice_as_long), "--disable-hybrid-kv-cache-manager"),
         (groups(specs.full, specs.twice_as_wide), "the model has 2 KV cache groups"),
         (groups(), "the model has 0 KV cache groups"),
-        (groups(specs.states), "MambaSpec"),
+        (groups(specs.states), "layers of the model keep a state"),
         (groups(SimpleNamespace(kv_cache_specs={"a": specs.full, "b": specs.sliding})), "SlidingWindowSpec"),
         (None, "did not say how its KV cache is made up"),
     ):
