@@ -61,10 +61,11 @@ class Deferrals:
         return now < state.waits_since + patience
 
     def ends_at(self, found: Match) -> bool:
-        """Whether the match ends at a block that is being staged from a slow tier and has not come in time: reading it
-        a second time would take as long again."""
+        """Whether the match ends at a block that is being fetched from a remote tier and has not come in time: fetching
+        it a second time would take as long again."""
         awaited = self._awaited(found)
-        return self._manager.near.is_writing(awaited) and bool(self._holding(awaited))
+        remote = any(self._manager.catalogs[tier].is_remote for tier in self._holding(awaited))
+        return remote and self._manager.near.is_writing(awaited)
 
     @staticmethod
     def _awaited(found: Match) -> Key:
