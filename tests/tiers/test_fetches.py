@@ -17,7 +17,7 @@ class Remote(Pool):
         super().__init__(size)
         self.expected = []
 
-    def expect(self, keys, start=0):
+    def expect(self, keys, start=0, hint=None):
         self.expected.append((list(keys), start))
 
 
@@ -120,11 +120,11 @@ def test_the_cost_model_learns_from_fetches(leader):
 
 def test_a_remote_tier_is_asked_for_what_the_near_tier_lacks(leader):
     manager, remote = leader.manager, leader.manager.catalogs[OBJECT]
-    manager.expect(keys("abcd"), 3)
+    manager.expect(keys("abcd"), 0, 3)
     assert remote.expected == [(keys("abc"), 1)]
-    manager.expect(keys("a"), 1)
+    manager.expect(keys("a"), 0, 1)
     manager.suspended.add(OBJECT)
-    manager.expect(keys("xyz"), 3)
+    manager.expect(keys("xyz"), 0, 3)
     assert len(remote.expected) == 1
 
 
