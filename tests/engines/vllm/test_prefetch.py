@@ -13,6 +13,7 @@ from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import prefetch
 from kvbm.engines.vllm.prefetch import Prefetcher
+from kvbm.engines.vllm.request import RequestState
 from kvbm.plans import LoadPlan
 from kvbm.runtime.leader import Leader
 from tiernames import DISK, HOST
@@ -87,37 +88,42 @@ def test_a_prompt_is_fetched_as_it_arrives_and_its_load_begins_with_what_is_ther
     assert here.pool.pinned == 0
 
 
+def line(*requests):
+    """Requests that wait, as the scheduler's adapter hands them over."""
+    return iter([RequestState(each) for each in requests])
+
+
 def test_a_request_that_needs_every_token_is_not_fetched(here):
     asks = request("abcd")
     asks.skip_reading_prefix_cache = True
     here.prefetcher.arrived(asks, alone=True)
-    here.prefetcher.step_planned([load("x")], iter([asks]))
+    here.prefetcher.step_planned([load("x")], line(asks))
     assert here.does == []
 
 
 def test_beside_requests_that_decode_nobody_is_fetched(here):
     here.prefetcher.arrived(request("abcd"), alone=False)
-    here.prefetcher.step_planned([], [request("abcd")])
-    here.prefetcher.step_planned([load("x", layered=False)], [request("abcd")])
+    here.prefetcher.step_planned([], line(request("abcd")))
+    here.prefetcher.step_planned([load("x", layered=False)], line(request("abcd")))
     here.prefetcher.arrived(request("abcd"), alone=False)
     assert here.does == []
 
 
 def test_after_a_step_that_waits_for_loads_the_first_in_line_is_fetched_and_nobody_else(here):
-    here.prefetcher.step_planned([load("x")], iter([request("short"), request("abcd")]))
+    here.prefetcher.step_planned([load("x")], line(request("short"), request("abcd")))
     assert here.does == []  # nothing of the first one is known: it is computed in that gap
-    here.prefetcher.step_planned([load("x")], iter([request("abcd"), request("efgh")]))
+    here.prefetcher.step_planned([load("x")], line(request("abcd"), request("efgh")))
     assert here.does == [("fetch", "abcd", 1)]
 
 
 def test_in_the_gap_that_such_a_step_leaves_somebody_new_is_fetched_too(here):
-    here.prefetcher.step_planned([load("x")], iter([]))
+    here.prefetcher.step_planned([load("x")], line())
     here.prefetcher.arrived(request("abcd"), alone=False)
     assert here.does == [("fetch", "abcd", 1)]
 
 
 def test_nobody_is_fetched_in_front_of_loads_outside_of_the_step(here):
-    here.prefetcher.step_planned([load("x"), load("y", in_step=False)], iter([request("abcd")]))
+    here.prefetcher.step_planned([load("x"), load("y", in_step=False)], line(request("abcd")))
     assert here.does == []
 
 
