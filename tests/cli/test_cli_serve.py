@@ -36,7 +36,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "execve", lambda *command: became.append(command))
 
     def run(*arguments):
-        main(["serve", *arguments])
+        main(["serve", *arguments, "--force"])  # this machine may be too small for the sizes of the tests
         (command,) = became
         return command
 
@@ -67,6 +67,8 @@ def test_serve_sets_up_a_disk_tier_and_keeps_the_users_own_settings(run, monkeyp
         (["m", "--cpu-gb", "-3"], "DYN_KVBM_CPU_CACHE_GB='-3'"),
         (["m", "--cpu-gb=-3"], "DYN_KVBM_CPU_CACHE_GB='-3'"),
         (["m", "--cpu-gb", "20GB"], "DYN_KVBM_CPU_CACHE_GB='20GB'"),
+        (["m", "--cpu-gb", "1", "--disk-dir", "/mnt/x"], "add --disk-gb"),
+        (["m", "--cpu-gb", "1000000"], "add --force"),
         (["--tensor-parallel-size", "2", "m"], "MODEL comes first"),
         (["m", "--cpu-gb", "1", "--kv-transfer-config", "{}"], "leave it out"),
         (["m", "--cpu-gb", "1", "--kv_transfer_config={}"], "leave it out"),

@@ -1,7 +1,8 @@
 """Start `vllm serve` with KVBM.
 
 MODEL comes first. KVBM's options may stand anywhere after it; every other argument goes to `vllm serve` as it is. The
-command checks the settings, prints the command line and then becomes `vllm serve`.
+command checks the settings and the machine, prints the command line and then becomes `vllm serve`. It stops where
+`kvbm doctor --quick` finds something wrong.
 
 examples:
   kvbm serve Qwen/Qwen3-8B --cpu-gb 100
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-gb", metavar="GB", help="size of the disk tier (DYN_KVBM_DISK_CACHE_GB)")
     parser.add_argument("--disk-dir", metavar="DIR", help="its directory (DYN_KVBM_DISK_CACHE_DIR)")
     parser.add_argument("--no-metrics", action="store_true", help="without the status page (DYN_KVBM_METRICS=0)")
+    parser.add_argument("--force", action="store_true", help="start although a check of the machine has failed")
     parser.add_argument("--print", action="store_true", help="print the command instead of running it")
 
 
@@ -48,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.no_metrics or "DYN_KVBM_METRICS" not in os.environ:
         given["DYN_KVBM_METRICS"] = "0" if args.no_metrics else "1"
     environment = {**os.environ, **given}
+    if args.disk_dir is not None and "DYN_KVBM_DISK_CACHE_GB" not in environment:
+        return _fail(f"--disk-dir {args.disk_dir} needs a size: add --disk-gb GB")
     config = load(environ=environment)
     require_tier(config)
     beside = Path(sys.executable).with_name("vllm")  # of this environment; some images have it elsewhere
@@ -59,22 +63,23 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if vllm is None:
         return _fail(f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it")
-    _warn(environment)
+    if _is_wrong(environment) and not args.force:
+        return _fail("not started. Cure what is marked BAD, or add --force to start all the same")
     if config.metrics:
         print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr, flush=True)
     os.execve(vllm, command, environment)
     return 1  # os.execve does not return
 
 
-def _warn(environment: dict[str, str]) -> None:
-    """Print what `kvbm doctor --quick` finds wrong: some of it would stop the engine minutes later."""
+def _is_wrong(environment: dict[str, str]) -> bool:
+    """Print what `kvbm doctor --quick` finds wrong: most of it would stop the engine minutes later."""
     from kvbm.cli.doctor import show
     from kvbm.doctor import CHECKS, Examination, examine
 
     case = Examination(url="http://127.0.0.1:0", quick=True, environ=environment)
-    for check, finding in examine(case, CHECKS):
-        if finding.level == "bad":
-            print(show(check, finding, color=False), file=sys.stderr, flush=True)
+    wrong = [show(check, finding, color=False) for check, finding in examine(case, CHECKS) if finding.level == "bad"]
+    print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr, flush=True)
+    return bool(wrong)
 
 
 def _fail(problem: str) -> int:

@@ -21,7 +21,7 @@ PROMPT = prompt(1, 400)  # 12 full blocks
 @pytest.fixture
 def server(start_process, model):
     environment = {"KVBM_INJECT_FAULTS": "slow-store"}  # a second late: the engine is idle by then
-    options = ["--cpu-gb", "0.1", "--no-metrics"]
+    options = ["--cpu-gb", "0.1", "--no-metrics", "--force"]
     return start_server(start_process, model, environment, None, options, program="kvbm.cli.main")
 
 
