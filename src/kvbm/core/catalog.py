@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvbm.core.keys import Key
-from kvbm.core.policy.base import Turn
+
+if TYPE_CHECKING:  # numpy comes with it, and the process of the metrics port does without
+    from kvbm.core.policy.base import Turn
 
 # Answer of Catalog.find: the tier does not know yet, and asking again soon finds out.
 PENDING = -1
