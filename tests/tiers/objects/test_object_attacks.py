@@ -163,7 +163,7 @@ def test_a_reset_while_a_check_and_a_fetch_are_under_way(make, model):
     make(model).serve(keys)
     other = make(model)
     other.leader.fetches.start(other.lookup(keys))
-    other.leader.manager.expect(random_keys(4), 4)
+    other.leader.manager.expect(random_keys(4), 0, 4)
     other.leader.reset()
     other.run()
     assert other.lookup(keys).blocks == 0

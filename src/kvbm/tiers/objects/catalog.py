@@ -7,15 +7,15 @@ lately. :mod:`kvbm.tiers.objects.presence` asks the store, and every lookup brin
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog, Hint
+from kvbm.core.catalog import PENDING, Hint
 from kvbm.core.keys import Key
 from kvbm.tiers.objects.capacity import Keeper
 from kvbm.tiers.objects.client import Client
 from kvbm.tiers.objects.presence import MAX_KEYS, Presence
+from kvbm.tiers.remote_catalog import RemoteCatalog
 
 logger = logging.getLogger("kvbm")
 
@@ -24,22 +24,19 @@ BAD_SECONDS = 60.0  # a block that could not be read is not looked for again for
 _END_SECONDS = 1.0
 
 
-class ObjectCatalog(Catalog):
+class ObjectCatalog(RemoteCatalog):
     """Places say which object holds a block (:mod:`kvbm.tiers.objects.format`), so pins need not keep anything."""
 
     is_bounded = False  # by this engine; see the capacity module
-    is_remote = True
+    max_bad_keys = MAX_KEYS
 
     def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
+        super().__init__()
         self._clients = clients
         self._presence = presence
         self._keeper = keeper
         self._found: OrderedDict[Key, int] = OrderedDict()  # the last used at the end
         self._writing: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}  # of the places in the two above, and of those that are pinned
-        self._pins: dict[int, int] = {}
-        self._bad: OrderedDict[Key, float] = OrderedDict()  # -> until when
-        self._is_reset = False
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -62,23 +59,11 @@ class ObjectCatalog(Catalog):
     def answer_seconds(self, key: Key) -> float | None:
         return None if self._is_reset or self._is_bad(key) else self._presence.answer_seconds(key)
 
-    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
-        places = []
-        for key in keys[start:] if start else keys:
-            place = self.find(key)
-            if place is None or place == PENDING:
-                break
-            places.append(place)
-        return places
-
     def holds(self, key: Key) -> bool:
         return key in self._writing or (not self._is_bad(key) and self._presence.was_there(key))
 
     def is_writing(self, key: Key) -> bool:
         return key in self._writing
-
-    def key_of(self, place: int) -> Key | None:
-        return self._keys.get(place)
 
     @property
     def findable(self) -> Collection[Key]:
@@ -123,17 +108,6 @@ class ObjectCatalog(Catalog):
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def pin(self, places: Sequence[int]) -> None:
-        for place in places:
-            self._pins[place] = self._pins.get(place, 0) + 1
-
-    def unpin(self, places: Sequence[int], used: bool = True) -> None:
-        for place in places:
-            self._pins[place] -= 1
-            if not self._pins[place]:
-                del self._pins[place]
-                self._forget_place(place)
-
     def touch(self, keys: Sequence[Key]) -> None:
         for key in reversed(keys):
             if key in self._found:
@@ -143,11 +117,7 @@ class ObjectCatalog(Catalog):
 
     def drop(self, keys: Iterable[Key]) -> int:
         there = [key for key in dict.fromkeys(keys) if key in self._found]
-        until = time.monotonic() + BAD_SECONDS
-        for key in there:
-            self._bad[key] = until
-        while len(self._bad) > MAX_KEYS:
-            self._bad.popitem(last=False)
+        self._mark_bad(there, BAD_SECONDS)
         self._presence.discard([self._found[key] for key in there])
         self._lose(there)
         return len(there)
@@ -185,16 +155,8 @@ class ObjectCatalog(Catalog):
         return len(self._found) + len(self._writing)
 
     @property
-    def free(self) -> int:
-        return 0
-
-    @property
     def writing(self) -> int:
         return len(self._writing)
-
-    @property
-    def pinned(self) -> int:
-        return len(self._pins)
 
     # -- the list -----------------------------------------------------------------------------------------------------
 
@@ -221,6 +183,3 @@ class ObjectCatalog(Catalog):
         key = self._keys.get(place)
         if key is not None and place not in self._pins and place not in (self._writing.get(key), self._found.get(key)):
             del self._keys[place]
-
-    def _is_bad(self, key: Key) -> bool:
-        return key in self._bad and time.monotonic() < self._bad[key]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
 from kvbm.core.catalog import PENDING, Catalog, Hint, ServedState, SourceState
@@ -13,6 +11,7 @@ from kvbm.core.pool import Pool
 from kvbm.tiers.peers.launch import ServerProcess
 from kvbm.tiers.peers.lookup import MAX_KEYS, Lookup
 from kvbm.tiers.peers.serving import served
+from kvbm.tiers.remote_catalog import RemoteCatalog
 
 logger = logging.getLogger("kvbm")
 
@@ -20,21 +19,18 @@ BAD_SECONDS = 5.0  # a block that could not be read is not looked for again for 
 _END_SECONDS = 1.0
 
 
-class PeerCatalog(Catalog):
+class PeerCatalog(RemoteCatalog):
     """Its blocks are others' to keep: none is written here, none announced, and a pin keeps only its place."""
 
     size = 0  # the peers decide
 
     takes_hints = True
-    is_remote = True
+    max_bad_keys = MAX_KEYS
 
     def __init__(self, lookup: Lookup, server: ServerProcess) -> None:
+        super().__init__()
         self._lookup = lookup
         self._server = server
-        self._keys: dict[int, Key] = {}  # of the places that are pinned
-        self._pins: dict[int, int] = {}
-        self._bad: OrderedDict[Key, float] = OrderedDict()  # -> until when
-        self._is_reset = False
 
     def attach(self, near: Catalog) -> None:
         assert isinstance(near, Pool)
@@ -55,7 +51,7 @@ class PeerCatalog(Catalog):
             self._lookup.expect(keys, start, hint)
 
     def find(self, key: Key) -> int | None:
-        if self._is_reset or (key in self._bad and time.monotonic() < self._bad[key]):
+        if self._is_reset or self._is_bad(key):
             return None
         place = self._lookup.find(key)
         if place is not None and place != PENDING and place not in self._pins:
@@ -67,23 +63,11 @@ class PeerCatalog(Catalog):
     def answer_seconds(self, key: Key) -> float | None:
         return None if self._is_reset else self._lookup.answer_seconds(key)
 
-    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
-        places = []
-        for key in keys[start:] if start else keys:
-            place = self.find(key)
-            if place is None or place == PENDING:
-                break
-            places.append(place)
-        return places
-
     def holds(self, key: Key) -> bool:
         return False
 
     def is_writing(self, key: Key) -> bool:
         return False
-
-    def key_of(self, place: int) -> Key | None:
-        return self._keys.get(place)
 
     @property
     def findable(self) -> Collection[Key]:
@@ -106,16 +90,8 @@ class PeerCatalog(Catalog):
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def pin(self, places: Sequence[int]) -> None:
-        for place in places:
-            self._pins[place] = self._pins.get(place, 0) + 1
-
-    def unpin(self, places: Sequence[int], used: bool = True) -> None:
-        for place in places:
-            self._pins[place] -= 1
-            if not self._pins[place]:
-                del self._pins[place]
-                self._keys.pop(place, None)
+    def _forget_place(self, place: int) -> None:
+        self._keys.pop(place, None)
 
     def touch(self, keys: Sequence[Key]) -> None:
         return
@@ -124,11 +100,7 @@ class PeerCatalog(Catalog):
 
     def drop(self, keys: Iterable[Key]) -> int:
         gone = list(dict.fromkeys(keys))
-        until = time.monotonic() + BAD_SECONDS
-        for key in gone:
-            self._bad[key] = until
-        while len(self._bad) > MAX_KEYS:
-            self._bad.popitem(last=False)
+        self._mark_bad(gone, BAD_SECONDS)
         self._lookup.discard(gone)
         self.changes += 1
         return len(gone)
@@ -157,13 +129,5 @@ class PeerCatalog(Catalog):
         return 0
 
     @property
-    def free(self) -> int:
-        return 0
-
-    @property
     def writing(self) -> int:
         return 0
-
-    @property
-    def pinned(self) -> int:
-        return len(self._pins)

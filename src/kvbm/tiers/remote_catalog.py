@@ -1,0 +1,70 @@
+"""What the catalogs of remote tiers have in common: they list blocks that other engines may delete at any time."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.keys import Key
+
+
+class RemoteCatalog(Catalog):
+    """A pin keeps a place and its key here, and nothing at the other end: a read that comes too late fails."""
+
+    is_remote = True
+    max_bad_keys: int  # remembered; the oldest go first
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Key] = {}  # of the places that this engine knows, and of those that are pinned
+        self._pins: dict[int, int] = {}
+        self._bad: OrderedDict[Key, float] = OrderedDict()  # -> until when
+        self._is_reset = False
+
+    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
+        places = []
+        for key in keys[start:] if start else keys:
+            place = self.find(key)
+            if place is None or place == PENDING:
+                break
+            places.append(place)
+        return places
+
+    def key_of(self, place: int) -> Key | None:
+        return self._keys.get(place)
+
+    def pin(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._pins[place] = self._pins.get(place, 0) + 1
+
+    def unpin(self, places: Sequence[int], used: bool = True) -> None:
+        for place in places:
+            self._pins[place] -= 1
+            if not self._pins[place]:
+                del self._pins[place]
+                self._forget_place(place)
+
+    @abstractmethod
+    def _forget_place(self, place: int) -> None:
+        """The last pin of a place is gone: forget its key, unless the tier still needs it."""
+
+    def _mark_bad(self, keys: Iterable[Key], seconds: float) -> None:
+        """These blocks could not be read: do not look for them for so long."""
+        until = time.monotonic() + seconds
+        for key in keys:
+            self._bad[key] = until
+        while len(self._bad) > self.max_bad_keys:
+            self._bad.popitem(last=False)
+
+    def _is_bad(self, key: Key) -> bool:
+        return key in self._bad and time.monotonic() < self._bad[key]
+
+    @property
+    def free(self) -> int:
+        return 0
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)
