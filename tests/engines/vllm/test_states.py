@@ -206,9 +206,9 @@ def test_kv_without_its_state_is_computed(run_scenario, baseline, engine):
 def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baseline, engine):
     """Requests are preempted, come back and are aborted, while blocks are still being copied out.
 
-    vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch: of 36 such
-    answers up to one began differently, and up to 14 went on differently. So beginnings are compared, with some room;
-    in test_overlap.py every number of such requests is checked.
+    vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch, and answers of
+    the rounds cannot be compared; in test_overlap.py every number of such requests is checked. What the host tier has
+    afterwards is compared: a prompt that comes back alone.
     """
     prompts = [LONG[: 100 * i] + tokens(10 + i, 60 + 17 * i) for i in range(1, 7)]
     rounds = []
@@ -219,20 +219,17 @@ def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baselin
             do("abort", names=[f"gone {i}"]),
             generate(*(prompts[i:] + prompts[:i]), name=str(i), max_tokens=24),
         ]
+    returned = [generate(prompts[1]), do("drain"), do("reset"), generate(prompts[1], name="returned")]
     story = run_scenario(
-        [*rounds, do("drain"), do("state", "end")],
+        [*rounds, do("drain"), do("state", "rounds"), *returned, do("drain"), do("state", "end")],
         {"cpu_cache_override_num_blocks": 40, "inject_faults": "slow-store:every=2"},
         {**engine, "num_gpu_blocks_override": 60},
     )
-    wanted = baseline(prompts, 24, engine)
-    alike = 0
-    for i in range(6):
-        answers = zip(story.tokens(str(i)), wanted[i:] + wanted[:i], strict=True)
-        alike += sum(answer[:3] == right[:3] for answer, right in answers)
-    assert alike >= 33
+    assert [len(answer) for i in range(6) for answer in story.tokens(str(i))] == [24] * 36
+    assert story["rounds"]["evictions"] > 0
+    assert story["returned"]["cached"] == [len(prompts[1]) // BLOCK * BLOCK]
+    assert story.tokens("returned") == baseline([prompts[1]], engine=engine)
     end = story["end"]
-    assert end["onboarded"] > 0
-    assert end["evictions"] > 0
     assert (end["requests"], end["pinned"], end["writing"], end["busy"], end["faults"]) == (0, 0, 0, False, {})
 
 
