@@ -1,5 +1,6 @@
-"""The engines that are compared: vLLM alone (base), with its own offloading (native), with KVBM (kvbm); and, where a
-folder has them (``--peers``), with the KVBM of NVIDIA (upstream) and with LMCache (lmcache).
+"""The engines that are compared: vLLM alone (base), with its own offloading (native), with KVBM (kvbm), with KVBM
+and blocks packed in any case (packed) or never (raw); and, where a folder has them (``--peers``), with the KVBM of NVIDIA
+(upstream) and with LMCache (lmcache).
 
 All serve one model: Qwen3-8B's shape with random weights, written once to disk, whose output depends on the KV cache.
 
@@ -21,8 +22,9 @@ from random_models import Dense
 from random_models import model_folder as model_folder
 
 KINDS = ("base", "native", "kvbm")
+PACKED = {"packed": {"pack": "on"}, "raw": {"pack": "off"}}  # settings in kv_connector_extra_config
 PEERS = ("upstream", "lmcache")
-DRY_KINDS = ("base", "kvbm")  # vLLM's own offloading needs a GPU
+DRY_KINDS = ("base", "kvbm", *PACKED)  # vLLM's own offloading needs a GPU
 STEP_TOKENS = 8192
 FIRST_TOKEN, LAST_TOKEN = 10, 150_000  # prompts are drawn from these
 
@@ -43,9 +45,10 @@ def connector(kind: str, gigabytes: float) -> dict[str, Any] | None:
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     if kind == "lmcache":
         return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-    if kind in ("kvbm", "upstream"):
+    if kind in ("kvbm", "upstream", *PACKED):
         return {
             "kv_connector": "DynamoConnector",
+            "kv_connector_extra_config": PACKED.get(kind, {}),
             "kv_connector_module_path": "kvbm.vllm_integration.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
@@ -121,7 +124,7 @@ def as_prompt(tokens: Tokens) -> Any:
 
 def add_arguments(parser: Any, kinds: tuple[str, ...] = KINDS, peers: bool = False) -> None:
     """Arguments of every script that runs engines."""
-    choices = KINDS + PEERS if peers else KINDS
+    choices = (*KINDS, *PACKED, *(PEERS if peers else ()))
     parser.add_argument("--kinds", nargs="+", choices=choices, default=list(kinds), help="engines, in this order")
     if peers:
         parser.add_argument(
