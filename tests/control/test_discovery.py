@@ -30,7 +30,7 @@ def config(tmp_path, **more):
 
 
 def entered(tmp_path, count):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(found := discovery.find(config(tmp_path))) != count:
         assert time.monotonic() < deadline, found
         time.sleep(0.02)

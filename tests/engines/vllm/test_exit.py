@@ -92,11 +92,13 @@ def test_what_the_last_step_has_computed_is_found_after_a_restart(ranks, order, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_copies_that_have_not_ended_are_waited_for(order, make_engine, said):
+def test_copies_that_have_not_ended_are_waited_for(order, make_engine, said, monkeypatch):
     """The copy to host memory begins late and so does the write: the flush waits for one and then for the other."""
     first = make_engine({"inject_faults": "slow-store,disk-slow-write:seconds=0.3"})
-    answer(first)
-    assert first.counts.offloaded_blocks == 0
+    with monkeypatch.context() as holding:
+        holding.setattr("kvbm.testing.copier_faults._Late.done", lambda store: False)
+        answer(first)
+        assert first.counts.offloaded_blocks == 0
     assert sum(end(first, order).moved_blocks.values()) == BLOCKS
     assert said == []
     assert lookup_after_restart(make_engine) == BLOCKS
@@ -127,6 +129,8 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_the_deadline(order, m
     monkeypatch.setattr(DiskFile, "close", lambda self, timeout: waits.append(timeout) or close(self, timeout))
     first = make_engine()
     answer(first)
+    while not first.adapter.leader.edges[0].pending_blocks:
+        first.turn()
     counts = end(first, order)
     assert waits == [1.0]
     assert said == [
@@ -145,7 +149,7 @@ def test_what_no_worker_can_confirm_is_told(make_engine, gate, monkeypatch, said
     monkeypatch.setattr("kvbm.engines.vllm.scheduler.find_local", lambda engine, rank: None)
     first = make_engine({"max_pending_spills": 4})
     answer(first)
-    for _ in range(200):
+    while not first.adapter.leader.edges[0].pending_blocks:
         first.submit()
         first.process()
     gate.set()

@@ -6,6 +6,7 @@ A step is scheduled, and carried out, before the scheduler hears what became of 
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import pytest
 from engines import numbers
@@ -13,6 +14,7 @@ from engines import numbers
 from kvbm.core.manager import Match
 from kvbm.engines.vllm.groups import STATE
 from kvbm.plans import LoadResult
+from kvbm.testing.copier_faults import _Late
 from kvbm.transfer.cpu import CpuCopier
 
 pytestmark = pytest.mark.engine
@@ -107,21 +109,35 @@ def test_blocks_that_change_hands_are_read_first(mode, make_engine):
     engine.check_idle()
 
 
-def test_a_fence_names_the_stores_of_reallocated_blocks_and_no_others(make_engine):
+@pytest.fixture
+def hold_stores(monkeypatch):
+    """No store that is late ends within this context, unless a fence asks for it."""
+
+    @contextmanager
+    def hold():
+        with monkeypatch.context() as holding:
+            holding.setattr(_Late, "done", lambda store: False)
+            yield
+
+    return hold
+
+
+def test_a_fence_names_the_stores_of_reallocated_blocks_and_no_others(make_engine, hold_stores):
     engine = make_engine({"inject_faults": "slow-store"}, blocks=31)
     stores = {}
-    for name, seed in (("first", 2), ("second", 3)):
-        engine.add(name, numbers(seed, 16), 1)
+    with hold_stores():
+        for name, seed in (("first", 2), ("second", 3)):
+            engine.add(name, numbers(seed, 16), 1)
+            engine.submit()
+            stores |= {store.id: set(store.copy.blocks) for store in engine.ranks[0].plan.stores}
+        assert len(stores) == 2
+        engine.process()
+        engine.process()  # both are done, and their eight blocks free again, behind 22 that nobody has used
+        engine.add("third", numbers(4, 60), 1)
         engine.submit()
-        stores |= {store.id: set(store.copy.blocks) for store in engine.ranks[0].plan.stores}
-    assert len(stores) == 2
-    engine.process()
-    engine.process()  # both are done, and their eight blocks free again, behind 22 that nobody has used
-    engine.add("third", numbers(4, 60), 1)
-    engine.submit()
-    assert engine.ranks[0].plan.fences == []
-    engine.add("fourth", numbers(5, 40), 1)
-    engine.submit()
+        assert engine.ranks[0].plan.fences == []
+        engine.add("fourth", numbers(5, 40), 1)
+        engine.submit()
     written = set(engine.ranks[0].blocks["fourth"])
     assert engine.ranks[0].plan.fences == [store for store, blocks in stores.items() if blocks & written]
     assert engine.ranks[0].plan.fences
@@ -360,7 +376,7 @@ def test_a_prefix_comes_back_with_one_state_of_each_group(second_runner, make_en
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["runner1", "runner2"])
-def test_what_a_step_writes_to_has_been_read_in_every_group(second_runner, make_engine):
+def test_what_a_step_writes_to_has_been_read_in_every_group(second_runner, make_engine, hold_stores):
     """Blocks go from one group to the other, and from requests that were preempted to those that come back."""
     from kvbm.engines.vllm import compat
     from kvbm.engines.vllm.steps import computed_of
@@ -372,19 +388,20 @@ def test_what_a_step_writes_to_has_been_read_in_every_group(second_runner, make_
     requests = [engine.add(f"r{i}", numbers(10 + i, 30 + i), 30) for i in range(6)]
     fenced: set[int] = set()
     resumed = False
-    while engine.scheduler.has_requests():
-        if not engine.can_submit:
-            engine.process()
-            continue
-        reading = dict(engine.adapter.leader._reading)
-        output = engine.submit()
-        fenced.update(engine.ranks[0].plan.fences)
-        computed = computed_of(output)
-        resumed = resumed or bool(output.scheduled_cached_reqs.resumed_req_ids)
-        for name, count in output.num_scheduled_tokens.items():
-            for table in engine.scheduler.kv_cache_manager.get_block_ids(name):
-                written = table[computed[name] // BLOCK : -(-(computed[name] + count) // BLOCK)]
-                assert fenced.issuperset(reading[block] for block in written if block in reading)
+    with hold_stores():
+        while engine.scheduler.requests:
+            if not engine.can_submit:
+                engine.process()
+                continue
+            reading = dict(engine.adapter.leader._reading)
+            output = engine.submit()
+            fenced.update(engine.ranks[0].plan.fences)
+            computed = computed_of(output)
+            resumed = resumed or bool(output.scheduled_cached_reqs.resumed_req_ids)
+            for name, count in output.num_scheduled_tokens.items():
+                for table in engine.scheduler.kv_cache_manager.get_block_ids(name):
+                    written = table[computed[name] // BLOCK : -(-(computed[name] + count) // BLOCK)]
+                    assert fenced.issuperset(reading[block] for block in written if block in reading)
     engine.run()
     engine.check()
     assert fenced

@@ -185,7 +185,7 @@ def test_the_next_engine_finds_them_on_disk(run_scenario, baseline, engine, tmp_
         "disable_disk_offload_filter": True,
     }
     first = run_scenario(
-        [generate(LONG), generate(SHORT), do("drain"), do("sleep", seconds=1), do("drain"), do("state", "end")],
+        [generate(LONG), generate(SHORT), do("drain"), do("state", "end")],
         kvbm,
         engine,
     )
