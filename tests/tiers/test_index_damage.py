@@ -151,7 +151,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [DATABASE, DESCRIPTION, f"{DESCRIPTION}.new"])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_whatever_lies_in_the_place_of_a_file_the_index_starts(place, name, damage):
     if name == f"{DESCRIPTION}.new":
         (place / name).touch(0o600)

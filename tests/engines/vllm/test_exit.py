@@ -165,6 +165,7 @@ def test_writes_that_ended_while_vllm_slept_are_heard_when_it_wakes_up_to_end(ma
     """A write takes longer than vLLM steps on for it. vLLM asks for work once more before it ends its workers."""
     clock = type("Clock", (), {"now": 1000.0, "monotonic": lambda self: self.now})()
     monkeypatch.setattr("kvbm.engines.vllm.idle.time", clock)
+    monkeypatch.setattr("kvbm.engines.vllm.idle.MAX_MOVE_STALL_SECONDS", 2.0)
     engine = make_engine()
     answer(engine)
     while not engine.adapter.leader.edges[0].pending_blocks:
@@ -188,6 +189,7 @@ def test_a_disk_that_still_hangs_when_vllm_wakes_up_is_given_up_again(make_engin
     """However long a step takes: vLLM was not asleep while it stepped."""
     clock = type("Clock", (), {"now": 1000.0, "monotonic": lambda self: self.now})()
     monkeypatch.setattr("kvbm.engines.vllm.idle.time", clock)
+    monkeypatch.setattr("kvbm.engines.vllm.idle.MAX_MOVE_STALL_SECONDS", 2.0)
     engine = make_engine()
     answer(engine)
     while not engine.adapter.leader.edges[0].pending_blocks:
