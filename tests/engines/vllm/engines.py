@@ -30,7 +30,10 @@ PATIENT = {
     "kvbm.tiers.disk.index:_LAST_SECONDS": 60.0,
 }
 # Where stores are late on purpose, requests do not wait for them.
-IMPATIENT = {"kvbm.engines.vllm.deferral:PATIENCE_SECONDS": 0.25}
+IMPATIENT = {
+    "kvbm.engines.vllm.deferral:PATIENCE_SECONDS": 0.25,
+    "kvbm.testing.copier_faults:STORE_DELAY_SECONDS": 0.25,
+}
 SETTINGS = {"load": "always", "disk_load_timeout_secs": 60}
 
 

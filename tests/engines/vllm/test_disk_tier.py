@@ -197,7 +197,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(16, 48))])
 def test_random_histories_with_a_disk_end_with_the_right_tokens(seed, make_engine):
     """As in test_overlap.py, over engines that come one after the other, with a disk that fails and hangs."""
     source = random.Random(seed)
@@ -286,7 +286,7 @@ def test_prompts_come_back_from_disk_after_the_end_of_an_engine(end, ranks, run_
     assert not story["end"]["busy"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_disk_that_fails_costs_time_and_no_token(ranks, run_scenario, baseline, tmp_path):
     """Host memory for little more than one prompt: the others have to come from a disk whose every other call fails."""
     options, rank = (RANKS, ":rank=1") if ranks == 2 else ({}, "")

@@ -218,7 +218,8 @@ def test_prompts_of_an_engine_that_ends_at_once_come_back_from_disk(run_scenario
         "disable_disk_offload_filter": True,
     }
     late = {**kvbm, "inject_faults": "slow-store,disk-slow-write:seconds=0.2"}
-    story = run_scenario([generate(*PROMPTS, max_tokens=1), do("state", "end")], late)
+    steps = [do("hold_stores"), generate(*PROMPTS, max_tokens=1), do("state", "end"), do("mend")]
+    story = run_scenario(steps, late)
     assert story["end"]["spilled"] == 0
     assert "lost at exit" not in story.output
     story = run_scenario([generate(*PROMPTS, name="again", max_tokens=1), do("state", "end")], kvbm)

@@ -19,7 +19,7 @@ LEAVES = {
 OTHERS, VLLMS = "another-program", "vllm_dist_kvbm-left-behind"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind or "nothing")
 def test_a_run_that_leaves_something_behind_fails(kind, workers, tmp_path):
     pytest.importorskip("xdist")

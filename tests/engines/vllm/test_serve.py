@@ -58,7 +58,7 @@ def test_a_server_keeps_brings_back_counts_and_stops(server, model):
     ("environment", "problem"),
     [
         ({"DYN_KVBM_CPU_CACHE_GB": "20GB"}, "DYN_KVBM_CPU_CACHE_GB='20GB' (environment): expected a number"),
-        ({}, "At least one cache tier must be configured"),
+        pytest.param({}, "At least one cache tier must be configured", marks=pytest.mark.long),
     ],
     ids=["value", "no tier"],
 )

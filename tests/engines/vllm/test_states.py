@@ -17,7 +17,7 @@ TURNED_OFF = LONG[:400] + tokens(3, 100)  # another question after the same begi
 ONE_FAST = [GDN, pytest.param(MAMBA, marks=pytest.mark.long)]
 
 
-@pytest.fixture(scope="module", params=[GDN, MAMBA], ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=ONE_FAST, ids=lambda shape: shape.name)
 def shape(request):
     from kvbm.engines.vllm import compat
 
