@@ -221,7 +221,7 @@ def test_a_store_of_sglang_starts_and_ends_while_its_disk_hangs(disk):
     soon = "time.monotonic() + 60"
     disk.here(SGLANG + f"made = store()\nassert all(made.put(keys, pages, {soon}))\nmade.close()")
     disk.flag.touch()
-    code = "made = store(8)\nsay(made.has(keys), made.put(keys, pages, time.monotonic() + 5))\nmade.close()\nsay('end')"
+    code = f"made = store(8)\nsay(made.has(keys), made.put(keys, pages, {soon}))\nmade.close()\nsay('end')"
     assert disk(SGLANG + code) == [f"{[False] * 4} {[True] * 4}", "end"]
     assert "there is no disk tier" in disk.text
     assert "kept for the next start" in disk.text
