@@ -22,7 +22,7 @@ from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat, early_check, shortcuts
-from kvbm.engines.vllm.groups import Groups, OneGroup, SeveralGroups
+from kvbm.engines.vllm.groups import Groups, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerAdapter
@@ -340,7 +340,7 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
     groups = kv_cache_config.kv_cache_groups
     attention = compat.unsupported_attention(groups[0]) if len(groups) == 1 else ""
     if attention is None:
-        return OneGroup()
+        return Groups()
     windows = compat.windows(vllm_config, kv_cache_config)
     if windows is not None:
         return SeveralGroups(windows, vllm_config.cache_config.block_size)
