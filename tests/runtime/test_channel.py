@@ -14,7 +14,6 @@ import time
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
@@ -39,8 +38,6 @@ from kvbm.runtime.channel import (
     Agreement,
     ChannelError,
     HandshakeTimeoutError,
-    InBandLeader,
-    InBandWorker,
     Timing,
     ZmqLeader,
     ZmqWorker,
@@ -131,105 +128,62 @@ def zmq_pair(ranks, timing=FAST, confirm=True, **options):
         yield leader, workers
 
 
-# -- the interface: both ways keep the same promises ------------------------------------------------------------------
-
-
-class InBand:
-    """The engine of the in-band way: one metadata to all ranks, one output of each."""
-
-    @staticmethod
-    @contextmanager
-    def open(ranks):
-        leader, workers = InBandLeader(), [InBandWorker() for _ in range(ranks)]
-
-        def step():
-            metadata = leader.pack()
-            for worker in workers:
-                worker.unpack(metadata)
-            for worker in reversed(workers):
-                leader.unpack(worker.pack())
-
-        yield leader, workers, step
-        for end in (leader, *workers):
-            end.close()
-
-
-class Zmq:
-    @staticmethod
-    @contextmanager
-    def open(ranks):
-        with zmq_pair(ranks) as (leader, workers):
-            yield leader, workers, lambda: None
-
-
-@pytest.fixture(params=[InBand, Zmq], ids=["in-band", "zeromq"])
-def way(request):
-    return request.param
-
-
-def carried(step, receive, count):
-    def look():
-        step()
-        return receive()
-
-    return collect(look, count)
+# -- the interface ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_gets_every_plan_in_order(way, ranks):
-    with way.open(ranks) as (leader, workers, step):
+def test_every_rank_gets_every_plan_in_order(ranks):
+    with zmq_pair(ranks) as (leader, workers):
         sent = [plan(number) for number in range(1, 51)]
         for one in sent:
             leader.send(one)
         for worker in workers:
-            assert carried(step, worker.receive, 50) == sent
+            assert collect(worker.receive, 50) == sent
             assert worker.receive() == []
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_leader_gets_the_reports_of_every_rank_in_order(way, ranks):
-    with way.open(ranks) as (leader, workers, step):
+def test_the_leader_gets_the_reports_of_every_rank_in_order(ranks):
+    with zmq_pair(ranks) as (leader, workers):
         for number in range(20):
             for rank, worker in enumerate(workers):
                 worker.send(report(rank, number))
-        got = carried(step, leader.receive, 20 * ranks)
+        got = collect(leader.receive, 20 * ranks)
         for rank in range(ranks):
             assert [one for one in got if one.rank == rank] == [report(rank, number) for number in range(20)]
         assert leader.receive() == []
 
 
-def test_plans_and_reports_take_turns(way):
-    with way.open(2) as (leader, workers, step):
+def test_plans_and_reports_take_turns():
+    with zmq_pair(2) as (leader, workers):
         for number in range(1, 30):
             leader.send(plan(number))
             for rank, worker in enumerate(workers):
-                (got,) = carried(step, worker.receive, 1)
+                (got,) = collect(worker.receive, 1)
                 assert got == plan(number)
                 worker.send(report(rank, got.loads[0].id))
-            assert {one.rank for one in carried(step, leader.receive, 2)} == {0, 1}
+            assert {one.rank for one in collect(leader.receive, 2)} == {0, 1}
 
 
-def test_nothing_to_say_is_not_sent(way):
-    with way.open(1) as (leader, (worker,), step):
+def test_nothing_to_say_is_not_sent():
+    with zmq_pair(1) as (leader, (worker,)):
         leader.send(StepPlan())
         worker.send(Report(0))
         leader.send(plan(1))
         worker.send(report(0, 1))
-        assert carried(step, worker.receive, 1) == [plan(1)]
-        assert carried(step, leader.receive, 1) == [report(0, 1)]
+        assert collect(worker.receive, 1) == [plan(1)]
+        assert collect(leader.receive, 1) == [report(0, 1)]
 
 
-def test_no_rank_is_lost_while_all_are_there(way):
-    with way.open(2) as (leader, _, step):
-        step()
+def test_no_rank_is_lost_while_all_are_there():
+    with zmq_pair(2) as (leader, _):
         assert leader.lost_ranks() == {}
 
 
-def test_a_closed_end_takes_nothing_and_gives_nothing(way):
-    with way.open(1) as (leader, (worker,), step):
+def test_a_closed_end_takes_nothing_and_gives_nothing():
+    with zmq_pair(1) as (leader, (worker,)):
         leader.send(plan(1))
         worker.send(report(0, 1))
-        step()
         worker.close()
         worker.close()
         worker.send(report(0, 2))
@@ -237,44 +191,16 @@ def test_a_closed_end_takes_nothing_and_gives_nothing(way):
         leader.close()
         leader.close()
         leader.send(plan(2))
-        step()
         assert leader.receive() == []
 
 
-def test_nobody_waits_longer_than_asked(way):
-    with way.open(1) as (leader, (worker,), _):
+def test_nobody_waits_longer_than_asked():
+    with zmq_pair(1) as (leader, (worker,)):
         begun = time.monotonic()
         assert worker.receive() == []
         assert leader.receive() == []
         assert worker.receive(timeout=0.1) == []
         assert time.monotonic() - begun < 30
-
-
-# -- in-band ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_idle_step_carries_no_bytes():
-    leader, worker = InBandLeader(), InBandWorker()
-    assert leader.pack() == b""
-    assert worker.pack() == b""
-    worker.unpack(b"")
-    leader.unpack(b"")
-    assert worker.receive() == []
-    assert leader.receive() == []
-
-
-def test_a_plan_is_carried_once():
-    leader = InBandLeader()
-    leader.send(plan(1))
-    assert leader.pack()
-    assert leader.pack() == b""
-
-
-def test_in_band_bytes_that_cannot_be_read_are_not_passed_over():
-    with pytest.raises(msgspec.DecodeError):
-        InBandWorker().unpack(b"\xc1 no plan")
-    with pytest.raises(msgspec.DecodeError):
-        InBandLeader().unpack(b"\xc1 no report")
 
 
 # -- meeting ----------------------------------------------------------------------------------------------------------
