@@ -110,12 +110,12 @@ class Driver:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        pid = self._hear(30)["pid"]
+        pid = self._hear(START_SECONDS)["pid"]
         try:
             status = self._hear(timeout)["status"]
         except queue.Empty:
             end_group(pid)
-            self._hear(30)
+            self._hear(START_SECONDS)
             raise EngineFailedError(f"the engine was killed after {timeout} s:\n{_tail(log)}") from None
         # Whatever the engine has started shares its group; nothing of it may outlive the scenario.
         end_group(pid)
@@ -128,7 +128,7 @@ class Driver:
 
     def close(self) -> None:
         end_group(self._process.pid)
-        self._process.wait(30)
+        self._process.wait(START_SECONDS)
 
 
 def _tail(log: Path, lines: int = 60) -> str:
