@@ -121,7 +121,7 @@ def test_a_store_that_is_late_keeps_what_was_in_a_block_before_the_engine_gave_i
     ("host", "faults"),
     [
         (40, "disk-read:every=5,load:rank=1:every=9"),
-        (40, "disk-flip:every=7,disk-write:every=6"),
+        pytest.param(40, "disk-flip:every=7,disk-write:every=6", marks=pytest.mark.long),
         (0, "disk-torn:every=5,disk-slow-read:every=9:seconds=0.1"),
     ],
     ids=["reads-and-loads", "bits-and-writes", "disk-alone-torn-and-slow"],
