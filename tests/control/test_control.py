@@ -341,7 +341,7 @@ def test_odd_names_are_left_out(name, capsys):
         assert f"kvbm-control/{os.getuid()}/1/" not in capsys.readouterr().out
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_socket_that_takes_no_connection_does_not_block_the_list(server, capsys):
     name = f"kvbm-control/{os.getuid()}/{os.getpid()}/full"
     with listening(name, backlog=0), contextlib.ExitStack() as stack:
@@ -383,7 +383,7 @@ def answering(name, answer, command="status"):
 GOOD = {"ok": True, "engine": "e", "rank": 0, "model": "m", "kvbm": "2", "pools": {}}
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("answer", "status"),
     [

@@ -249,7 +249,7 @@ def test_addresses_of_etcd_are_taken_as_dynamo_takes_them(given, url):
 # -- hostile directories ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_files_that_are_no_cards_do_not_block(tmp_path):
     """A pipe without a writer, a link, a directory, a file that is too large: neither finding nor entering waits."""
     place = FileRegistry(tmp_path)
