@@ -18,8 +18,19 @@ import tempfile
 import time
 from contextlib import closing
 
-from kvbm.plans import Copy, Hello, LoadPlan, LoadResult, Report, StepPlan, TierHello
-from kvbm.runtime.channel import InBandLeader, InBandWorker, ZmqLeader, ZmqWorker
+from kvbm.plans import (
+    Copy,
+    Hello,
+    LoadPlan,
+    LoadResult,
+    Report,
+    StepPlan,
+    TierHello,
+    decode_reports,
+    decode_step,
+    encode,
+)
+from kvbm.runtime.channel import ZmqLeader, ZmqWorker
 from kvbm.tiers.registry import NEAR
 
 
@@ -73,16 +84,12 @@ def stream(leader: ZmqLeader, plans: int, blocks: int, ahead: int = 512) -> tupl
 
 
 def in_band(plans: int, blocks: int) -> list[float]:
-    leader, worker = InBandLeader(), InBandWorker()
     samples = []
     for number in range(plans):
         plan = make_plan(number, blocks)
         begun = time.perf_counter()
-        leader.send(plan)
-        worker.unpack(leader.pack())
-        worker.send(Report(0, [LoadResult(load.id) for one in worker.receive() for load in one.loads]))
-        leader.unpack(worker.pack())
-        leader.receive()
+        received = decode_step(encode(plan))
+        decode_reports(encode([Report(0, [LoadResult(load.id) for load in received.loads])]))
         samples.append(time.perf_counter() - begun)
     return samples
 

@@ -23,6 +23,7 @@ MARK = "KVBM_TEST_RUN"
 WORKER = "worker-"  # and its name: the temporary directory of a worker of pytest-xdist
 PATIENCE_SECONDS = 10
 SHARED_MEMORY = Path("/dev/shm")
+BENCHMARK = "kvbm-bench-"  # the name of what a benchmark beside this run makes, and removes
 
 
 class Watch:
@@ -87,7 +88,8 @@ class Watch:
     def _new_segments(self) -> list[str]:
         """KVBM's segments that have appeared since the start, without those that a process outside of this run maps
         right now. Others are left alone: a semaphore that a vLLM beside this run is about to open looks unused."""
-        new = {name for name in _segments() - self.segments if "kvbm" in name and not _is_foreign(SHARED_MEMORY / name)}
+        ours = (name for name in _segments() - self.segments if "kvbm" in name and not name.startswith(BENCHMARK))
+        new = {name for name in ours if not _is_foreign(SHARED_MEMORY / name)}
         if not new:
             return []
         for process in Path("/proc").glob("[0-9]*"):

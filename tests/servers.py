@@ -70,7 +70,7 @@ class Server:
             for name, value in re.findall(r"^(kvbm_\w+?)(?:_total)?(?:{.*})? ([\d.e+]+)$", self.get("/metrics"), re.M)
         }
 
-    def wait_for_metric(self, name: str, value: float, seconds: float) -> None:
+    def wait_for_metric(self, name: str, value: float, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while self.metrics().get(name) != value:
             assert time.monotonic() < deadline, self.metrics()

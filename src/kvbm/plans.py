@@ -8,9 +8,8 @@ place in the engine's own KV cache, and the same number means the same place on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -135,20 +134,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             self.loads or self.stores or self.fences or self.recompute or self.moves or self.drain_stores
             or self.verdicts or self.adapters or self.wanted
         )  # fmt: skip
-
-
-def merge_plans(plans: Sequence[StepPlan]) -> StepPlan:
-    """One plan that asks for everything that these do, in their order."""
-    fields: dict[str, Any] = {}
-    for name in StepPlan.__struct_fields__:
-        parts = [getattr(plan, name) for plan in plans]
-        if all(isinstance(part, dict) for part in parts):
-            fields[name] = dict(chain.from_iterable(part.items() for part in parts))
-        else:
-            fields[name] = list(chain.from_iterable(parts))
-    # Take the lowest counts: one plan made before the leader knew of a change makes the whole step outdated.
-    fields["changes_heard"] = min((plan.changes_heard for plan in plans), default=[])
-    return StepPlan(**fields)
 
 
 class LoadResult(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -85,7 +86,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.mode, server.delay, server.served, server.bodies, server.context = "well", 0.2, 0, [], None
+    server.mode, server.delay, server.served, server.bodies, server.context = "well", 0.02, 0, [], None
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -102,13 +103,13 @@ def ask(server, prompt=HELLO, **options):
 # -- one request ------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_token_is_the_first_text_that_is_not_empty(server):
-    answer = ask(server)
+def test_the_first_token_is_the_first_text_that_is_not_empty(server, monkeypatch):
+    clock = iter((10.0, 10.5, 10.75, 11.0))  # at the start, at both words, and at the end
+    monkeypatch.setattr("kvbm.bench.client.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    answer = Endpoint(server.url, "m").ask(HELLO, 5, user=3, number=2, epoch=9.0)
     assert answer.error == ""
-    assert answer.ttft > 0.19  # the empty piece before the delay does not count
-    assert answer.generation_seconds > 0.04
-    (gap,) = answer.gaps  # between the two words
-    assert 0.04 < gap <= answer.generation_seconds
+    assert (answer.started, answer.ttft, answer.gaps, answer.finished) == (1.0, 0.5, [0.25], 2.0)
+    assert answer.generation_seconds == 0.5
     assert (answer.text, answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == ("one two", 10, 6, 2)
     assert (answer.user, answer.round) == (3, 2)
 

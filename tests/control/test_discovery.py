@@ -30,7 +30,7 @@ def config(tmp_path, **more):
 
 
 def entered(tmp_path, count):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(found := discovery.find(config(tmp_path))) != count:
         assert time.monotonic() < deadline, found
         time.sleep(0.02)
@@ -249,7 +249,7 @@ def test_addresses_of_etcd_are_taken_as_dynamo_takes_them(given, url):
 # -- hostile directories ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_files_that_are_no_cards_do_not_block(tmp_path):
     """A pipe without a writer, a link, a directory, a file that is too large: neither finding nor entering waits."""
     place = FileRegistry(tmp_path)

@@ -3,11 +3,10 @@
 from array import array
 
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.keys import KEY_BYTES, KeyChain, Namespace, Scope, dynamo_hashes, dynamo_salt
+from kvbm.core.keys import KEY_BYTES, KeyChain, Namespace, Scope
 
 NAMESPACE = Namespace(model="llama", dtype="bfloat16", layout="v1:32x2x8x128", block_size=4)
 TOKENS = list(range(100, 132))  # 8 blocks
@@ -232,29 +231,3 @@ def test_image_names_cannot_pass_for_tokens():
 def test_images_and_salts_do_not_mix():
     assert not set(keys_of(cache_salt="cat")) & set(keys_of(multimodal=((0, "cat"),)))
     assert not set(keys_of(lora="a", multimodal=((0, "cat"),))) & set(keys_of(multimodal=((0, "cat"),)))
-
-
-# -- upstream's numbers -----------------------------------------------------------------------------------------------
-
-
-def test_upstream_salt_of_nothing():
-    assert dynamo_salt() == 1389868326933519382
-
-
-def test_upstream_salts_tell_adapters_and_salts_apart():
-    assert dynamo_salt(cache_salt="s") == xxhash.xxh3_64_intdigest(b'{"salt":"s"}')
-    assert dynamo_salt(lora_name="l") == xxhash.xxh3_64_intdigest(b'{"lora_name":"l"}')
-    assert dynamo_salt("s", "l") == xxhash.xxh3_64_intdigest(b'{"salt":"s","lora_name":"l"}')
-    assert dynamo_salt(cache_salt="ü") == xxhash.xxh3_64_intdigest('{"salt":"ü"}'.encode())
-    assert dynamo_salt(cache_salt="") != dynamo_salt()
-
-
-def test_upstream_hashes_match_the_published_vectors():
-    blocks, sequence = dynamo_hashes(range(1, 13), block_size=4, salt=1337)
-    assert blocks == [14643705804678351452, 16777012769546811212, 483935686894639516]
-    assert sequence == [14643705804678351452, 4945711292740353085, 12583592247330656132]
-
-
-def test_upstream_hashes_cover_full_blocks_only():
-    assert dynamo_hashes([1, 2, 3], 4, 1337) == ([], [])
-    assert dynamo_hashes(range(1, 8), 4, 1337) == ([14643705804678351452], [14643705804678351452])

@@ -97,14 +97,16 @@ class Setup:
     def meet(self):
         """Publish until both ways are open: a subscriber that joins late misses what was sent before."""
         for name in self.publishers:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while True:
                 self.send(name, [stored([99], [7, 7], medium=name), removed([99], name)], number=False)
                 if self.hear(0.2):
                     break
                 assert time.monotonic() < deadline, "nothing comes through"
-        while self.hear(0.3):
-            pass
+            # Behind this one nothing of the above is on its way any more.
+            self.send(name, [stored([98], [8, 8], medium=name), removed([98], name)], number=False)
+            while not any(event["type"] == "BlockRemoved" and event["block_hashes"] == [98] for event in self.events()):
+                assert time.monotonic() < deadline, "nothing comes through"
 
     def send(self, name, events, rank=0, number=True, skip=0):
         frames = [b"kv-events"]
@@ -113,21 +115,21 @@ class Setup:
             frames.append(self.numbers[name].to_bytes(8, "big"))
         self.publishers[name].send_multipart([*frames, msgspec.msgpack.encode([time.time(), events, rank])])
 
-    def hear(self, seconds=5.0):
+    def hear(self, seconds=60.0):
         """The next message as (frames, decoded), None when there is none."""
         if not self.subscriber.poll(seconds * 1000):
             return None
         frames = self.subscriber.recv_multipart()
         return frames, msgspec.msgpack.decode(frames[-1])
 
-    def events(self, seconds=5.0):
+    def events(self, seconds=60.0):
         heard = self.hear(seconds)
         return [] if heard is None else heard[1][1]
 
     def close(self):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
         self.process.stderr.close()
         self.context.destroy(linger=0)
 
@@ -177,7 +179,10 @@ def test_passthrough_keeps_the_tier(setup):
 def test_after_a_gap_nothing_is_believed_that_may_be_gone(setup):
     setup.send("engine", [stored([1], [1, 2])])
     setup.send("kvbm", [stored([5], [5, 6], medium="CPU")])
-    assert len(setup.events() + setup.events(0.3)) == 2
+    found = setup.events()
+    while len(found) < 2:
+        found += setup.events()
+    assert len(found) == 2
     setup.send("engine", [stored([9], [9, 9])], skip=3)
     found = setup.events()
     assert [(event["type"], event["block_hashes"]) for event in found] == [("BlockRemoved", [1]), ("BlockStored", [9])]
@@ -209,7 +214,7 @@ def test_it_ends_with_the_engine():
         env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
     )  # fmt: skip
     pid = int(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(pid):
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
@@ -229,7 +234,7 @@ def test_a_taken_port_is_said_and_costs_nothing_else(monkeypatch, capfd):
         config = settings.load({"leader_zmq_pub_port": port - 1000}, environ={}, files=())
         started = launch.start(config, ["tcp://127.0.0.1:1"])
         assert started is not None
-        assert started._process.wait(20) == 1
+        assert started._process.wait(120) == 1
         started.close()
     said = capfd.readouterr().err
     assert f"tcp://127.0.0.1:{port}" in said
@@ -250,7 +255,7 @@ def test_a_consolidator_that_dies_is_spoken_of_once(monkeypatch, caplog, how, to
         os.kill(started._process.pid, how)
     else:
         started.close()
-    watch.join(20)
+    watch.join(60)
     assert not watch.is_alive()
     started.close()
     assert counted == told

@@ -24,13 +24,13 @@ HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def get(server, path):
-    with HTTP.open(server.url + path, timeout=10) as response:
+    with HTTP.open(server.url + path, timeout=60) as response:
         return response.read(), response.headers
 
 
 def talk(server, data, until_closed=True):
     """Bytes in, bytes out."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(data)
         received = b""
         while part := connection.recv(65536):
@@ -46,13 +46,15 @@ def test_metrics_come_as_prometheus_text(server):
     assert b"\nkvbm_offload_blocks_d2h 307\n" in body
 
 
-def test_nobody_is_asked_while_nobody_looks(server, source):
-    assert source.asked == 0
-    get(server, "/healthz")
-    get(server, "/")
-    assert source.asked == 0
-    get(server, "/metrics")
-    assert source.asked == 1
+def test_nobody_is_asked_while_nobody_looks(source, monkeypatch):
+    monkeypatch.setattr(web, "HISTORY_EVERY_SECONDS", 3600.0)
+    with observed.serving(source, Limits()) as server:
+        assert source.asked == 0
+        get(server, "/healthz")
+        get(server, "/")
+        assert source.asked == 0
+        get(server, "/metrics")
+        assert source.asked == 1
 
 
 def test_the_state_comes_as_json_with_requests_and_findings(server):
@@ -127,7 +129,7 @@ def test_nonsense_is_answered_and_the_connection_closed(server, data, status):
 def test_a_silent_client_is_dropped_in_time(source):
     assert 60 < Limits().idle_seconds < 300  # longer than between two scrapes, and not for ever
     with observed.serving(source, Limits(idle_seconds=0.3)) as server:
-        silent = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        silent = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         assert get(server, "/healthz")[0] == b"ok\n"
         assert silent.recv(1) == b""
         silent.close()
@@ -140,7 +142,7 @@ def test_half_a_request_is_dropped_in_time(source):
 
 def test_an_answer_that_is_not_taken_is_dropped_in_time(source):
     with observed.serving(source, Limits(send_seconds=0.3, answers_a_second=100_000)) as server:
-        full = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        full = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         one = b"GET /page.js HTTP/1.1\r\n\r\n" * 100
         with pytest.raises(OSError, match=r"reset|Broken pipe"):
             any(full.sendall(one) for _ in range(100_000))
@@ -149,11 +151,11 @@ def test_an_answer_that_is_not_taken_is_dropped_in_time(source):
 
 def test_a_new_client_replaces_the_one_that_has_been_idle_for_longest(source):
     with observed.serving(source, Limits(connections=2)) as server:
-        held = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
+        held = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(2)]
         for connection in held:
             connection.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
             assert b"200" in connection.recv(65536)
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as third:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as third:
             third.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
             assert b"200" in third.recv(65536)
             assert held[0].recv(1) == b""
@@ -228,14 +230,22 @@ def test_json_of_another_format_is_refused():
         from_json(json.dumps(newer).encode())
 
 
-def test_the_last_minutes_are_kept_without_a_client(source, monkeypatch):
+class Ageing(observed.FixedSource):
+    """Every snapshot is a second later than the one before."""
+
+    def snapshot(self, requests=0):
+        self.now = observed.snapshot(at=1000.0 + self.asked)
+        return super().snapshot(requests)
+
+
+def test_the_last_minutes_are_kept_without_a_client(monkeypatch):
+    source = Ageing()
     monkeypatch.setattr(web, "HISTORY_EVERY_SECONDS", 0.1)
     monkeypatch.setattr(web, "HISTORY_POINTS", 3)
     monkeypatch.setattr(module, "SNAPSHOTS_A_SECOND", 1000)
     with observed.serving(source, Limits()) as server:
         deadline = time.monotonic() + 60
         while source.asked < 12:
-            source.now = observed.snapshot(at=1000.0 + source.asked)
             assert time.monotonic() < deadline
             time.sleep(0.02)
         points = json.loads(get(server, "/api/history")[0])

@@ -77,7 +77,7 @@ def test_a_writer_that_cannot_keep_up_costs_lines_and_no_time(tmp_path, caplog, 
     encode = module._encode
 
     def stuck(line):
-        gate.wait(30)
+        gate.wait(600)
         return encode(line)
 
     monkeypatch.setattr(module, "_encode", stuck)

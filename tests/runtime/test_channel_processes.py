@@ -18,19 +18,18 @@ from kvbm.runtime.channel import Agreement, Timing, ZmqLeader, ZmqWorker
 from kvbm.runtime.leader import Leader
 from tiernames import HOST
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 ANY = "tcp://127.0.0.1:0"
 RANKS = 3
-TIMING = Timing(round=0.1, beat=0.1, silence=20.0)
-IMPATIENT = Timing(round=0.1, beat=0.1, silence=4.0)
+TIMING = Timing(round=0.1, beat=0.1, silence=60.0)
 
 
-def serve(rank, pub_url, ack_url, count, timing, seen):
+def serve(rank, pub_url, ack_url, count, seen):
     """A worker process: answers every plan at once; tells the test which it has seen, and why it ended."""
-    faulthandler.dump_traceback_later(100, exit=True)  # whatever happens, it does not outlive the test
+    faulthandler.dump_traceback_later(280, exit=True)  # whatever happens, it does not outlive the test
     hello = Hello(rank, 1000 + rank, "NHD", [TierHello(HOST, 50 + rank)])
-    with closing(ZmqWorker(hello, pub_url, ack_url, timeout=60, timing=timing)) as worker:
+    with closing(ZmqWorker(hello, pub_url, ack_url, timeout=120, timing=TIMING)) as worker:
         agreement = worker.wait()
         worker.confirm()
         loads = []
@@ -43,10 +42,24 @@ def serve(rank, pub_url, ack_url, count, timing, seen):
         seen.recv()  # until the test has heard everything: closing does not wait for what is on its way
 
 
+def until(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def silent(leader, rank):
+    """Whether the leader has given a rank up, which it last heard of so long ago."""
+    with leader._lock:
+        leader._by_rank[rank].seen -= TIMING.silence
+    return leader.lost_ranks()
+
+
 class Workers:
-    def __init__(self, leader, count, timing):
+    def __init__(self, leader, count):
         self._context = multiprocessing.get_context("spawn")
-        self._arguments = (leader.pub_url, leader.ack_url, count, timing)
+        self._arguments = (leader.pub_url, leader.ack_url, count)
         self.processes = {}
         self._seen = {}
 
@@ -76,13 +89,13 @@ class Workers:
 
 
 @contextmanager
-def started(ranks=RANKS, count=1_000_000, timing=TIMING, late=()):
+def started(ranks=RANKS, count=1_000_000, late=()):
     with ExitStack() as stack:
-        leader = stack.enter_context(closing(ZmqLeader(ranks, ANY, ANY, timeout=60, timing=timing)))
-        workers = stack.enter_context(closing(Workers(leader, count, timing)))
+        leader = stack.enter_context(closing(ZmqLeader(ranks, ANY, ANY, timeout=120, timing=TIMING)))
+        workers = stack.enter_context(closing(Workers(leader, count)))
         workers.start(*(rank for rank in range(ranks) if rank not in late))
         if late:
-            time.sleep(1.5)
+            until(lambda: len(leader.hellos) == ranks - len(late))
             assert not leader.ready
             workers.start(*late)
         assert leader.wait() == Agreement({HOST: 50}, "NHD", [1000 + rank for rank in range(ranks)])
@@ -96,7 +109,7 @@ def plan(number):
 def exchange(leader, count, ahead=256, first=1):
     """Send plans, a bounded number ahead of their answers; returns the answers by rank."""
     answers = {rank: [] for rank in range(leader.ranks)}
-    number, end = first, time.monotonic() + 60
+    number, end = first, time.monotonic() + 120
     while min(map(len, answers.values())) < count:
         assert time.monotonic() < end, {rank: len(got) for rank, got in answers.items()}
         if number < first + count and number - first - min(map(len, answers.values())) < ahead:
@@ -131,21 +144,23 @@ def test_a_killed_worker_is_noticed_and_what_it_owed_has_failed():
     pool = Pool(50)
     pool.commit(pool.reserve([b"a", b"b"]))
     leader = Leader(BlockManager({HOST: pool}), RANKS)
-    with started(timing=IMPATIENT) as (channel, workers):
+    with started() as (channel, workers):
         exchange(channel, 20)
         workers.kill(1)
         load = leader.onboard(leader.manager.lookup([b"a", b"b"]), "r", [0, 1], in_step=False)
         store = leader.offload([b"c"], [2])
         channel.send(StepPlan([load], [store]))
-        killed = time.monotonic()
-        while leader.busy:
-            assert time.monotonic() - killed < 10 * IMPATIENT.silence
+        workers.processes[1].join(60)
+
+        def is_over():
             leader.apply(channel.receive())
-            for rank in channel.lost_ranks():
+            for rank in silent(channel, 1):
                 leader.fail_rank(rank)
-            time.sleep(0.01)
+            return not leader.busy
+
+        until(is_over)
         assert channel.lost_ranks().keys() == {1}
-        assert time.monotonic() - killed > 0.5 * IMPATIENT.silence  # it was the silence that told
+        assert "silent" in channel.lost_ranks()[1]
         assert leader.counts.failed_load_blocks == 2
         assert leader.counts.failed_store_blocks == 1
         assert leader.manager.lookup([b"a"]).blocks == 0
@@ -158,10 +173,10 @@ def test_a_worker_that_stops_for_a_moment_misses_nothing():
         workers.kill(2, signal.SIGSTOP)
         for number in range(51, 151):
             leader.send(plan(number))
-        time.sleep(1.0)
+        time.sleep(0.5)
         workers.kill(2, signal.SIGCONT)
         answers = {rank: [] for rank in range(RANKS)}
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while min(map(len, answers.values())) < 100 and time.monotonic() < end:
             for report in leader.receive():
                 answers[report.rank] += [load.id for load in report.loads]
@@ -171,13 +186,10 @@ def test_a_worker_that_stops_for_a_moment_misses_nothing():
 
 
 def test_a_worker_that_wakes_up_too_late_learns_that_it_was_given_up():
-    with started(timing=IMPATIENT) as (leader, workers):
+    with started() as (leader, workers):
         exchange(leader, 20)
         workers.kill(0, signal.SIGSTOP)
-        end = time.monotonic() + 30
-        while not leader.lost_ranks():
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: silent(leader, 0))
         workers.kill(0, signal.SIGCONT)
         _, _, lost = workers.outcome(0)
         assert lost == "the leader has given this rank up"
@@ -196,7 +208,7 @@ def test_a_process_that_forgets_to_close_still_ends(unclosed, tmp_path):
     code = f"import time; from kvbm.plans import *; from kvbm.runtime.channel import *; end = {end}; time.sleep(0.3)"
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=False, env=path
+        [sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False, env=path
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -768,7 +768,7 @@ def examples(count):
 
 
 class TestLeader(LeaderMachine.TestCase):
-    settings = examples(100)
+    settings = examples(50)
 
 
 @pytest.mark.long
@@ -777,11 +777,11 @@ class TestLeaderAtLength(LeaderMachine.TestCase):
 
 
 class TestKeyed(KeyedMachine.TestCase):
-    settings = examples(50)
+    settings = examples(25)
 
 
 class TestThreeTiers(ThreeTierMachine.TestCase):
-    settings = examples(50)
+    settings = examples(25)
 
 
 @pytest.mark.long

@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 
 from kvbm import plans
 from kvbm.plans import (
-    AdapterUse,
     Copy,
     Hello,
     LoadPlan,
     LoadResult,
-    MovePlan,
     Recompute,
     Report,
     StepPlan,
@@ -166,36 +164,3 @@ def test_messages_do_not_share_their_defaults():
 def test_a_load_lists_the_engine_blocks_it_fills_in_order():
     plan = LoadPlan(1, "r", [Copy(HOST, [0, 1], [7, 5]), Copy(DISK, [0], [6])], in_step=False)
     assert plan.blocks == [7, 5, 6]
-
-
-ONE_OF_EACH = {
-    "loads": [LoadPlan(1, "r", [Copy(HOST, [1], [2])], False)],
-    "stores": [StorePlan(2, Copy(HOST, [3], [4]))],
-    "fences": [5],
-    "recompute": [Recompute(6, "r", 7)],
-    "moves": [MovePlan(8, HOST, DISK, [9], [10], [b"k"])],
-    "drain_stores": [11],
-    "verdicts": {12: True},
-    "adapters": [AdapterUse(13, [14], [15], [16], [17])],
-    "wanted": [b"adapter"],
-}
-
-
-def test_nothing_of_several_plans_is_lost_when_they_are_joined():
-    assert {*ONE_OF_EACH, "changes_heard"} == set(StepPlan.__struct_fields__)
-    parts = [StepPlan(**{name: value}) for name, value in ONE_OF_EACH.items()]
-    assert plans.merge_plans([StepPlan(), *parts]) == StepPlan(**ONE_OF_EACH)
-
-
-def test_joined_plans_keep_their_order():
-    both = plans.merge_plans([StepPlan(fences=[3], verdicts={1: True}), StepPlan(fences=[2, 1], verdicts={2: False})])
-    assert both == StepPlan(fences=[3, 2, 1], verdicts={1: True, 2: False})
-
-
-def test_joined_plans_are_as_old_as_the_oldest_of_them():
-    for others in ([[], [1, 0]], [[1, 0], [0, 0]]):
-        joined = plans.merge_plans(
-            [StepPlan(changes_heard=[1, 1]), *(StepPlan(changes_heard=heard) for heard in others)]
-        )
-        assert joined.changes_heard == min(others)
-    assert plans.merge_plans([]).changes_heard == []

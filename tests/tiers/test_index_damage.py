@@ -72,8 +72,9 @@ def check_start(place: Path) -> int:
     return len(before)
 
 
-def test_a_flipped_bit_anywhere_costs_blocks_and_nothing_else(place, tmp_path, caplog):
-    """Every byte of the file's header and of the schema, and many places in the rest."""
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
+def test_a_flipped_bit_anywhere_costs_blocks_and_nothing_else(every, place, tmp_path, caplog):
+    """Every byte of the file's header and of the schema, and many places in the rest; or one in so many of them."""
     whole = (place / DATABASE).read_bytes()
     chance = random.Random(3)
     page = int.from_bytes(whole[16:18], "big")
@@ -82,6 +83,7 @@ def test_a_flipped_bit_anywhere_costs_blocks_and_nothing_else(place, tmp_path, c
     places += [at for at in range(page, len(whole), page) for at in range(at, at + 12)]  # headers of pages
     places += [chance.randrange(len(whole)) for _ in range(300)]
     assert len(places) > 500
+    places = places[::every]
     kept, all_gone = [], 0
     for number, at in enumerate(places):
         copy = tmp_path / "copy" / str(number)
@@ -96,7 +98,7 @@ def test_a_flipped_bit_anywhere_costs_blocks_and_nothing_else(place, tmp_path, c
         all_gone += not kept[-1]
         shutil.rmtree(copy)
     assert 0 < all_gone < len(places)
-    assert kept.count(BLOCKS - 1) > 100  # most bits lie in a row, and cost that row
+    assert kept.count(BLOCKS - 1) > 100 // every  # most bits lie in a row, and cost that row
 
 
 def test_a_flipped_bit_in_the_log_leaves_what_was_there_at_some_time(place, tmp_path):
@@ -151,7 +153,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [DATABASE, DESCRIPTION, f"{DESCRIPTION}.new"])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_whatever_lies_in_the_place_of_a_file_the_index_starts(place, name, damage):
     if name == f"{DESCRIPTION}.new":
         (place / name).touch(0o600)

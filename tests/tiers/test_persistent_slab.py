@@ -43,7 +43,7 @@ def write(slab: PersistentSlab, slot: int, data: bytes) -> None:
 
 def keep(slab: PersistentSlab, slots: list[int], keys: list[bytes]) -> None:
     hashes = slab.hash(slots, keys)
-    assert hashes.wait(10)
+    assert hashes.wait(60)
     assert hashes.bad == []
     slab.record(hashes)
 
@@ -58,7 +58,7 @@ def fill(slab: PersistentSlab, blocks: dict[int, int]) -> None:
 def good(slab: PersistentSlab, blocks: dict[int, int]) -> dict[int, int]:
     """Those whose checksum fits; all of them are right."""
     operation = slab.check(list(blocks), [key_of(number) for number in blocks.values()])
-    assert operation.wait(10)
+    assert operation.wait(60)
     assert bool(operation.bad) == bool(operation.reason)
     served = {slot: blocks[slot] for at, slot in enumerate(blocks) if at not in set(operation.bad)}
     for slot, number in served.items():
@@ -252,7 +252,7 @@ def test_whenever_an_engine_is_killed_its_successor_finds_what_was_kept_and_noth
         slab = open_slab(slab_path(place, 0))
         entries = list(index.entries())
         operation = slab.check([slot for _, slot in entries], [key for key, _ in entries])
-        assert operation.wait(10)
+        assert operation.wait(60)
         served = {key: slot for at, (key, slot) in enumerate(entries) if at not in operation.bad}
         for key, slot in served.items():
             assert ctypes.string_at(slab.address + slot * SLOT, SLOT) == payload_of(key)

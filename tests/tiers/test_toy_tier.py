@@ -35,6 +35,7 @@ def server(monkeypatch):
     """The toy tier is registered, over a server of its own."""
     server = Server()
     monkeypatch.setattr(toy_tier, "SERVER", server)
+    monkeypatch.setattr("toy_tier.catalog.LOOKUP_SECONDS", 60.0)
     registry.register(toy_tier.TIER)
     yield server
     del registry.TIERS[TOY]
@@ -151,7 +152,8 @@ def test_a_server_that_refuses_to_write_costs_hits_there_and_nothing_else(make, 
     assert [run.tier for run in engine.lookup(KEYS[:4]).runs] == [HOST]
 
 
-def test_a_server_that_never_answers_is_waited_for_within_a_deadline(make, server):
+def test_a_server_that_never_answers_is_waited_for_within_a_deadline(make, server, monkeypatch):
+    monkeypatch.setattr("toy_tier.catalog.LOOKUP_SECONDS", 0.1)
     make().store(KEYS[:4])
     engine = make()
     server.silent = True

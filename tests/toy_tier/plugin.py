@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import toy_tier
+import toy_tier.catalog
 from kvbm.core.pool import Pool
 from kvbm.tiers import registry
 
@@ -15,6 +16,11 @@ def configure(scenario, **values) -> None:
     """What the server does from now on."""
     for name, value in values.items():
         setattr(toy_tier.SERVER, name, value)
+
+
+def set_patience(scenario, seconds: float) -> None:
+    """How long a lookup waits for the server's answer."""
+    toy_tier.catalog.LOOKUP_SECONDS = seconds
 
 
 def forget(scenario) -> None:

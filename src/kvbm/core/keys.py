@@ -6,15 +6,11 @@ request's *scope* (LoRA adapter, cache salt, multimodal inputs). Equal keys mean
 collisions even when a tenant chooses the tokens: SHA-256, one running hasher a request, one digest a block. That costs
 3 ms for 131,072 tokens; hashing each block with its parent's digest as vLLM does costs more than three times that
 (benchmarks/core.py).
-
-``dynamo_hashes`` is upstream's XXH3 scheme, for routers that expect those numbers. It is 64 bits wide, not collision
-resistant and blind to the namespace, so it never names a block in a tier.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -22,7 +18,6 @@ from itertools import chain
 from struct import Struct, iter_unpack
 
 import msgspec
-import xxhash
 
 Key = bytes
 KEY_BYTES = 32
@@ -116,23 +111,3 @@ def in_group(keys: Sequence[Key], group: int) -> list[Key]:
 @cache
 def _changed_bytes(mask: int) -> bytes:
     return bytes(value ^ mask for value in range(256))
-
-
-def dynamo_salt(cache_salt: str | None = None, lora_name: str | None = None) -> int:
-    """Seed of upstream's scheme: XXH3 of the compact JSON of what is set, in this order."""
-    fields = {"salt": cache_salt, "lora_name": lora_name}
-    compact = json.dumps({k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), ensure_ascii=False)
-    return int(xxhash.xxh3_64_intdigest(compact.encode()))
-
-
-def dynamo_hashes(tokens: Sequence[int], block_size: int, salt: int) -> tuple[list[int], list[int]]:
-    """Upstream's (block hashes, sequence hashes) of all full blocks: what Dynamo's routers compute themselves."""
-    full = len(tokens) // block_size * block_size
-    data = memoryview(array("I", tokens[:full])).cast("B")
-    step = block_size * 4
-    blocks = [xxhash.xxh3_64_intdigest(data[i : i + step], seed=salt) for i in range(0, len(data), step)]
-    sequence = blocks[:1]
-    for block in blocks[1:]:
-        pair = sequence[-1].to_bytes(8, "little") + block.to_bytes(8, "little")
-        sequence.append(xxhash.xxh3_64_intdigest(pair, seed=salt))
-    return blocks, sequence

@@ -17,6 +17,7 @@ import gc
 import hashlib
 import itertools
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ import torch.distributed as dist
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-PERSISTENCE_OFF = "Cannot fingerprint the weights; persistence is off: %s"  # for the log, with the reason
+logger = logging.getLogger("kvbm")
 
 LANES = 1 << 16  # lanes of a row, which has one sum for each set of factors; part of the digest's definition
 BATCH_ROWS = 32  # rows per call: 8 MiB of weights, 16 MiB of temporary memory, because the engine has filled the device
@@ -208,12 +209,16 @@ def configuration_of(model: torch.nn.Module) -> str:
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
-class Fingerprinted(NamedTuple):
-    weights: str  # the digest of all ranks' weights
-    seconds: float  # how long this rank took to hash its own weights
+def fingerprint_or_warn(read: Callable[[], str], gather: Callable[[str], Sequence[str]]) -> str:
+    """As :func:`fingerprint`; empty, with the reason in the log, when there is none: no tier outlives this engine."""
+    try:
+        return fingerprint(read, gather)
+    except UnreadableError as error:
+        logger.warning("Cannot fingerprint the weights; persistence is off: %s", error)
+        return ""
 
 
-def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]]) -> Fingerprinted:
+def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]]) -> str:
     """The digest that all ranks agree on. Every rank calls this; a rank that cannot ``read`` its own weights sends an
     empty digest. Raises UnreadableError."""
     began = time.monotonic()
@@ -222,7 +227,7 @@ def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]])
         own = read()
     except Exception as error:
         reason = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
-    seconds = time.monotonic() - began
+    logger.debug("hashed the weights of this rank in %.2f s: %s", time.monotonic() - began, own)
     try:
         shards = gather(own)
     except Exception as error:
@@ -230,7 +235,7 @@ def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]])
     if not all(shards):
         without = ", ".join(str(rank) for rank, shard in enumerate(shards) if not shard)
         raise UnreadableError(reason or f"rank {without} cannot read its weights")
-    return Fingerprinted(digest(json.dumps(list(shards))), seconds)
+    return digest(json.dumps(list(shards)))
 
 
 _meetings = itertools.count()

@@ -24,23 +24,10 @@ def output_endpoint(config: Config, rank: int = 0) -> str:
 
 
 class ConsolidatorProcess:
-    def __init__(
-        self,
-        config: Config,
-        engine: Sequence[str],
-        rank: int = 0,
-        kvbm: str | None = None,
-        count: Callable[[str], None] | None = None,
-    ) -> None:
-        """``engine``: endpoints of the engine's events; ``kvbm``: endpoint of KVBM's own events, if it is another one;
-        ``count``: called if the process ends unexpectedly."""
-        self._output, self._count, self._closing = output_endpoint(config, rank), count, False
-        command = [sys.executable, "-m", "kvbm.events.consolidator", "--parent", str(os.getpid())]
-        command += ["--output", self._output, "--mode", config.kv_events_consolidator_mode]
-        for endpoint in engine:
-            command += ["--engine", endpoint]
-        if kvbm is not None:
-            command += ["--kvbm", kvbm]
+    """``count``: called if the process ends unexpectedly."""
+
+    def __init__(self, command: Sequence[str], output: str, count: Callable[[str], None] | None) -> None:
+        self._output, self._count, self._closing = output, count, False
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
         threading.Thread(target=self._watch, name="kvbm-consolidator-watch", daemon=True).start()
 
@@ -72,9 +59,17 @@ def start(
     kvbm: str | None = None,
     count: Callable[[str], None] | None = None,
 ) -> ConsolidatorProcess | None:
-    """None, with a log line, when the process cannot be started: the engine runs without it."""
+    """``engine``: endpoints of the engine's events; ``kvbm``: endpoint of KVBM's own events, if it is another one.
+    None, with a log line, when the process cannot be started: the engine runs without it."""
+    output = output_endpoint(config, rank)
+    command = [sys.executable, "-m", "kvbm.events.consolidator", "--parent", str(os.getpid())]
+    command += ["--output", output, "--mode", config.kv_events_consolidator_mode]
+    for endpoint in engine:
+        command += ["--engine", endpoint]
+    if kvbm is not None:
+        command += ["--kvbm", kvbm]
     try:
-        return ConsolidatorProcess(config, engine, rank, kvbm, count)
+        return ConsolidatorProcess(command, output, count)
     except OSError as error:
         logger.warning("no consolidated events: cannot start the consolidator's process (%s)", error)
         return None

@@ -105,60 +105,31 @@ class LeaderSource:
                     loading[copy.tier] += len(copy.slots)
             else:
                 storing[plan.copy.tier] += len(plan.copy.slots)
-        target = leader.manager.near_tier
-        size = self.identity.block_bytes
-        flows = []
+        near, flows = leader.manager.near_tier, []
+
+        def add(source: str, target: str, blocks: int, seconds: float, failed: int, queued: int) -> None:
+            size = blocks * self.identity.block_bytes
+            flows.append(
+                Flow(
+                    source=source, target=target, blocks=blocks, bytes=size, seconds=seconds, failed_blocks=failed,
+                    queued_blocks=queued,
+                )
+            )  # fmt: skip
+
         if not any(edge.bypass for edge in leader.edges):
-            flows.append(
-                Flow(
-                    source=DEVICE,
-                    target=target,
-                    blocks=counts.offloaded_blocks,
-                    bytes=counts.offloaded_blocks * size,
-                    seconds=counts.stored_seconds.get(target, 0.0),
-                    failed_blocks=log.failed_stores[target],
-                    queued_blocks=storing[target],
-                )
-            )
+            seconds = counts.stored_seconds.get(near, 0.0)
+            add(DEVICE, near, counts.offloaded_blocks, seconds, log.failed_stores[near], storing[near])
         for edge in leader.edges:
-            blocks = counts.moved_blocks.get(edge.target, 0)
-            flows.append(
-                Flow(
-                    source=DEVICE if edge.bypass else edge.source,
-                    target=edge.target,
-                    blocks=blocks,
-                    bytes=blocks * size,
-                    seconds=counts.stored_seconds.get(edge.target, 0.0),
-                    failed_blocks=counts.failed_move_blocks.get(edge.target, 0),
-                    queued_blocks=edge.pending_blocks,
-                )
-            )
+            source, target = DEVICE if edge.bypass else edge.source, edge.target
+            blocks, failed = counts.moved_blocks.get(target, 0), counts.failed_move_blocks.get(target, 0)
+            add(source, target, blocks, counts.stored_seconds.get(target, 0.0), failed, edge.pending_blocks)
         for tier, catalog in leader.manager.catalogs.items():
             if catalog.is_remote:  # ahead of the load, while the request waits in the engine's queue
-                blocks = counts.fetched_blocks.get(tier, 0)
-                flows.append(
-                    Flow(
-                        source=tier,
-                        target=target,
-                        blocks=blocks,
-                        bytes=blocks * size,
-                        seconds=0.0,  # counted with the loads of the tier
-                        failed_blocks=counts.failed_fetch_blocks.get(tier, 0),
-                        queued_blocks=leader.fetches.pending_blocks,
-                    )
-                )
-            blocks = counts.onboarded_blocks.get(tier, 0)
-            flows.append(
-                Flow(
-                    source=tier,
-                    target=DEVICE,
-                    blocks=blocks,
-                    bytes=blocks * size,
-                    seconds=counts.loaded_seconds.get(tier, 0.0),
-                    failed_blocks=log.failed_loads[tier],
-                    queued_blocks=loading[tier],
-                )
-            )
+                blocks, failed = counts.fetched_blocks.get(tier, 0), counts.failed_fetch_blocks.get(tier, 0)
+                # The seconds are counted with the loads of the tier.
+                add(tier, near, blocks, 0.0, failed, leader.fetches.pending_blocks)
+            blocks, seconds = counts.onboarded_blocks.get(tier, 0), counts.loaded_seconds.get(tier, 0.0)
+            add(tier, DEVICE, blocks, seconds, log.failed_loads[tier], loading[tier])
         return flows
 
 

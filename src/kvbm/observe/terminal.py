@@ -47,6 +47,13 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: 
 
 
 @contextmanager
+def block_progress(label: str, lines_every: float = 0.0) -> Iterator[Callable[[int, int], None]]:
+    """As :func:`progress`, for (done, all) in blocks."""
+    with progress(label, lines_every) as show:
+        yield lambda done, total: show(done, total, lambda: f"{done:,} of {total:,} blocks")
+
+
+@contextmanager
 def progress(label: str, lines_every: float = 0.0) -> Iterator[Show]:
     """A bar on standard error; where that is no terminal, a line every ``lines_every`` seconds (0: none)."""
     label, console, due = printable(label), open_console(sys.stderr), 0.0

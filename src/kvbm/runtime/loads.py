@@ -98,6 +98,16 @@ class Load:
         """Tiers that still write to its near slots."""
         return list(dict.fromkeys(read.store.tier for read in self.staged if read.owes))
 
+    def late_result(self) -> LoadResult | None:
+        """Of a load whose given-up reads have ended by now: its near slots are free. None while one goes on."""
+        for read in self.staged:
+            read.collect()
+        if self.late:
+            return None
+        bad: set[int] = set().union(*(read.bad for read in self.staged))
+        missed = self.missed.union(*(read.missed for read in self.staged))
+        return LoadResult(self.plan.id, sorted(bad), missed=sorted(missed))
+
     def result(self) -> LoadResult:
         bad, missed = self.lost()
         near = sum(part.seconds for part in self.parts)

@@ -301,16 +301,9 @@ class Worker:
                 read.give_up(f"gave up waiting for the {read.store.tier} tier: {reason}")
 
     def _collect_late(self) -> list[LoadResult]:
-        """Loads whose given-up reads have ended by now: their near slots are free."""
-        results = []
-        for load in list(self._late.values()):
-            for read in load.staged:
-                read.collect()
-            if not load.late:
-                del self._late[load.plan.id]
-                bad: set[int] = set().union(*(read.bad for read in load.staged))
-                missed = load.missed.union(*(read.missed for read in load.staged))
-                results.append(LoadResult(load.plan.id, sorted(bad), missed=sorted(missed)))
+        results = [result for load in self._late.values() if (result := load.late_result()) is not None]
+        for result in results:
+            del self._late[result.id]
         return results
 
     @property

@@ -139,19 +139,19 @@ class DaemonThreads:
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         """Raises RuntimeError after :meth:`close`: no thread is left to run it."""
         future: Future[T] = Future()
-        with self._closing:
-            if self._closed:
-                raise RuntimeError("closed")
-            self._tasks.put((future, call, arguments))
+        self._put(future, call, arguments)
         return future
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:
         """As :meth:`submit`, for a call that reports its own end and never raises. A future costs the interpreter as
         much as the rest of a short task."""
+        self._put(None, call, arguments)
+
+    def _put(self, future: Future[Any] | None, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         with self._closing:
             if self._closed:
                 raise RuntimeError("closed")
-            self._tasks.put((None, call, arguments))
+            self._tasks.put((future, call, arguments))
 
     def close(self, seconds: float | None = None, *, cancel: bool = False) -> bool:
         """Finish what was submitted, or with ``cancel`` only what has begun. False when a call still has not returned

@@ -23,8 +23,8 @@ from kvbm.core.policy.admission import AdmissionRule, AdmitAll
 from kvbm.plans import MovePlan, MoveResult, TierName
 
 
-class _Move:
-    """A move on its way."""
+class Move:
+    """A move on its way, and the ranks that owe an answer."""
 
     __slots__ = ("bad", "plan", "ranks", "seconds")
 
@@ -33,6 +33,15 @@ class _Move:
         self.ranks = set(range(ranks))
         self.bad: set[int] = set()
         self.seconds = 0.0
+
+    def ends(self, rank: int, result: MoveResult) -> bool:
+        """Take in a rank's answer. True when it was the last one."""
+        if rank not in self.ranks:
+            return False
+        self.ranks.remove(rank)
+        self.bad.update(result.bad)
+        self.seconds = max(self.seconds, result.seconds)
+        return not self.ranks
 
 
 class Edge:
@@ -69,7 +78,7 @@ class Edge:
         self._max_pending = 0
         self.share_near_tier(1)
         self._waiting: dict[Key, None] = {}
-        self._moves: dict[int, _Move] = {}
+        self._moves: dict[int, Move] = {}
         self.pending_blocks = 0
 
     def share_near_tier(self, edges: int) -> None:
@@ -116,7 +125,7 @@ class Edge:
         plan = self._manager.move(batch, self.target, self.source)
         if plan is None:
             return None
-        self._moves[plan.id] = _Move(plan, self._ranks)
+        self._moves[plan.id] = Move(plan, self._ranks)
         self.pending_blocks += len(plan.slots)
         return plan
 
@@ -124,12 +133,7 @@ class Edge:
         """A rank has written its part of a move, or failed to. Returns the blocks that can be found in the target from
         now on. Ignores moves of other edges."""
         move = self._moves.get(result.id)
-        if move is None or rank not in move.ranks:
-            return []
-        move.ranks.remove(rank)
-        move.bad.update(result.bad)
-        move.seconds = max(move.seconds, result.seconds)
-        if move.ranks:
+        if move is None or not move.ends(rank, result):
             return []
         del self._moves[result.id]
         blocks = len(move.plan.slots)

@@ -13,18 +13,9 @@ from kvbm.core.breaker import Breaker
 from kvbm.core.counts import Counts, add
 from kvbm.core.manager import BlockManager, Match
 from kvbm.plans import MovePlan, MoveResult, TierName
+from kvbm.tiers.edges import Move
 
 MAX_SHARE = 4  # of the near tier: one in so many slots is filled ahead at a time
-
-
-class _Fetch:
-    __slots__ = ("bad", "plan", "ranks", "seconds")
-
-    def __init__(self, plan: MovePlan, ranks: int) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.seconds = 0.0
 
 
 class Fetches:
@@ -44,7 +35,7 @@ class Fetches:
         self._counts = counts
         self._breakers = breakers
         self._observe = observe
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Move] = {}
         self._due: list[MovePlan] = []
         self.pending_blocks = 0
         self.max_blocks = manager.near.size // MAX_SHARE
@@ -53,7 +44,7 @@ class Fetches:
         """Begin to fetch the blocks of a match that lie in remote tiers; returns how many."""
         plans = self._manager.fetch(match, self.max_blocks - self.pending_blocks)
         for plan in plans:
-            self._fetches[plan.id] = _Fetch(plan, self._ranks)
+            self._fetches[plan.id] = Move(plan, self._ranks)
             self.pending_blocks += len(plan.slots)
         self._due += plans
         return sum(len(plan.slots) for plan in plans)
@@ -66,12 +57,7 @@ class Fetches:
     def end(self, rank: int, result: MoveResult, now: float) -> None:
         """A rank has read its part, or failed to. Ignores moves that are no fetches."""
         fetch = self._fetches.get(result.id)
-        if fetch is None or rank not in fetch.ranks:
-            return
-        fetch.ranks.remove(rank)
-        fetch.bad.update(result.bad)
-        fetch.seconds = max(fetch.seconds, result.seconds)
-        if fetch.ranks:
+        if fetch is None or not fetch.ends(rank, result):
             return
         del self._fetches[result.id]
         tier, blocks = fetch.plan.source, len(fetch.plan.slots)

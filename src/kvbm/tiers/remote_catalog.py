@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog
+from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key
 
 
@@ -22,15 +22,6 @@ class RemoteCatalog(Catalog):
         self._pins: dict[int, int] = {}
         self._bad: OrderedDict[Key, float] = OrderedDict()  # -> until when
         self._is_reset = False
-
-    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
-        places = []
-        for key in keys[start:] if start else keys:
-            place = self.find(key)
-            if place is None or place == PENDING:
-                break
-            places.append(place)
-        return places
 
     def key_of(self, place: int) -> Key | None:
         return self._keys.get(place)

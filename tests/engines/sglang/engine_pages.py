@@ -18,7 +18,7 @@ from kvbm.tiers.base import RankContext
 
 PAGE = 3 * 4096 - 512  # no multiple of a disk's block
 CACHE = {"engine": "sglang", "model": "test", "layout": "x"}
-SOON = 5.0
+SOON = 60.0
 
 
 def keys(*numbers):

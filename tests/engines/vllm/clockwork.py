@@ -300,7 +300,7 @@ class Clockwork:
         windows: Sequence[int] = (0,),
         **options: Any,
     ) -> None:
-        config = make_config(model, {"cpu_cache_override_num_blocks": 200, "load": "always", **kvbm}, **options)
+        config = make_config(model, {"cpu_cache_override_num_blocks": 200, **kvbm}, **options)
         config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = ranks
         config.scheduler_config.async_scheduling = overlap
         config.cache_config.num_gpu_blocks = blocks

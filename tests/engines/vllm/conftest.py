@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import PROJECT, Driver, Outcome, generate
+from engines import IMPATIENT, PATIENT, PROJECT, SETTINGS, Driver, Outcome, generate, has_late_stores
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +41,17 @@ def make_clockwork(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     made: list[Clockwork] = []
 
+    def set_seconds(places: dict[str, float]) -> None:
+        for place, value in places.items():
+            monkeypatch.setattr(place.replace(":", "."), value)
+
+    set_seconds(PATIENT)
+
     def make(kvbm: dict[str, Any] | None = None, heir: bool = False, **options: Any) -> Clockwork:
-        engine = Clockwork(model, kvbm or {}, **options)
+        kvbm = {**SETTINGS, **(kvbm or {})}
+        if has_late_stores(kvbm):
+            set_seconds(IMPATIENT)
+        engine = Clockwork(model, kvbm, **options)
         if heir and made:
             engine._requests = made[-1]._requests
         made.append(engine)
@@ -74,7 +83,8 @@ def run_scenario(driver: Driver, model: str, tmp_path_factory: pytest.TempPathFa
         timeout: float = 300,
     ) -> Outcome:
         if kvbm is not None:
-            kvbm = {"load": "always", **kvbm}
+            kvbm = {**SETTINGS, **kvbm}
+            patch = {**PATIENT, **(IMPATIENT if has_late_stores(kvbm) else {}), **(patch or {})}
         scenario = {"engine": {"model": model, **(engine or {})}, "kvbm": kvbm, "env": env or {}, "steps": steps}
         scenario |= {"patch": patch or {}, "swap": swap, "spawn": spawn}
         outcome = driver.run(scenario, tmp_path_factory.mktemp("engine"), timeout)

@@ -273,6 +273,24 @@ class Scenario:
                 raise TimeoutError(f"stores are under way after {seconds} s")
             self.step()
 
+    def drain_loads(self, seconds: float = 60) -> None:
+        """One step, and more until no load is under way."""
+        deadline = time.monotonic() + seconds
+        self.step()
+        while self.adapter.leader.loads_under_way:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"loads are under way after {seconds} s")
+            self.step()
+
+    def wait_for_index(self, seconds: float = 60) -> None:
+        """The index thread of each persistent tier has written what it was given, of itself."""
+        from kvbm.tiers.disk import index
+
+        for each in list(index._open):
+            with each._changed:
+                if not each._changed.wait_for(lambda each=each: each._written >= each._given, seconds):
+                    raise TimeoutError(f"the index in {each.directory} is not written after {seconds} s")
+
     def reset(self, connector: bool = False, running: bool = False) -> bool:
         """vLLM's prefix cache and, if asked to, KVBM's."""
         options = {"reset_connector": True} if connector else {}
@@ -340,7 +358,7 @@ class Scenario:
     def look(self, path: str) -> str:
         """What KVBM's own port answers."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.adapter.observer.server.url + path, timeout=10) as response:
+        with opener.open(self.adapter.observer.server.url + path, timeout=60) as response:
             return response.read().decode()
 
     def state(self) -> dict:
@@ -397,14 +415,14 @@ class Scenario:
         import zmq
 
         publisher = self.scheduler.kv_event_publisher
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not publisher._event_queue.empty() and time.monotonic() < deadline:
             time.sleep(0.05)
         found = []
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.connect(publisher._replay_endpoint)
             socket.send_multipart([b"", (0).to_bytes(8, "big")])
-            while socket.poll(10_000):
+            while socket.poll(60_000):
                 *_, number, payload = socket.recv_multipart()
                 if number == publisher.END_SEQ:
                     return found

@@ -18,6 +18,28 @@ PROJECT = Path(__file__).resolve().parents[3]
 BLOCK = 32  # tokens; the CPU attention kernel takes multiples of 32 only
 START_SECONDS = 180  # importing vLLM from a cold disk
 
+# How long KVBM waits, for tests that count what has come: a machine that stops for some seconds must not change that.
+# Tests of a deadline set it themselves.
+PATIENT = {
+    "kvbm.engines.vllm.adapters:ASK_SECONDS": 60.0,
+    "kvbm.engines.vllm.deferral:LONGEST_PUT_OFF": 60.0,
+    "kvbm.engines.vllm.deferral:PATIENCE_SECONDS": 60.0,
+    "kvbm.engines.vllm.idle:MAX_MOVE_STALL_SECONDS": 60.0,
+    "kvbm.runtime.flush:FLUSH_SECONDS": 60.0,
+    "kvbm.tiers.bounded:DISK_END_SECONDS": 60.0,
+    "kvbm.tiers.disk.index:_LAST_SECONDS": 60.0,
+}
+# Where stores are late on purpose, requests do not wait for them.
+IMPATIENT = {
+    "kvbm.engines.vllm.deferral:PATIENCE_SECONDS": 0.25,
+    "kvbm.testing.copier_faults:STORE_DELAY_SECONDS": 0.25,
+}
+SETTINGS = {"load": "always", "disk_load_timeout_secs": 60}
+
+
+def has_late_stores(kvbm: dict[str, Any]) -> bool:
+    return "slow-store" in kvbm.get("inject_faults", "")
+
 
 class EngineFailedError(AssertionError):
     """The engine's process died or hung; the message ends with the last lines it printed."""
@@ -88,12 +110,12 @@ class Driver:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        pid = self._hear(30)["pid"]
+        pid = self._hear(START_SECONDS)["pid"]
         try:
             status = self._hear(timeout)["status"]
         except queue.Empty:
             end_group(pid)
-            self._hear(30)
+            self._hear(START_SECONDS)
             raise EngineFailedError(f"the engine was killed after {timeout} s:\n{_tail(log)}") from None
         # Whatever the engine has started shares its group; nothing of it may outlive the scenario.
         end_group(pid)
@@ -106,7 +128,7 @@ class Driver:
 
     def close(self) -> None:
         end_group(self._process.pid)
-        self._process.wait(30)
+        self._process.wait(START_SECONDS)
 
 
 def _tail(log: Path, lines: int = 60) -> str:

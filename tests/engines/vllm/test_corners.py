@@ -64,7 +64,7 @@ def test_several_samples_of_one_prompt(run_scenario):
     assert is_clean(story["end"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.long), "async"])
 def test_prompt_logprobs_are_computed_for_every_token(mode, run_scenario):
     """They cannot be brought back, so nothing of such a prompt is."""
     steps = [

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import random
 import subprocess
+import time
 
 import pytest
 from engines import EngineFailedError, do, generate, numbers, prompt
@@ -129,14 +130,20 @@ def test_many_requests_with_one_prefix_read_it_once(make_engine):
     engine.check_idle()
 
 
-def test_whoever_has_waited_long_enough_for_another_reads_for_itself(make_engine):
+def test_whoever_has_waited_long_enough_for_another_reads_for_itself(make_engine, monkeypatch, stall):
+    monkeypatch.setattr("kvbm.engines.vllm.deferral.PATIENCE_SECONDS", 0.25)
     first = make_engine()
     first.add("first", PROMPT)
     first.run()
     first.close()
-    engine = make_engine({"inject_faults": "disk-slow-read:seconds=0.6"})
+    engine = make_engine({"inject_faults": "disk-slow-read"})
     for name in ("one", "two"):
         engine.add(name, PROMPT)
+    deadline = time.monotonic() + 60
+    while not all(state.loads for state in engine.adapter._requests.values()):
+        assert time.monotonic() < deadline
+        engine.turn()
+    stall.over.set()
     engine.run()
     engine.check()
     assert from_disk(engine) == 20
@@ -190,7 +197,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(16, 48))])
 def test_random_histories_with_a_disk_end_with_the_right_tokens(seed, make_engine):
     """As in test_overlap.py, over engines that come one after the other, with a disk that fails and hangs."""
     source = random.Random(seed)
@@ -202,7 +209,7 @@ def test_random_histories_with_a_disk_end_with_the_right_tokens(seed, make_engin
         "inject_faults": faults,
         "cpu_cache_override_num_blocks": source.choice((0, 12, 30)),
         "disk_cache_override_num_blocks": source.choice((30, 200)),
-        "disk_load_timeout_secs": 0.1,
+        "disk_load_timeout_secs": 0.1 if faults else 60,
         "disk_bounce_mb": 1,
         "disable_disk_offload_filter": not faults or source.random() < 0.7,
         "onboard": "async" if overlap and "load" in faults else "auto",
@@ -266,7 +273,7 @@ def test_prompts_come_back_from_disk_after_the_end_of_an_engine(end, ranks, run_
     first = [generate(*PROMPTS, name="cold"), do("drain"), do("state", "end")]
     if end == "kill":
         with pytest.raises(EngineFailedError, match="status -9"):
-            run_scenario([*first, do("sleep", seconds=0.5), do("kill")], kvbm, **options)
+            run_scenario([*first, do("wait_for_index"), do("kill")], kvbm, **options)
     else:
         story = run_scenario(first, kvbm, **options)
         assert story.tokens("cold") == wanted
@@ -279,7 +286,7 @@ def test_prompts_come_back_from_disk_after_the_end_of_an_engine(end, ranks, run_
     assert not story["end"]["busy"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_disk_that_fails_costs_time_and_no_token(ranks, run_scenario, baseline, tmp_path):
     """Host memory for little more than one prompt: the others have to come from a disk whose every other call fails."""
     options, rank = (RANKS, ":rank=1") if ranks == 2 else ({}, "")

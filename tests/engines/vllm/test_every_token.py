@@ -67,7 +67,13 @@ def ask(task: str) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("kind", POOLING)
+# Of the others test_whole_prompts.py checks what KVBM decides.
+FAST = ("LAST", "ALL", "classify")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.long) for kind in POOLING]
+)
 def test_pooling_gives_what_vllm_gives(kind, run_scenario, classifier):
     task, pooler, engine, out, cached = POOLING[kind]
     engine = {"runner": "pooling", "enable_prefix_caching": None, **engine, "pooler_config": {"task": task, **pooler}}

@@ -92,11 +92,13 @@ def test_what_the_last_step_has_computed_is_found_after_a_restart(ranks, order, 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_copies_that_have_not_ended_are_waited_for(order, make_engine, said):
+def test_copies_that_have_not_ended_are_waited_for(order, make_engine, said, monkeypatch):
     """The copy to host memory begins late and so does the write: the flush waits for one and then for the other."""
     first = make_engine({"inject_faults": "slow-store,disk-slow-write:seconds=0.3"})
-    answer(first)
-    assert first.counts.offloaded_blocks == 0
+    with monkeypatch.context() as holding:
+        holding.setattr("kvbm.testing.copier_faults._Late.done", lambda store: False)
+        answer(first)
+        assert first.counts.offloaded_blocks == 0
     assert sum(end(first, order).moved_blocks.values()) == BLOCKS
     assert said == []
     assert lookup_after_restart(make_engine) == BLOCKS
@@ -127,6 +129,8 @@ def test_a_disk_that_hangs_holds_up_the_end_no_longer_than_the_deadline(order, m
     monkeypatch.setattr(DiskFile, "close", lambda self, timeout: waits.append(timeout) or close(self, timeout))
     first = make_engine()
     answer(first)
+    while not first.adapter.leader.edges[0].pending_blocks:
+        first.turn()
     counts = end(first, order)
     assert waits == [1.0]
     assert said == [
@@ -145,7 +149,7 @@ def test_what_no_worker_can_confirm_is_told(make_engine, gate, monkeypatch, said
     monkeypatch.setattr("kvbm.engines.vllm.scheduler.find_local", lambda engine, rank: None)
     first = make_engine({"max_pending_spills": 4})
     answer(first)
-    for _ in range(200):
+    while not first.adapter.leader.edges[0].pending_blocks:
         first.submit()
         first.process()
     gate.set()
@@ -161,6 +165,7 @@ def test_writes_that_ended_while_vllm_slept_are_heard_when_it_wakes_up_to_end(ma
     """A write takes longer than vLLM steps on for it. vLLM asks for work once more before it ends its workers."""
     clock = type("Clock", (), {"now": 1000.0, "monotonic": lambda self: self.now})()
     monkeypatch.setattr("kvbm.engines.vllm.idle.time", clock)
+    monkeypatch.setattr("kvbm.engines.vllm.idle.MAX_MOVE_STALL_SECONDS", 2.0)
     engine = make_engine()
     answer(engine)
     while not engine.adapter.leader.edges[0].pending_blocks:
@@ -184,6 +189,7 @@ def test_a_disk_that_still_hangs_when_vllm_wakes_up_is_given_up_again(make_engin
     """However long a step takes: vLLM was not asleep while it stepped."""
     clock = type("Clock", (), {"now": 1000.0, "monotonic": lambda self: self.now})()
     monkeypatch.setattr("kvbm.engines.vllm.idle.time", clock)
+    monkeypatch.setattr("kvbm.engines.vllm.idle.MAX_MOVE_STALL_SECONDS", 2.0)
     engine = make_engine()
     answer(engine)
     while not engine.adapter.leader.edges[0].pending_blocks:
@@ -212,7 +218,8 @@ def test_prompts_of_an_engine_that_ends_at_once_come_back_from_disk(run_scenario
         "disable_disk_offload_filter": True,
     }
     late = {**kvbm, "inject_faults": "slow-store,disk-slow-write:seconds=0.2"}
-    story = run_scenario([generate(*PROMPTS, max_tokens=1), do("state", "end")], late)
+    steps = [do("hold_stores"), generate(*PROMPTS, max_tokens=1), do("state", "end"), do("mend")]
+    story = run_scenario(steps, late)
     assert story["end"]["spilled"] == 0
     assert "lost at exit" not in story.output
     story = run_scenario([generate(*PROMPTS, name="again", max_tokens=1), do("state", "end")], kvbm)

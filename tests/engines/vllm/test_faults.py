@@ -20,7 +20,7 @@ def lost_load(request, run_scenario):
         do("reset"),
         do("held", "held before", prompts=[PROMPT]),
         do("add", names=["a"], prompts=[PROMPT]),
-        do("step"),
+        do("drain_loads"),
         do("held", "held after the load", prompts=[PROMPT]),
         do("state", "after the load"),
         do("finish", "answer"),

@@ -192,7 +192,7 @@ def test_prompts_come_back_from_host_memory_after_the_end_of_an_engine(end, rank
     first = [generate(*PROMPTS, name="cold"), do("drain")]
     if end == "kill":
         with pytest.raises(EngineFailedError, match="status -9"):
-            run_scenario([*first, do("sleep", seconds=0.5), do("kill")], kvbm, **options)
+            run_scenario([*first, do("wait_for_index"), do("kill")], kvbm, **options)
     else:
         assert run_scenario(first, kvbm, **options).tokens("cold") == wanted
     steps = [generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("metrics", "metrics")]

@@ -87,7 +87,9 @@ def test_after_a_restart_an_adapter_is_found_by_its_weights_alone(run_scenario, 
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("mode", "ranks"), [("sync", 1), ("async", 1), ("sync", 2)])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("sync", 1), pytest.param("async", 1, marks=pytest.mark.long), ("sync", 2)]
+)
 def test_new_weights_of_an_adapter_are_another_adapter(mode, ranks, run_scenario, seeds, alone, tmp_path):
     reloaded, evicted, stale, other = (
         [name, number, write_adapter(tmp_path / name, OLD)]
@@ -178,6 +180,7 @@ def test_a_request_in_flight_keeps_nothing_from_the_reload_of_its_adapter_on(run
     assert story["end"]["offloaded"] == (len(PROMPTS["fly"]) + 99) // 32
 
 
+@pytest.mark.long
 def test_two_ranks_find_the_blocks_of_an_adapter_again(run_scenario, seeds, alone, tmp_path):
     kvbm = {
         **HOST,

@@ -36,7 +36,9 @@ def engine(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module", params=["shared-sync", "broadcast-sync", "broadcast-async"])
+@pytest.fixture(
+    scope="module", params=["shared-sync", pytest.param("broadcast-sync", marks=pytest.mark.long), "broadcast-async"]
+)
 def way(request):
     return request.param
 

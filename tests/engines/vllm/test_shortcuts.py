@@ -138,7 +138,7 @@ def play(way, seed, steps=60, blocks=48, pool=None):
         yield shortcut_blocks._state(pool)
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.long) for part in range(2, 8))])
 def test_a_pool_ends_up_as_vllm_leaves_it_whatever_happens_to_it(part):
     ours = Ours()
     for seed in range(part * 250, (part + 1) * 250):

@@ -139,7 +139,7 @@ def test_a_reset_waits_for_the_load_of_an_aborted_request(run_scenario, baseline
 def test_an_engine_of_another_process_sleeps_beside_loads(run_scenario, baseline):
     steps = [
         generate(PROMPT),
-        call("sleep_beside_loads", "errors", prompt=PROMPT, times=4),
+        call("sleep_beside_loads", "errors", prompt=PROMPT, times=2),
         generate(PROMPT, name="again"),
     ]
     kvbm = {**CACHE, "onboard": "async", "inject_faults": "slow"}

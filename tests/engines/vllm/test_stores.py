@@ -13,7 +13,7 @@ from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.guard import Faults
 from kvbm.engines.session import Session
-from kvbm.engines.vllm.groups import OneGroup
+from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.request import RequestState
 from kvbm.engines.vllm.stores import Stores
 from kvbm.plans import Report, StoreResult
@@ -43,7 +43,7 @@ class Scheduler:
         config = load({"offload_decode": answers}, environ={}, files=())
         session = Session("vLLM", config, Faults(), BLOCK, step_tokens=64, hidden_size=None)
         session.leader = self.leader
-        self.stores = Stores(session, Keys(), OneGroup(), lambda *about: self.told.append(about[2:]), Faults())
+        self.stores = Stores(session, Keys(), Groups(), lambda *about: self.told.append(about[2:]), Faults())
         self.requests = {}
 
     def add(self, name, prompt):

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300 + i, 200) for i in range(6)]
 BLOCKS = 6  # of a prompt that a load can bring
-ADDED = {"toy_tier.plugin:REGISTERED": True, "toy_tier:SIZE": 200}
+ADDED = {"toy_tier.plugin:REGISTERED": True, "toy_tier:SIZE": 200, "toy_tier.catalog:LOOKUP_SECONDS": 60.0}
 
 
 def toy(what, name=None, **arguments):
@@ -42,6 +42,7 @@ def test_a_tier_that_a_folder_adds_keeps_every_token(run_scenario, baseline):
         toy("state", "failed"),
         # A server that never answers: the deadline of a lookup passes.
         toy("configure", fails=[], silent=True),
+        toy("set_patience", seconds=0.2),
         toy("forget"),
         generate(silent, name="silent"),
         do("drain"),

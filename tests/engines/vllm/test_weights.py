@@ -70,7 +70,7 @@ def test_other_weights_in_files_that_look_the_same_find_nothing(ranks, run_scena
     assert story["end"]["faults"] == {}
 
 
-@pytest.mark.parametrize("kept", ["disk", "host"])
+@pytest.mark.parametrize("kept", ["disk", pytest.param("host", marks=pytest.mark.long)])
 def test_a_folder_that_is_replaced_while_the_engine_starts_names_no_cache(
     kept, run_scenario, folder, tmp_path, tmp_path_factory
 ):

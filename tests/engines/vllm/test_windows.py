@@ -154,7 +154,7 @@ def test_a_load_that_cannot_be_planned_is_computed(run_scenario, baseline, engin
     assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
 
 
-@pytest.mark.parametrize("steps_overlap", [False, True])
+@pytest.mark.parametrize("steps_overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_where_blocks_are_short_everybody_gets_his_own(run_scenario, baseline, engine, apart, steps_overlap):
     """Requests are preempted and come back, blocks go from group to group and from one request to the next while they
     are still being copied out."""
@@ -185,7 +185,7 @@ def test_the_next_engine_finds_them_on_disk(run_scenario, baseline, engine, tmp_
         "disable_disk_offload_filter": True,
     }
     first = run_scenario(
-        [generate(LONG), generate(SHORT), do("drain"), do("sleep", seconds=1), do("drain"), do("state", "end")],
+        [generate(LONG), generate(SHORT), do("drain"), do("state", "end")],
         kvbm,
         engine,
     )

@@ -283,9 +283,12 @@ def test_an_idle_server_uses_no_cpu(member):
         fields = Path(f"/proc/{member.server.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
-    before = ticks()
-    time.sleep(3)
-    assert ticks() - before <= 3  # of 300: one percent of a core
+    def is_idle():
+        before = ticks()
+        time.sleep(1)
+        return ticks() - before <= 1  # of 100: one percent of a core
+
+    assert any(is_idle() for _ in range(30))  # what it has been asked to do may take it a while
     for reader in readers:
         reader.close()
 

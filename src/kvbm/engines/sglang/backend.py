@@ -76,7 +76,9 @@ class KvbmStorage(HiCacheStorage):
                 "every rank has the same KV, which one rank keeps for all on disk; a host tier alone is of no use to "
                 "the others. Set DYN_KVBM_DISK_CACHE_GB."
             )
-        self._weights = _read_weights() if persistent else ""
+        self._weights = ""
+        if persistent:  # the scheduler's process makes this backend, and has loaded the model by then
+            self._weights = weights.fingerprint_or_warn(weights.digest_of_process, weights.gather_in_world)
         if not self._weights and (not writes or not registry.NEAR.is_wanted(self._config)):
             if writes:  # a rank that only reads has nothing to read then, and the rank that writes has said why
                 logger.warning(
@@ -363,18 +365,6 @@ class KvbmStorage(HiCacheStorage):
             self._stores.clear()
         for store in stores:
             store.close()
-
-
-def _read_weights() -> str:
-    """The digest that all ranks of the server agree on; empty, with a sentence, when there is none. The scheduler's
-    process makes this backend, and has loaded the model by then."""
-    try:
-        found = weights.fingerprint(weights.digest_of_process, weights.gather_in_world)
-    except weights.UnreadableError as error:
-        logger.warning(weights.PERSISTENCE_OFF, error)
-        return ""
-    logger.debug("hashed the weights of this rank in %.2f s: %s", found.seconds, found.weights)
-    return found.weights
 
 
 def _page(tensor: torch.Tensor) -> Page:

@@ -396,12 +396,6 @@ class PageStore:
             return True
 
     def _ended_loads(self) -> list[LoadResult]:
-        results = []
-        for load in list(self._late):
-            for read in load.staged:
-                read.collect()
-            if not load.late:
-                self._late.remove(load)
-                bad, missed = load.lost()
-                results.append(LoadResult(load.plan.id, bad, missed=missed))
+        results = [result for load in self._late if (result := load.late_result()) is not None]
+        self._late = [load for load in self._late if load.late]
         return results

@@ -17,12 +17,8 @@ class StepMeta(msgspec.Struct, frozen=True, array_like=True):
     owners: dict[int, int] = {}
 
 
+encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(StepMeta).decode
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(step: StepMeta) -> bytes:
-    return _encode(step)
 
 
 def decode(data: object) -> StepMeta:

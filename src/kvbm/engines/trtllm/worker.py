@@ -109,15 +109,9 @@ class WorkerAdapter:
     def _describe(self) -> Fingerprint | None:
         """What names a cache that outlives this engine; None, with a sentence, when there can be none. The engine has
         loaded its weights before it makes its KV cache, in this process."""
-        try:
-            found = weights.fingerprint(
-                weights.digest_of_process, lambda own: compat.gather_over_ranks(own, self._setup.ranks)
-            )
-        except weights.UnreadableError as error:
-            logger.warning(weights.PERSISTENCE_OFF, error)
-            return None
-        logger.debug("rank %d: hashed its weights in %.2f s: %s", self._rank.rank, found.seconds, found.weights)
-        return {**self._setup.cache, "weights": found.weights}
+        ranks = self._setup.ranks
+        found = weights.fingerprint_or_warn(weights.digest_of_process, lambda own: compat.gather_over_ranks(own, ranks))
+        return {**self._setup.cache, "weights": found} if found else None
 
     def _meet(self, hello: Hello) -> ZmqWorker:
         config = self._config

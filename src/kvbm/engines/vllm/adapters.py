@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.worker import WorkerAdapter
 from kvbm.plans import AdapterUse, Report
 
 # Seconds that a request is deferred (`None` to vLLM) while the ranks load its adapter and report the digest. They
@@ -29,26 +30,17 @@ class Weights(NamedTuple):
         return AdapterUse(self.adapter, list(self.loads_by_rank), list(loads), list(stores), list(blocks))
 
 
-class LocalRank(Protocol):
-    """The only rank, where it is in this process."""
-
-    def shares_thread(self) -> bool:
-        """True in the thread that submits this worker's steps. Kernels of the last step may still run; a load is
-        ordered behind them."""
-
-    def take_adapter_news(self) -> dict[int, tuple[int, str]]: ...
-
-    def load_adapters(self, wanted: Iterable[bytes]) -> None: ...
-
-
 class Adapters:
     """Called from vLLM's scheduler thread.
 
     ``loads_in_any_step``: whether ranks can load an adapter for the leader in a step that computes something.
-    ``max_loras``: adapters that they load in one step, in front of the requests that run.
+    ``local``: the only rank, where it is in this process. ``max_loras``: adapters that they load in one step, in front
+    of the requests that run.
     """
 
-    def __init__(self, ranks: int, loads_in_any_step: bool, local: LocalRank | None = None, max_loras: int = 1) -> None:
+    def __init__(
+        self, ranks: int, loads_in_any_step: bool, local: WorkerAdapter | None = None, max_loras: int = 1
+    ) -> None:
         self._ranks = ranks
         self._loads_in_any_step = loads_in_any_step
         self._local = local

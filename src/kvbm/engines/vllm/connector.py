@@ -22,12 +22,11 @@ from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat, early_check, shortcuts
-from kvbm.engines.vllm.groups import Groups, OneGroup, SeveralGroups
+from kvbm.engines.vllm.groups import Groups, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerAdapter
-from kvbm.plans import Report, StepPlan, decode_hello, encode, merge_plans
-from kvbm.runtime.channel import InBandLeader, InBandWorker
+from kvbm.plans import Report, StepPlan, decode_hello, decode_reports, decode_step, encode
 from kvbm.runtime.worker import Outcome
 from kvbm.tracing import annotate
 
@@ -70,8 +69,6 @@ class DynamoConnector(KVConnectorBase_V1):
         compat.speak_like_vllm()
         self._faults = Faults()
         self._adapter: SchedulerAdapter | WorkerAdapter | None = None
-        self._leader_channel = InBandLeader()
-        self._worker_channel = InBandWorker()
         self._loses_requests = False
         self._received: KVConnectorMetadata | None = None
         self._plan = StepPlan()
@@ -146,19 +143,19 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(lambda: DynamoConnectorMetadata(b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        self._leader_channel.send(self._scheduler.plan_step(scheduler_output))
-        return DynamoConnectorMetadata(self._leader_channel.pack())
+        plan = self._scheduler.plan_step(scheduler_output)
+        return DynamoConnectorMetadata(encode(plan) if plan else b"")
 
     @guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReports):
+            reports: list[Report] = []
             try:
-                for part in meta.reports:
-                    self._leader_channel.unpack(part)
-            except Exception as error:
+                reports = [report for part in meta.reports for report in decode_reports(part)]
+            except Exception as error:  # both ends are one installation: a fault of the program
                 self._scheduler.switch_off(error)
-            self._scheduler.apply(self._leader_channel.receive())
+            self._scheduler.apply(reports)
         if connector_output.invalid_block_ids:
             self._scheduler.lost(connector_output.invalid_block_ids)
 
@@ -224,9 +221,7 @@ class DynamoConnector(KVConnectorBase_V1):
         """Take in a step's plan. vLLM hands it over twice, before the step and at its beginning."""
         if metadata is not self._received:
             assert isinstance(metadata, DynamoConnectorMetadata)
-            self._worker_channel.unpack(metadata.metadata)
-            plans = self._worker_channel.receive()
-            self._plan = plans[0] if len(plans) == 1 else merge_plans(plans)
+            self._plan = decode_step(metadata.metadata) if metadata.metadata else StepPlan()
             self._received = metadata
 
     def clear_connector_metadata(self) -> None:
@@ -273,12 +268,9 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         outcome, self._outcome = self._outcome, None
-        if outcome is not None:
-            self._worker_channel.send(outcome.report)
-        adapters = self._worker.take_adapter_news()
-        self._worker_channel.send(Report(self._worker.rank, faults=self._faults.take(), adapters=adapters))
-        payload = self._worker_channel.pack()
-        return WorkerReports([payload]) if payload else None
+        more = Report(self._worker.rank, faults=self._faults.take(), adapters=self._worker.take_adapter_news())
+        reports = [report for report in (outcome and outcome.report, more) if report]
+        return WorkerReports([encode(reports)]) if reports else None
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
@@ -340,7 +332,7 @@ def _groups(vllm_config: Any, kv_cache_config: Any) -> Groups | str:
     groups = kv_cache_config.kv_cache_groups
     attention = compat.unsupported_attention(groups[0]) if len(groups) == 1 else ""
     if attention is None:
-        return OneGroup()
+        return Groups()
     windows = compat.windows(vllm_config, kv_cache_config)
     if windows is not None:
         return SeveralGroups(windows, vllm_config.cache_config.block_size)

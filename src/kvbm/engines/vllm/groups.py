@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvbm.core.catalog import Hint
 from kvbm.core.keys import Key, in_group
@@ -43,8 +43,10 @@ class Offer(NamedTuple):
     tokens: int
 
 
-class Groups(Protocol):
-    apart: bool  # blocks of a prefix are in several places, so that it is loaded as a whole, outside of the step
+class Groups:
+    """All layers see all tokens, and have their blocks in one table."""
+
+    apart = False  # True: a prefix has blocks in several places, so it is loaded as a whole, outside of the step
 
     def find(
         self,
@@ -56,62 +58,34 @@ class Groups(Protocol):
         hint: Hint | None = None,
     ) -> Match:
         """The longest prefix that can be brought back, see :meth:`BlockManager.lookup`."""
+        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers, hint=hint)
 
     def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
         """(match to load for the first ``count`` blocks, the engine's blocks to fill). The match is shorter than the
         list of blocks if a tier has evicted some meanwhile."""
+        return match.cut(count), self.targets(tables, match.start, count)
 
     def targets(self, tables: Tables, start: int, count: int) -> Sequence[int]:
         """The engine's blocks that so many blocks of a prompt are in."""
+        return tables[0][start : start + count]
 
     def completed(
         self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
     ) -> tuple[Sequence[Key], Sequence[int]]:
         """(keys, blocks) of a prompt's blocks ``first`` to ``end``, which a step completes that began with so many
         ``computed`` tokens, and of the states that vLLM offers up to there."""
-
-    def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
-        """The keys of the blocks that a request has used up to this position, the front first."""
-
-    def moved(self, blocks: int) -> int:
-        """How many blocks are moved for so many of a prompt."""
-
-
-class OneGroup:
-    """All layers see all tokens."""
-
-    apart = False
-
-    def find(
-        self,
-        manager: BlockManager,
-        keys: Sequence[Key],
-        start: int,
-        limit: int,
-        wait_for_writers: bool = True,
-        hint: Hint | None = None,
-    ) -> Match:
-        return manager.lookup(keys, start, limit, wait_for_writers=wait_for_writers, hint=hint)
-
-    def place(self, manager: BlockManager, match: Match, tables: Tables, count: int) -> tuple[Match, Sequence[int]]:
-        return match.cut(count), self.targets(tables, match.start, count)
-
-    def targets(self, tables: Tables, start: int, count: int) -> Sequence[int]:
-        return tables[0][start : start + count]
-
-    def completed(
-        self, keys: Sequence[Key], tables: Tables, first: int, end: int, computed: int, offers: Sequence[Offer] = ()
-    ) -> tuple[Sequence[Key], Sequence[int]]:
         return keys[first:end], tables[0][first:end]
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
+        """The keys of the blocks that a request has used up to this position, the front first."""
         return keys[:blocks]
 
     def moved(self, blocks: int) -> int:
+        """How many blocks are moved for so many of a prompt."""
         return blocks
 
 
-class SeveralGroups:
+class SeveralGroups(Groups):
     """``windows``: how many tokens the layers of each group see, the next one included; 0 for all of them, STATE for
     layers that keep a state."""
 

@@ -109,13 +109,8 @@ class WorkerAdapter:
         cache = fingerprint.describe(self._vllm_config, self._kv_cache_config)
         if cache is None:
             return None
-        try:
-            found = weights.fingerprint(lambda: digest_of_models(models), weights.gather_in_world)
-        except weights.UnreadableError as error:
-            logger.warning(weights.PERSISTENCE_OFF, error)
-            return None
-        logger.debug("rank %d: hashed its weights in %.2f s: %s", self.rank, found.seconds, found.weights)
-        return {**cache, "weights": found.weights}
+        found = weights.fingerprint_or_warn(lambda: digest_of_models(models), weights.gather_in_world)
+        return {**cache, "weights": found} if found else None
 
     def meet(self) -> Hello | None:
         """Finish the start. Returns what the leader must know; None when there is no cache to serve."""

@@ -1,14 +1,13 @@
-"""What every channel promises, and what leader and workers agree on before the first plan."""
+"""What leader and workers agree on before the first plan."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvbm.plans import Hello, Report, StepPlan, TierName
+from kvbm.plans import Hello, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -33,48 +32,6 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 TIMING = Timing()
-
-
-class LeaderChannel(ABC):
-    """The leader's end. Called from the engine's scheduler thread, in every step; no method waits."""
-
-    @abstractmethod
-    def send(self, plan: StepPlan) -> None:
-        """Deliver a plan to every rank. An empty one is not sent.
-
-        Never fails because of a worker: one that is gone shows in :meth:`lost_ranks`. Ignored after :meth:`close`.
-        """
-
-    @abstractmethod
-    def receive(self) -> list[Report]:
-        """Every report that has arrived since the last call; those of one rank in the order they were sent."""
-
-    @abstractmethod
-    def lost_ranks(self) -> dict[int, str]:
-        """Ranks that no plan reaches any more, and why. Ask in every step; a rank never comes back out of here.
-
-        The caller hands each to ``Leader.fail_rank``, which ends the loads and stores that wait for the rank.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release all resources at once, without waiting for undelivered messages. May be called twice."""
-
-
-class WorkerChannel(ABC):
-    """One rank's end. Called from the engine's worker thread; whether from others too is said by the implementation."""
-
-    @abstractmethod
-    def receive(self, timeout: float = 0.0) -> list[StepPlan]:
-        """Every plan that has arrived since the last call, in order; waits up to ``timeout`` seconds for the first."""
-
-    @abstractmethod
-    def send(self, report: Report) -> None:
-        """Deliver a report to the leader. An empty one is not sent. Never waits, never fails; ignored after a close."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """As the leader's."""
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):

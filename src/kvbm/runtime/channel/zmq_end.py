@@ -208,6 +208,7 @@ class ZmqEnd(ABC):
                     return
 
     def close(self) -> None:
+        """Release all resources at once, without waiting for undelivered messages. May be called twice."""
         with self._lock:
             if self._closed:
                 return

@@ -14,7 +14,7 @@ import zmq
 from kvbm.plans import Hello, Report, StepPlan, decode_hello, decode_reports, encode
 from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
-from kvbm.runtime.channel.base import TIMING, ChannelError, LeaderChannel, Timing, agree, name_ranks
+from kvbm.runtime.channel.base import TIMING, ChannelError, Timing, agree, name_ranks
 from kvbm.runtime.channel.curve import SECRET_SETTING
 from kvbm.runtime.channel.zmq_end import (
     ACK_SETTING,
@@ -39,7 +39,7 @@ class _Peer:
     inbox: wire.Inbox = field(default_factory=wire.Inbox)
 
 
-class ZmqLeader(ZmqEnd, LeaderChannel):
+class ZmqLeader(ZmqEnd):
     """The leader's end over ZeroMQ. Safe from any thread.
 
     The constructor binds and returns at once; the handshake goes on in the background, since an engine may build leader
@@ -245,6 +245,8 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
     # -- working ------------------------------------------------------------------------------------------------------
 
     def send(self, plan: StepPlan) -> None:
+        """Deliver a plan to every rank. An empty one is not sent. Never fails because of a worker: one that is gone
+        shows in :meth:`lost_ranks`. Ignored after :meth:`close`."""
         if not plan:
             return
         payload = encode(plan)
@@ -260,6 +262,7 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
                         self._lose(rank, f"has left {self._window} plans untaken")
 
     def receive(self) -> list[Report]:
+        """Every report that has arrived since the last call; those of one rank in the order they were sent."""
         with self._lock:
             self._drain()
             if self._closed or not self._reports:
@@ -271,6 +274,8 @@ class ZmqLeader(ZmqEnd, LeaderChannel):
             return reports
 
     def lost_ranks(self) -> dict[int, str]:
+        """Ranks that no plan reaches any more, and why. Ask in every step, and hand each to ``Leader.fail_rank``, which
+        ends the loads and stores that wait for it; a rank never comes back out of here."""
         with self._lock:
             if self._confirmed and not self._closed:
                 self._drain()

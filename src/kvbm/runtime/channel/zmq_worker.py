@@ -12,7 +12,7 @@ import zmq
 from kvbm.plans import Hello, Report, StepPlan, decode_step, encode
 from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
-from kvbm.runtime.channel.base import TIMING, ChannelError, Timing, WorkerChannel
+from kvbm.runtime.channel.base import TIMING, ChannelError, Timing
 from kvbm.runtime.channel.zmq_end import (
     ACK_SETTING,
     HOST_SETTING,
@@ -25,7 +25,7 @@ from kvbm.runtime.channel.zmq_end import (
 logger = logging.getLogger(__name__)
 
 
-class ZmqWorker(ZmqEnd, WorkerChannel):
+class ZmqWorker(ZmqEnd):
     """One rank's end over ZeroMQ. Safe from any thread.
 
     In order: construct it with this rank's Hello, :meth:`wait` for the agreement, allocate the agreed memory,
@@ -123,6 +123,7 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
     # -- working ------------------------------------------------------------------------------------------------------
 
     def receive(self, timeout: float = 0.0) -> list[StepPlan]:
+        """Every plan that has arrived since the last call, in order; waits up to ``timeout`` seconds for the first."""
         until = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -145,6 +146,7 @@ class ZmqWorker(ZmqEnd, WorkerChannel):
         return plans
 
     def send(self, report: Report) -> None:
+        """Deliver a report to the leader. An empty one is not sent. Never waits, never fails; ignored after a close."""
         if not report:
             return
         with self._lock:

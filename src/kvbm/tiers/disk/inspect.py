@@ -280,20 +280,12 @@ def _sums(slab: Path) -> Path:
     return slab.with_name(slab.name + SUMS_SUFFIX)
 
 
-class _index:  # noqa: N801 - used like a function
+def _index(path: Path) -> contextlib.closing[sqlite3.Connection]:
     """The index, read-only, for the length of a ``with``."""
-
-    def __init__(self, path: Path) -> None:
-        file = path.absolute() / DATABASE
-        # Without a log no process has it open, and it needs no lock. Locking would create files of this user.
-        how = "mode=ro" if (path / f"{DATABASE}-wal").exists() else "mode=ro&immutable=1"
-        self._database = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True)
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self._database
-
-    def __exit__(self, *_: Any) -> None:
-        self._database.close()
+    file = path.absolute() / DATABASE
+    # Without a log no process has it open, and it needs no lock. Locking would create files of this user.
+    how = "mode=ro" if (path / f"{DATABASE}-wal").exists() else "mode=ro&immutable=1"
+    return contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True))
 
 
 def _rows(path: Path) -> list[tuple[int, bytes]]:

@@ -14,14 +14,14 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from pathlib import Path
 
 import numpy as np
 
 from kvbm.config import Config
-from kvbm.core.catalog import Catalog, Hint, Journal
+from kvbm.core.catalog import Hint, Journal, ReadOnlyCatalog
 from kvbm.core.keys import Key
 from kvbm.tiers.base import Operation, Store
 from kvbm.tiers.bounded import Call, DaemonThreads, reason_of
@@ -165,7 +165,7 @@ class MappedIndex(Journal):
         self._keys.close()
 
 
-class SharedCatalog(Catalog):
+class SharedCatalog(ReadOnlyCatalog):
     """What the writer's map says. Finds blocks and holds none: the writer may evict any of them at any time."""
 
     def __init__(self, directory: Path) -> None:
@@ -208,52 +208,6 @@ class SharedCatalog(Catalog):
         keys = None if self._is_over else self._keys
         return None if keys is None else keys.find(key)
 
-    def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
-        places: list[int] = []
-        for key in keys[start:]:
-            if (place := self.find(key)) is None:
-                break
-            places.append(place)
-        return places
-
-    def holds(self, key: Key) -> bool:
-        return key in self
-
-    def is_writing(self, key: Key) -> bool:
-        return False
-
-    def key_of(self, place: int) -> Key | None:
-        return None
-
-    @property
-    def findable(self) -> Collection[Key]:
-        return ()
-
-    @property
-    def arriving(self) -> Collection[Key]:
-        return ()
-
-    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
-        return None
-
-    def commit(self, places: Sequence[int]) -> None:
-        raise NotImplementedError("this rank writes no blocks")
-
-    def abandon(self, places: Iterable[int]) -> None:
-        return
-
-    def pin(self, places: Sequence[int]) -> None:
-        return
-
-    def unpin(self, places: Sequence[int], used: bool = True) -> None:
-        return
-
-    def touch(self, keys: Sequence[Key]) -> None:
-        return
-
-    def drop(self, keys: Iterable[Key]) -> int:
-        return 0
-
     def clear(self) -> int:
         """The writer clears its blocks too, and shows no more of them: this rank looks for none."""
         self._is_over = True
@@ -263,7 +217,7 @@ class SharedCatalog(Catalog):
     def close(self, timeout: float | None = None) -> None:
         self.clear()  # a map is closed when its last lookup ends
 
-    available = free = writing = pinned = 0
+    free = pinned = 0
 
 
 class SharedFile(Store):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from kvbm.core.catalog import PENDING, Catalog, Hint, ServedState, SourceState
+from kvbm.core.catalog import PENDING, Catalog, Hint, ReadOnlyCatalog, ServedState, SourceState
 from kvbm.core.keys import Key
 from kvbm.core.pool import Pool
 from kvbm.tiers.peers.launch import ServerProcess
@@ -19,7 +19,7 @@ BAD_SECONDS = 5.0  # a block that could not be read is not looked for again for 
 _END_SECONDS = 1.0
 
 
-class PeerCatalog(RemoteCatalog):
+class PeerCatalog(RemoteCatalog, ReadOnlyCatalog):
     """Its blocks are others' to keep: none is written here, none announced, and a pin keeps only its place."""
 
     size = 0  # the peers decide
@@ -63,38 +63,8 @@ class PeerCatalog(RemoteCatalog):
     def answer_seconds(self, key: Key) -> float | None:
         return None if self._is_reset else self._lookup.answer_seconds(key)
 
-    def holds(self, key: Key) -> bool:
-        return False
-
-    def is_writing(self, key: Key) -> bool:
-        return False
-
-    @property
-    def findable(self) -> Collection[Key]:
-        return ()  # for events: the engine that keeps a block announces it
-
-    @property
-    def arriving(self) -> Collection[Key]:
-        return ()
-
-    # -- writing ------------------------------------------------------------------------------------------------------
-
-    def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
-        return None
-
-    def commit(self, places: Sequence[int]) -> None:
-        raise NotImplementedError
-
-    def abandon(self, places: Iterable[int]) -> None:
-        raise NotImplementedError
-
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def _forget_place(self, place: int) -> None:
         self._keys.pop(place, None)
-
-    def touch(self, keys: Sequence[Key]) -> None:
-        return
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 
@@ -121,13 +91,3 @@ class PeerCatalog(RemoteCatalog):
         seconds = _END_SECONDS if timeout is None else timeout
         self._lookup.close(seconds)
         self._server.close(seconds)
-
-    # -- counting -----------------------------------------------------------------------------------------------------
-
-    @property
-    def available(self) -> int:
-        return 0
-
-    @property
-    def writing(self) -> int:
-        return 0

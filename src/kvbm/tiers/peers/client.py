@@ -153,6 +153,25 @@ class Link:
         self.close_files()
 
 
+class _Read:
+    """Blocks to read to these addresses, and what has become of them."""
+
+    def __init__(self, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool]) -> None:
+        self.keys, self.addresses, self.is_abandoned = keys, addresses, is_abandoned
+        self.arrived: set[int] = set()  # positions
+        self.bad: dict[int, str] = {}  # position -> kind of failure
+
+    def settle(self, position: int, why: str) -> None:
+        """``why`` it is not the block; empty: it has come."""
+        if why:
+            self.bad[position] = why
+        else:
+            self.arrived.add(position)
+
+    def memory(self, position: int, size: int) -> memoryview:
+        return memoryview((ctypes.c_char * size).from_address(self.addresses[position])).cast("B")
+
+
 class Peer:
     """Keeps connections to one source for the threads of this process."""
 
@@ -190,16 +209,14 @@ class Peer:
         self, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool]
     ) -> list[tuple[int, str]]:
         """(position, kind of failure) of the blocks that did not come. Raises nothing."""
-        arrived: set[int] = set()
-        bad: dict[int, str] = {}
+        read = _Read(keys, addresses, is_abandoned)
         try:
             with self._link(self._me.seconds) as link:
                 link.channel.is_abandoned = is_abandoned
                 way = MAPPED if link.is_local else self._choose(link.about)
-                read = {MAPPED: self._copy, SOCKET: self._receive, NIXL: self._pushed}[way]
                 began = time.monotonic()
-                read(link, keys, addresses, is_abandoned, arrived, bad)
-                self._measured(way, len(arrived), time.monotonic() - began)
+                {MAPPED: self._copy, SOCKET: self._receive, NIXL: self._pushed}[way](link, read)
+                self._measured(way, len(read.arrived), time.monotonic() - began)
                 link.channel.is_abandoned = None
         except PeerError as error:
             kind = error.kind
@@ -207,79 +224,52 @@ class Peer:
             kind = type(error).__name__
         else:
             kind = "withdrawn"
-        return [(i, bad.get(i, kind)) for i in range(len(keys)) if i not in arrived]
+        return [(i, read.bad.get(i, kind)) for i in range(len(keys)) if i not in read.arrived]
 
-    def _copy(
-        self, link: Link, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool],
-        arrived: set[int], bad: dict[int, str],
-    ) -> None:  # fmt: skip
+    def _copy(self, link: Link, read: _Read) -> None:
         """From the memory of a neighbour."""
         neighbour = self._map(link)
-        link.channel.send(Lease(self._me.rank, join_keys(list(keys))))
+        link.channel.send(Lease(self._me.rank, join_keys(list(read.keys))))
         leased: Leased = link.channel.receive(Leased)
         with _copying:
-            self._copy_all(neighbour, leased, keys, addresses, is_abandoned, arrived, bad)
+            for i, place in enumerate(zip(leased.slots, leased.generations, leased.sums, strict=True)):
+                if read.is_abandoned():
+                    raise PeerError("abandoned", "the load was given up")
+                read.settle(i, neighbour.copy(*place, read.addresses[i], read.keys[i]))
 
-    def _copy_all(
-        self, neighbour: Neighbour, leased: Leased, keys: Sequence[Key], addresses: Sequence[int],
-        is_abandoned: Callable[[], bool], arrived: set[int], bad: dict[int, str],
-    ) -> None:  # fmt: skip
-        for i, place in enumerate(zip(leased.slots, leased.generations, leased.sums, strict=True)):
-            if is_abandoned():
-                raise PeerError("abandoned", "the load was given up")
-            if why := neighbour.copy(*place, addresses[i], keys[i]):
-                bad[i] = why
-            else:
-                arrived.add(i)
-
-    def _receive(
-        self, link: Link, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool],
-        arrived: set[int], bad: dict[int, str],
-    ) -> None:  # fmt: skip
+    def _receive(self, link: Link, read: _Read) -> None:
         """Over a socket. A block counts when the next message says that it was not withdrawn while it was sent."""
-        rank, channel, last = self._me.rank, link.channel, -1
+        rank, channel, keys, last = self._me.rank, link.channel, read.keys, -1
         fingerprint, size = self._me.fingerprint, link.about.slot_bytes[rank]
         channel.send(Read(rank, join_keys(list(keys))))
         for i in range(len(keys) + 1):
             block: Block = channel.receive(Block)
             if last >= 0:
-                if block.is_last_good:
-                    arrived.add(last)
-                else:
-                    bad[last] = "withdrawn"
+                read.settle(last, "" if block.is_last_good else "withdrawn")
             last = -1
             if i == len(keys) or not block.generation:
                 continue
-            target = memoryview((ctypes.c_char * size).from_address(addresses[i])).cast("B")
-            channel.receive_block(target, bound_to(keys[i], fingerprint, rank, block.generation))
+            channel.receive_block(read.memory(i, size), bound_to(keys[i], fingerprint, rank, block.generation))
             last = i
 
-    def _pushed(
-        self, link: Link, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool],
-        arrived: set[int], bad: dict[int, str],
-    ) -> None:  # fmt: skip
+    def _pushed(self, link: Link, read: _Read) -> None:
         """Over NIXL. After an error the agent goes with the connection, before this read is over."""
         channel = link.channel
         if link.agent is None:
             link.agent = Agent(self._me.memory, channel.socket.getsockname()[0])
         while not self._pushing.acquire(timeout=SLICE_SECONDS):
-            if is_abandoned():
+            if read.is_abandoned():
                 return
         try:
-            channel.send(Push(self._me.rank, join_keys(list(keys)), list(addresses), link.agent.metadata))
-            self._await_push(link, link.agent, is_abandoned)
+            channel.send(Push(self._me.rank, join_keys(list(read.keys)), list(read.addresses), link.agent.metadata))
+            self._await_push(link, link.agent, read.is_abandoned)
             pushed: Pushed = channel.receive(Pushed)
         finally:
             self._pushing.release()
         size = link.about.slot_bytes[self._me.rank]
-        for i, total in enumerate(pushed.sums[: len(keys)]):
-            block = memoryview((ctypes.c_char * size).from_address(addresses[i])).cast("B")
-            if not total:
-                bad[i] = "withdrawn"
-            elif checksum(block, keys[i]) != total:
-                bad[i] = "damaged"
-            else:
-                arrived.add(i)
+        for i, total in enumerate(pushed.sums[: len(read.keys)]):
+            is_good = bool(total) and checksum(read.memory(i, size), read.keys[i]) == total
+            read.settle(i, "" if is_good else "damaged" if total else "withdrawn")
 
     def _await_push(self, link: Link, agent: Agent, is_abandoned: Callable[[], bool]) -> None:
         heard = time.monotonic()

@@ -210,10 +210,6 @@ class Channel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(0, int(SLICE_SECONDS * 1e6)))
 
-    @property
-    def is_encrypted(self) -> bool:
-        return self._sealer is not None
-
     def encrypt(self, sending: bytes, receiving: bytes) -> None:
         aesgcm = _aesgcm()
         self._sealer, self._opener = aesgcm(sending), aesgcm(receiving)

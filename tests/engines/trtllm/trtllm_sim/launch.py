@@ -39,7 +39,7 @@ class SimulationError(RuntimeError):
     """A rank has failed, or nothing has moved for too long."""
 
 
-def run(options: Options, work: Work, timeout: float = 60.0) -> dict[str, Any]:
+def run(options: Options, work: Work, timeout: float = 300.0) -> dict[str, Any]:
     """Serve a workload. Returns what rank 0 reports: answers, counts, and what is left of everything."""
     options.env = {**_ports(), **options.env}
     pairs = {rank: _context.Pipe() for rank in range(1, options.ranks)}

@@ -5,7 +5,7 @@ The server process keeps the entry, not the engine: it serves on after the engin
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,9 +14,8 @@ from kvbm.core.hints import parse_endpoint
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.member_lists import ETCD, card_name
 
-
-class Registered(Protocol):
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from kvbm.tiers.cards import Registration
 
 
 class Registry(msgspec.Struct, frozen=True, array_like=True):
@@ -31,11 +30,11 @@ def registry_of(config: Config) -> Registry:
     return Registry(config.etcd_endpoints, config.dynamo_namespace) if is_listed else Registry()
 
 
-def register(registry: Registry, own: Source) -> Registered | None:
+def register(registry: Registry, own: Source) -> Registration | None:
     """Enter this engine until the registration is closed; None where members are listed elsewhere."""
     if not registry.endpoints or parse_endpoint(f"tcp://{own.address}") is None:  # 0.0.0.0 leads nowhere
         return None
-    from kvbm.tiers.cards import EtcdRegistry, Registration  # an HTTP client, which few servers need
+    from kvbm.tiers import cards  # an HTTP client, which few servers need
 
     card = {card_name(registry.namespace, own): msgspec.json.encode(own)}
-    return Registration(EtcdRegistry(registry.endpoints), card)
+    return cards.Registration(cards.EtcdRegistry(registry.endpoints), card)
