@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import metadata
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from kvbm.config import Config, ConfigError, load
 from kvbm.engines.vllm.transfer_config import extra_config
@@ -70,6 +71,13 @@ class Examination:
     @property
     def snapshot(self) -> Snapshot | None:
         return self.engine if isinstance(self.engine, Snapshot) else None
+
+    @property
+    def host_tier_bytes(self) -> int:
+        """The memory of this machine that the running engine's host tier takes; 0 without one."""
+        is_here = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        tiers = self.snapshot.tiers if is_here and self.snapshot is not None else []
+        return sum(tier.slots * tier.block_bytes for tier in tiers if tier.tier == "host")
 
 
 def installed_version(package: str) -> str:

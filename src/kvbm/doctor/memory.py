@@ -29,10 +29,11 @@ class HostMemory:
 
     def run(self, case: Examination) -> Iterator[Finding]:
         config = case.config
+        taken = case.host_tier_bytes
         if config is None or not config.has_host_tier:
-            return
-        if case.snapshot is not None and any(tier.tier == "host" for tier in case.snapshot.tiers):
-            yield good("memory", "The running engine has its host tier.")
+            if taken:
+                left = size(available_memory())
+                yield good("memory", f"The running engine's host tier takes {size(taken)}; {left} are available.")
             return
         if config.cpu_cache_override_num_blocks:
             yield note(
@@ -52,15 +53,26 @@ class HostMemory:
         if config.host_persist:
             available += kept
             yield from self._room_to_keep(config, wanted, kept)
-        if wanted > 0.95 * available:
+        fits = 0.95 * available
+        asked = f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} asks for {size(wanted)}"
+        beside = f" beside the {size(taken)} of the running engine's host tier" if taken else ""
+        if wanted > fits + taken:
             yield bad(
                 "host-memory-short",
-                f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} asks for {size(wanted)}, and {size(available)} are "
-                "available here.",
-                f"Set it to at most {gigabytes(0.95 * available)}, or raise the container's memory limit.",
+                f"{asked}, and {size(available)} are available here{beside}.",
+                f"Set it to at most {gigabytes(fits)}, or raise the container's memory limit.",
             )
             return
-        yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available.")
+        if wanted > fits:
+            yield note(
+                "memory-second",
+                f"The running engine's host tier takes {size(taken)}. A second engine with this size would not fit: "
+                f"{asked}, and {size(available)} are available.",
+                f"For a second engine, set it to at most {gigabytes(fits)}.",
+            )
+            return
+        second = f". A second engine would fit{beside}" if taken else ""
+        yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available{second}.")
         if _ready_seconds(case) is None:
             yield bad(
                 "ready-timeout",
@@ -68,7 +80,7 @@ class HostMemory:
                 "refuses to start.",
                 f"Correct or remove it; the default is {READY_DEFAULT:.0f}.",
             )
-        if not case.quick:
+        if not case.quick and not taken:
             yield from self._start_time(case, wanted)
 
     def _room_to_keep(self, config: Config, wanted: float, kept: int) -> Iterator[Finding]:

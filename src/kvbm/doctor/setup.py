@@ -50,8 +50,11 @@ class Settings:
             return
         config = case.settings
         for warning in config.warnings:
-            yield note("setting-odd", warning)
-        yield from _doubtful(case, config)
+            if warning in config.misspelt:
+                yield bad("setting-misspelt", warning, "Correct the name, or remove it.")
+            else:
+                yield note("setting-odd", warning)
+        yield from _doubtful(config)
         if config.unused:
             yield note("setting-unused", f"Accepted, not used: {', '.join(config.unused)}.")
         if case.snapshot is not None and not (config.has_host_tier or config.has_disk_tier):
@@ -66,8 +69,8 @@ class Settings:
         yield good("settings", f"Settings are valid: {', '.join(given)}.")
 
 
-def _doubtful(case: Examination, config: Config) -> Iterator[Finding]:
-    """Valid settings that no user of a cache wants, and names that only look like settings."""
+def _doubtful(config: Config) -> Iterator[Finding]:
+    """Valid settings that no user of a cache wants."""
     if config.inject_faults:
         yield bad(
             "faults-injected",
@@ -78,10 +81,6 @@ def _doubtful(case: Examination, config: Config) -> Iterator[Finding]:
         yield bad(
             "never-load", "KVBM_LOAD=never: KVBM stores blocks and loads none.", "Remove KVBM_LOAD, or set it to auto."
         )
-    names = {row.env for row in SETTINGS}
-    for name in case.environ:
-        if name not in names and (right := name.upper()) in names:
-            yield note("setting-case", f"{name} is not a setting; names are in capitals.", f"export {right}=...")
     if config.metrics and config.metrics_host in ("0.0.0.0", "::"):
         yield note(
             "metrics-open",
@@ -198,9 +197,10 @@ class Ports:
             )
         return bad(
             "metrics-port-taken",
-            f"DYN_KVBM_METRICS_PORT={config.metrics_port} is taken on {config.metrics_host} by another program: the "
-            "engine would start without metrics.",
-            "Set DYN_KVBM_METRICS_PORT to a free port. Every engine on a host needs its own.",
+            f"DYN_KVBM_METRICS_PORT={config.metrics_port} is taken on {config.metrics_host} by another engine or "
+            "program: the engine would start without metrics.",
+            "Set DYN_KVBM_METRICS_PORT to a free port: every engine on a host needs its own. Or set "
+            "DYN_KVBM_METRICS=0 (kvbm serve --no-metrics).",
         )
 
 
@@ -239,7 +239,7 @@ class Sizes:
                 "disk-smaller-than-host",
                 f"The disk tier ({size(disk)}) is smaller than the host tier ({size(host)}): it holds nothing that the "
                 "host does not.",
-                f"Set DYN_KVBM_DISK_CACHE_GB to at least {host / 1e9:.3g}, better several times that.",
+                f"Set DYN_KVBM_DISK_CACHE_GB to at least {host / 1e9:g}, better several times that.",
             )
         first, setting = (host, "DYN_KVBM_CPU_CACHE_GB") if host else (disk, "DYN_KVBM_DISK_CACHE_GB")
         if not first:

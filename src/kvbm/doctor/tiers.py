@@ -59,20 +59,30 @@ class Disk:
         if not where.is_dir():
             yield bad("disk-not-writable", f"{_DIRECTORY}={folder}: {where} is not a directory.", _ELSEWHERE)
             return
+        is_missing = where != folder.absolute()
+        what = f"{_DIRECTORY}={folder} " + (f"does not exist, and {where} " if is_missing else "")
         if os.statvfs(where).f_flag & os.ST_RDONLY:
             yield bad(
                 "disk-read-only",
-                f"{_DIRECTORY}={folder} is on a filesystem that is mounted read-only ({mount_of(where)[0]}).",
+                f"{what}is on a filesystem that is mounted read-only ({mount_of(where)[0]}).",
                 f"Mount it writable, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
         if not os.access(where, os.W_OK | os.X_OK):
             yield bad(
                 "disk-not-writable",
-                f"{_DIRECTORY}={folder} is not writable for this user.",
+                f"{what}is not writable for this user" + (": the engine cannot create it." if is_missing else "."),
                 f"Change its owner, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
+        if is_missing:
+            mount, kind = mount_of(where)
+            yield note(
+                "disk-dir-missing",
+                f"{_DIRECTORY}={folder} does not exist. The engine creates it in {where}, on the filesystem of {mount} "
+                f"({kind}).",
+                "If a drive belongs there, mount it first.",
+            )
         try:
             os.close(open_trusted(where))
         except CacheRefused as error:
