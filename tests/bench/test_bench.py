@@ -34,8 +34,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._whole(json.dumps({"data": [{"id": "the-model", "max_model_len": self.server.context}]}))
         elif self.path == "/metrics":
             served = self.server.served
+            hits = f"vllm:prefix_cache_hits_total {served}\nvllm:external_prefix_cache_hits_total {5 * served}\n"
             self._whole(
                 f'vllm:prompt_tokens_total{{engine="0"}} {10.0 * served}\nother 5\nkvbm_matched_tokens {served}\n'
+                + (hits if self.server.counts_hits else "")
             )
         else:
             self.send_error(404)
@@ -87,6 +89,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.mode, server.delay, server.served, server.bodies, server.context = "well", 0.02, 0, [], None
+    server.counts_hits = True
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -164,6 +167,7 @@ def test_what_is_no_url_is_refused(url):
 
 
 def test_the_servers_own_counters_are_read(server):
+    server.counts_hits = False
     ask(server)
     assert server_counters(Endpoint(server.url, "m")) == {"prompt_tokens": 10.0, "kvbm_matched_tokens": 1.0}
 
@@ -233,6 +237,20 @@ def test_two_targets_beside_each_other(server, tmp_path, capsys):
     assert 0.004 < result.runs[0].summary.gap_p50 < 1
     assert str(tmp_path / "bench.html") in out
     assert len(list(tmp_path.glob("*.csv"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "percent", "line"),
+    [(True, 60, "(50%) were loaded by the KV connector and"), (False, 60, "prompt tokens from a cache")],
+)
+def test_the_terminal_shows_hits(server, tmp_path, capsys, counts, percent, line):
+    server.delay, server.counts_hits = 0.02, counts
+    assert main(["bench", "--base-url", server.url, "--qps", "12", *SMALL, "--out", str(tmp_path)]) == 0
+    header, row, _, hits, *_ = capsys.readouterr().out.strip().splitlines()
+    assert header.split()[-2:] == ["hit", "%"]
+    assert row.split()[-1] == str(percent)
+    assert hits.startswith("hits of endpoint at 12: ")
+    assert line in hits
 
 
 def test_the_page_stands_alone(server, tmp_path):
@@ -321,6 +339,8 @@ def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path, capsys
         (["--base-url", "http://127.0.0.1:1", "--model", "m", "--warm-up", "1"], "does not answer"),
         (["--base-url", "http://127.0.0.1:1", "--qps", "1", "0"], "--qps 0.0"),
         (["--base-url", "http://127.0.0.1:1", "--num-rounds", "0"], "--num-rounds 0"),
+        (["--base-url", "http://127.0.0.1:1", "--time", "inf"], "--time inf: expected a number above 0 and up to"),
+        (["--base-url", "http://127.0.0.1:1", "--num-users", "99999999999"], "and up to 100,000"),
         (["--base-url", "http://127.0.0.1:port"], "'http://127.0.0.1:port': Port could not"),
         (["--target", "a/b=x"], "must not contain a slash"),
         (["--base-url", "http://127.0.0.1:1", "--warm-up", "-1"], "--warm-up -1: expected a number of at least 0"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import sys
 
 import pytest
 
 from kvbm.cli import main as cli
-from kvbm.cli import model_kv
+from kvbm.cli import model_kv, serve
 from kvbm.cli.main import main
 from kvbm.engines.vllm.transfer_config import TRANSFER
+from servers import free_port
 
 QWEN3_8B = {
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096,
@@ -36,6 +38,8 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "execve", lambda *command: became.append(command))
 
     def run(*arguments):
+        if "--port" not in " ".join(arguments):
+            arguments = (*arguments, f"--port={free_port()}")  # another program may have the usual one
         main(["serve", *arguments, "--force"])  # this machine may be too small for the sizes of the tests
         (command,) = became
         return command
@@ -44,10 +48,11 @@ def run(monkeypatch, tmp_path):
 
 
 def test_serve_becomes_vllm_with_the_connector_and_the_size(run):
-    _, command, environment = run("some/model", "--tensor-parallel-size", "2", "--cpu-gb", "100", "--port=8001", "-O3")
+    port = f"--port={free_port()}"
+    _, command, environment = run("some/model", "--tensor-parallel-size", "2", "--cpu-gb", "100", port, "-O3")
     assert command[1:4] == ["serve", "some/model", "--kv-transfer-config"]
     assert json.loads(command[4]) == TRANSFER
-    assert command[5:] == ["--tensor-parallel-size", "2", "--port=8001", "-O3"]
+    assert command[5:] == ["--tensor-parallel-size", "2", port, "-O3"]
     assert environment["DYN_KVBM_CPU_CACHE_GB"] == "100"
     assert environment["DYN_KVBM_METRICS"] == "1"
 
@@ -63,12 +68,17 @@ def test_serve_sets_up_a_disk_tier_and_keeps_the_users_own_settings(run, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["m"], "DYN_KVBM_CPU_CACHE_GB"),
-        (["m", "--cpu-gb", "-3"], "DYN_KVBM_CPU_CACHE_GB='-3'"),
-        (["m", "--cpu-gb=-3"], "DYN_KVBM_CPU_CACHE_GB='-3'"),
-        (["m", "--cpu-gb", "20GB"], "DYN_KVBM_CPU_CACHE_GB='20GB'"),
+        (["m"], "add --cpu-gb GB"),
+        (["m", "--cpu-gb", "-3"], "--cpu-gb '-3': expected a number"),
+        (["m", "--cpu-gb=-3"], "--cpu-gb '-3': expected a number"),
+        (["m", "--cpu-gb", "20GB"], "--cpu-gb '20GB': expected a number"),
         (["m", "--cpu-gb", "1", "--disk-dir", "/mnt/x"], "add --disk-gb"),
-        (["m", "--cpu-gb", "1000000"], "add --force"),
+        (["m", "--cpu-gb", "1000000", f"--port={free_port()}"], "add --force"),
+        (["", "--cpu-gb", "1"], "MODEL is empty"),
+        (["m", "--cpu-gb", "1", "--disk-gb", "5", "--disk-dir", ""], "--disk-dir is empty"),
+        (["m", "--cpu-gb", "1", "--port", "-5"], "--port -5: expected a whole number"),
+        (["m", "--cpu-gb", "1", "--port", "80a"], "--port 80a: expected a whole number"),
+        (["m", "--cpu-gb", "1", "--host", "192.0.2.1"], "with --host"),  # an address of no machine
         (["--tensor-parallel-size", "2", "m"], "MODEL comes first"),
         (["m", "--cpu-gb", "1", "--kv-transfer-config", "{}"], "leave it out"),
         (["m", "--cpu-gb", "1", "--kv_transfer_config={}"], "leave it out"),
@@ -84,12 +94,54 @@ def test_serve_refuses_what_cannot_start(arguments, problem, monkeypatch, capsys
     assert problem in capsys.readouterr().err
 
 
-def test_serve_says_what_is_wrong_with_the_machine_and_goes_on(run, tmp_path, capsys):
+def test_serve_says_what_is_wrong_with_the_machine_and_goes_on_if_forced(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     run("m", "--cpu-gb", "100000", "--disk-gb", "200000", "--disk-dir", str(tmp_path / "file"))
-    said = capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--cpu-gb 100000 asks for 100 TB" in said
+    assert f"--disk-dir {tmp_path / 'file'}: {tmp_path / 'file'} is not a directory" in said
+    assert "Choose another directory: --disk-dir /mnt" in said
+
+
+def test_serve_names_variables_where_the_user_set_variables(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("started"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "100000")
+    disk = ["--disk-gb", "200000", "--disk-dir", str(tmp_path / "file")]
+    assert main(["serve", "m", *disk, f"--port={free_port()}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
     assert "DYN_KVBM_CPU_CACHE_GB=100000 asks for 100 TB" in said
-    assert "is not a directory" in said
+    assert f"--disk-dir {tmp_path / 'file'}: " in said
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "many")
+    assert main(["serve", "m", "--disk-gb", "2"]) == 2
+    assert "DYN_KVBM_CPU_CACHE_GB='many' (environment)" in capsys.readouterr().err
+
+
+def test_serve_stops_at_a_misspelt_setting(monkeypatch, capsys):
+    monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("started"))
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_BG", "1")
+    assert main(["serve", "m", "--cpu-gb", "0.1", "--port", str(free_port())]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "DYN_KVBM_CPU_CACHE_BG (environment) is not a setting" in said
+    assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in said
+
+
+@pytest.mark.parametrize("form", ["--port {}", "--port={}", "--host 127.0.0.1 --port {}"])
+def test_serve_names_a_port_that_is_in_use(form, monkeypatch, capsys):
+    monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "m", "--cpu-gb", "0.1", *form.format(port).split()]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen on port {port}" in said
+    assert f"--port {port + 1}" in said
+
+
+def test_serve_leaves_the_port_to_vllm_where_it_does_not_know_it():
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        for arguments in (["--uds", "/tmp/x", "--port", port], ["--headless", "--port", port], ["--config", "x.yaml"]):
+            assert serve._port_problem(arguments) == ""
 
 
 def test_serve_without_vllm_says_where_it_looked(monkeypatch, tmp_path, capsys):
@@ -154,6 +206,23 @@ def test_size_tells_blocks_and_gigabytes_and_what_to_choose(folder, capsys):
     assert "Choose --cpu-gb 295 or more" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (["--tokens", "1M"], "1,000,000 tokens      62,500 blocks, 147 GB"),
+        (["--tokens", "128k"], "128,000 tokens        8,000 blocks, 18.9 GB"),
+        (["--tokens", "2,000,000"], "2,000,000 tokens      125,000 blocks, 295 GB"),
+        (["--cpu-gb", "80GB"], "80 GB                 33,908 blocks, 542,528 tokens"),
+        (["--cpu-gb", "80GiB"], "85.8993 GB            36,408 blocks, 582,528 tokens"),
+        (["--tp", "2"], "2.36 MB on 2 ranks together"),
+        (["-tp", "2"], "2.36 MB on 2 ranks together"),
+    ],
+)
+def test_size_reads_amounts_with_their_units(folder, arguments, row, capsys):
+    assert main(["size", folder, *arguments]) == 0
+    assert row in capsys.readouterr().out
+
+
 def test_size_says_when_the_gpu_is_enough(folder, capsys):
     assert main(["size", folder, "--gpu-memory", "80", "--tokens", "1000"]) == 0
     assert "1,000 tokens fit into the engine's own cache" in capsys.readouterr().out
@@ -163,7 +232,10 @@ def test_size_says_when_the_gpu_is_enough(folder, capsys):
     ("arguments", "problem"),
     [
         (["--gpu-memory", "16"], "leave nothing for KV"),
-        (["--gpu-memory", "-1"], "expected a number above 0"),
+        (["--gpu-memory", "-1"], "expected a size above 0 in GB"),
+        (["--gpu-memory", "80KB"], "for example 80, 80GB or 80GiB"),
+        (["--tokens", "0,5"], "for example 2000000, 128k or 1.5M"),
+        (["--tp", "2.5"], "expected a whole number above 0"),
         (["--block-size", "0"], "expected a whole number above 0"),
         (["--gpu-memory-utilization", "9"], "up to 1"),
     ],

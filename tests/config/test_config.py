@@ -424,16 +424,26 @@ def test_what_has_no_effect_says_so_once(name, said):
         ("DYN_KVBM_CPU_CACHE_SIZE_GB", "DYN_KVBM_CPU_CACHE_GB"),
         ("DYN_KVBM_METRIC_PORT", "DYN_KVBM_METRICS_PORT"),
         ("KVBM_ONBORD", "KVBM_ONBOARD"),
+        ("KVBM_CPU_CACHE_GB", "DYN_KVBM_CPU_CACHE_GB"),
+        ("DYN_KVMB_CPU_CACHE_GB", "DYN_KVBM_CPU_CACHE_GB"),
+        ("dyn_kvbm_cpu_cache_gb", "DYN_KVBM_CPU_CACHE_GB"),
     ],
 )
 def test_an_unknown_variable_gets_the_closest_name(name, closest):
-    (warning,) = from_env(**{name: "1"}).warnings
-    assert warning == f"{name} (environment) is not a setting and is ignored; did you mean {closest}?"
+    got = from_env(**{name: "1"})
+    assert got.warnings == (f"{name} (environment) is not a setting and is ignored; did you mean {closest}?",)
+    assert got.misspelt == got.warnings
 
 
 def test_an_unknown_variable_like_no_other_is_pointed_to_the_list():
-    (warning,) = from_env(DYN_KVBM_Q="1").warnings
-    assert "kvbm config --all" in warning
+    got = from_env(DYN_KVBM_Q="1")
+    assert "kvbm config --all" in got.warnings[0]
+    assert got.misspelt == ()
+
+
+def test_variables_that_kubernetes_makes_for_a_service_are_left_alone():
+    assert from_env(KVBM_METRICS_PORT="tcp://10.0.0.7:6880").warnings == ()
+    assert from_env(KVBM_METRICS_PORT="6880").misspelt
 
 
 @pytest.mark.parametrize("name", ["KVBM_MODEL_ID", "KVBM_SERVER_PORT", "KVBM_SERVICE_HOST", "DYN_HTTP_PORT", "HOME"])

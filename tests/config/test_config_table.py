@@ -15,7 +15,7 @@ from kvbm import config
 from kvbm.config import SETTINGS, Config
 
 LIVE = [row for row in SETTINGS if not row.retired]
-ABOUT = ("sources", "warnings", "unused_because")  # fields of Config that describe the settings
+ABOUT = ("sources", "warnings", "misspelt", "unused_because")  # fields of Config that describe the settings
 
 
 def test_every_field_is_a_setting_and_a_group_is_in_one_piece():

@@ -179,8 +179,8 @@ def pd_connector_without_transport(b):
 CASES = [
     (settings_file_missing, "setting-refused", ["kvbm.toml", "No such file"]),
     (settings_file_is_yaml, "setting-refused", ["kvbm.toml", "not a TOML file"]),
-    (prefix_forgotten, "setting-odd", ["KVBM_CPU_CACHE_GB", "did you mean DYN_KVBM_CPU_CACHE_GB?"]),
-    (lower_case_variable, "setting-case", ["dyn_kvbm_cpu_cache_gb", "export DYN_KVBM_CPU_CACHE_GB="]),
+    (prefix_forgotten, "setting-misspelt", ["KVBM_CPU_CACHE_GB", "did you mean DYN_KVBM_CPU_CACHE_GB?"]),
+    (lower_case_variable, "setting-misspelt", ["dyn_kvbm_cpu_cache_gb", "did you mean DYN_KVBM_CPU_CACHE_GB?"]),
     (decimal_comma, "setting-refused", ["DYN_KVBM_CPU_CACHE_GB='0,5'", "20 or 0.5"]),
     (one_port_for_two, "setting-refused", ["57001", "two different ports"]),
     (metrics_on_an_address_of_another_machine, "metrics-host", ["KVBM_METRICS_HOST=192.0.2.7", "cannot listen"]),
@@ -210,7 +210,11 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "name", "words"), CASES, ids=[case.__name__ for case, _, _ in CASES])
 def test_the_cause_is_named(ask, tmp_path, monkeypatch, mount, versions, request, case, name, words):
-    arguments, broken = case(Bench(tmp_path, monkeypatch, mount, versions, request))
+    assert_named(ask, case, Bench(tmp_path, monkeypatch, mount, versions, request), name, words)
+
+
+def assert_named(ask, case, bench, name, words):
+    arguments, broken = case(bench)
     code, found = ask("--quick", *arguments, **{**GOOD, **broken})
     assert name in found, {each: finding["text"] for each, finding in found.items()}
     text = f"{found[name]['text']} {found[name]['cure']}"

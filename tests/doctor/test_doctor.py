@@ -96,8 +96,8 @@ def test_a_value_that_cannot_be_used(ask):
 
 
 def test_a_name_that_is_misspelt(ask):
-    _, found = ask("--quick", DYN_KVBM_CPU_CACHE_BG="20", **GOOD)
-    assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in found["setting-odd"]["text"]
+    answer = ask("--quick", DYN_KVBM_CPU_CACHE_BG="20", **GOOD)
+    assert_wrong(answer, "setting-misspelt", "did you mean DYN_KVBM_CPU_CACHE_GB?", "Correct the name")
 
 
 def test_a_metrics_port_that_another_program_has(ask):
@@ -374,7 +374,24 @@ def test_an_engine_on_the_configured_port_is_found_by_itself(ask, engine):
     assert code == 0
     assert "KVBM of a/model answers" in found["metrics-port"]["text"]
     assert "gain" in found
-    assert found["memory"]["text"] == "The running engine has its host tier."
+    assert found["memory"]["text"].endswith(
+        "A second engine would fit beside the 400 MB of the running engine's host tier."
+    )
+
+
+def test_a_host_tier_too_large_is_named_beside_a_running_engine(ask, engine, monkeypatch):
+    server, _ = engine
+    monkeypatch.setattr(memory, "available_memory", lambda: 300_000_000)
+    url = ("--quick", "--url", server.url)
+    _, found = ask(*url)
+    assert found["memory"]["text"] == "The running engine's host tier takes 400 MB; 300 MB are available."
+    answer = ask(*url, DYN_KVBM_CPU_CACHE_GB="100")
+    assert_wrong(answer, "host-memory-short", "beside the 400 MB of the running engine's host tier", "at most 0.285")
+    # The size that the running engine may have itself.
+    code, found = ask(*url, DYN_KVBM_CPU_CACHE_GB="0.4")
+    assert (code, found["memory-second"]["level"]) == (0, "note")
+    assert "A second engine with this size would not fit" in found["memory-second"]["text"]
+    assert "at most 0.285" in found["memory-second"]["cure"]
 
 
 def test_an_engine_that_was_named_and_is_not_there(ask):

@@ -6,6 +6,9 @@ import ctypes
 import logging
 import os
 import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,44 @@ def test_progress_is_logged_while_a_large_slab_fills(monkeypatch, caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert any(re.match(r"host tier: 0\.0 of 0\.0 GB ready \(\d+ s\)", line) for line in lines)
     assert lines[-1].startswith("host tier: 0.02 GB ready in")
+
+
+class _SlowLibc:
+    """Every call takes until ``go``."""
+
+    def __init__(self):
+        self.calls, self.began, self.go = [], threading.Event(), threading.Event()
+        self.memset = lambda *_: None
+
+        def madvise(address, size, advice):
+            self.calls.append(address)
+            self.began.set()
+            assert self.go.wait(60)
+            return 0
+
+        self.madvise = madvise
+
+
+def test_a_slab_that_still_fills_is_closed_soon(monkeypatch):
+    libc = _SlowLibc()
+    monkeypatch.setattr(host, "_PIECE", 2 << 20)
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda *_, **__: libc)
+    slab = HostSlab(256 << 20)
+    assert libc.began.wait(60)
+    closing = threading.Thread(target=slab.close)
+    closing.start()
+    assert slab._is_stopping.wait(60)
+    libc.go.set()
+    closing.join(60)
+    assert len(libc.calls) <= len(os.sched_getaffinity(0))  # a piece for each thread, of 128
+
+
+def test_a_process_ends_while_its_slab_still_fills():
+    """The interpreter waits for the threads of a ThreadPoolExecutor at exit, and for theirs only."""
+    script = "from kvbm.tiers.host import slab\nfrom test_host import _SlowLibc\nlibc = _SlowLibc()\n"
+    script += "slab.ctypes.CDLL = lambda *_, **__: libc\nkept = slab.HostSlab(4 << 20)\nassert libc.began.wait(60)\n"
+    paths = os.pathsep.join([str(Path(host.__file__).parents[3]), str(Path(__file__).parent)])
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, timeout=50, check=True)
 
 
 def test_pinning_covers_every_slot_once_in_pieces_of_whole_slots(monkeypatch):

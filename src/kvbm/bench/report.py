@@ -216,13 +216,20 @@ def text(runs: Sequence[Run]) -> str:
     """The summary as a table for a terminal. Gaps, between two tokens of a request, are in milliseconds."""
     names = (
         "target", "rate", "answered", "failed", "mean TTFT", "median", "99 %", "gap ms", "99 % gap", "requests/s",
-        "tokens out/s",
+        "tokens out/s", "hit %",
     )  # fmt: skip
     rows = [
-        (run.target, f"{run.qps:g}" if run.qps else "trace", str(run.summary.answered), str(run.summary.failed),
+        (run.target, _rate(run), str(run.summary.answered), str(run.summary.failed),
          _seconds(run.summary.ttft_mean), _seconds(run.summary.ttft_p50), _seconds(run.summary.ttft_p99),
          _milliseconds(run.summary.gap_p50), _milliseconds(run.summary.gap_p99),
-         f"{run.summary.requests_per_second:.2f}", f"{run.summary.output_tokens_per_second:.1f}")
+         f"{run.summary.requests_per_second:.2f}", f"{run.summary.output_tokens_per_second:.1f}",
+         "–" if run.hit_percent is None else f"{run.hit_percent:.0f}")
         for run in runs
     ]  # fmt: skip
-    return "\n".join(columns([names, *rows], right=range(len(names))))
+    lines = columns([names, *rows], right=range(len(names)))
+    hits = [f"hits of {run.target} at {_rate(run)}: {run.describe_hits()}" for run in runs]
+    return "\n".join([*lines, "", *hits])
+
+
+def _rate(run: Run) -> str:
+    return f"{run.qps:g}" if run.qps else "trace"

@@ -12,6 +12,7 @@ import msgspec
 from kvbm.bench.client import Answer
 
 FORMAT = 1
+_OWN_HITS, _TIER_HITS = "engine_cache_hit_tokens", "external_cache_hit_tokens"  # of `Run.server`
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +73,25 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
     samples: list[Sample]
     server: dict[str, float] = {}  # the server's own counters during the run, by name
+
+    @property
+    def hit_percent(self) -> float | None:
+        """Prompt tokens from a cache, of the server's count or else of its answers; None if it reports neither."""
+        prompt = self.server.get("prompt_tokens")
+        if not prompt or _OWN_HITS not in self.server:
+            return self.summary.cached_percent
+        return 100 * (self.server[_OWN_HITS] + self.server.get(_TIER_HITS, 0.0)) / prompt
+
+    def describe_hits(self) -> str:
+        prompt = self.server.get("prompt_tokens")
+        if not prompt or _OWN_HITS not in self.server:
+            cached = sum(sample.cached_tokens for sample in self.samples)
+            return f"{cached:,} prompt tokens from a cache" if cached else "the server reports no hits"
+        own, loaded = self.server[_OWN_HITS], self.server.get(_TIER_HITS, 0.0)
+        return (
+            f"of {prompt:,.0f} prompt tokens, {loaded:,.0f} ({loaded / prompt:.0%}) were loaded by the KV connector "
+            f"and {own:,.0f} ({own / prompt:.0%}) were in the engine's own cache"
+        )
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,15 +1,39 @@
 """Types of command-line arguments: the parser refuses other values by name."""
 
 import argparse
+import re
+
+_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+_SIZES = {
+    "": 1, "mb": 1e-3, "gb": 1, "tb": 1e3, "m": 1e-3, "g": 1, "t": 1e3,
+    "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9,
+}  # fmt: skip
+# A comma separates thousands only: "0,5" is refused.
+_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|[\d._]+(?:e[+-]?\d+)?) *([a-z]*)")
 
 
 def positive(text: str) -> float:
+    return _positive(text, {"": 1}, "a number above 0")
+
+
+def count(text: str) -> int:
+    """``2000000``, ``128k`` or ``1.5M``: thousands and millions."""
+    return int(_positive(text, _COUNTS, "a number of at least 1, for example 2000000, 128k or 1.5M", low=1))
+
+
+def gigabytes(text: str) -> float:
+    """In GB (1e9 bytes): ``80``, ``80GB``, ``80GiB`` or ``1.5TB``."""
+    return _positive(text, _SIZES, "a size above 0 in GB, for example 80, 80GB or 80GiB")
+
+
+def _positive(text: str, units: dict[str, float], expected: str, low: float = 0, high: float = 1e15) -> float:
+    found = _NUMBER.fullmatch(text.strip().lower())
     try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 1e15:  # also refuses NaN
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+        number = float(found[1].replace(",", "")) * units[found[2]] if found else 0.0
+    except (KeyError, ValueError):
+        number = 0.0
+    if not (number > 0 and low <= number <= high):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
     return number
 
 
@@ -20,7 +44,4 @@ def whole(text: str) -> int:
 
 
 def share(text: str) -> float:
-    number = positive(text)
-    if number > 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0 and up to 1")
-    return number
+    return _positive(text, {"": 1}, "a number above 0 and up to 1", high=1)

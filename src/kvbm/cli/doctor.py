@@ -75,7 +75,10 @@ def show(check: str, finding: Finding, color: bool) -> str:
     if color:
         sign = f"{tone}{sign}\x1b[0m"
     text, cure = (printable(" ".join(each.split()), _MAX_TEXT) for each in (finding.text, finding.cure))
-    lines = [*textwrap.wrap(text, 96), *textwrap.wrap(cure, 96, initial_indent="→ ", subsequent_indent="  ")]
+    wrap = textwrap.TextWrapper(96, break_long_words=False, break_on_hyphens=False)  # paths and options stay whole
+    lines = wrap.wrap(text)
+    wrap.initial_indent, wrap.subsequent_indent = "→ ", "  "
+    lines += wrap.wrap(cure)
     return f"{sign} {check:10} " + ("\n" + " " * 16).join(lines)
 
 

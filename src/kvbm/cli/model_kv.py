@@ -79,7 +79,9 @@ def _weights(model: str) -> int | None:
 
 
 def _file(model: str, name: str) -> Path:
-    folder = Path(model)
+    folder = Path(model).expanduser()
+    if not model.strip():
+        raise ModelError("the name of the model is empty")
     if folder.is_dir() or model.startswith((".", "/", "~")):
         if not (folder / name).is_file():
             raise ModelError(f"{folder} has no {name}")

@@ -1,8 +1,8 @@
 """Start `vllm serve` with KVBM.
 
 MODEL comes first. KVBM's options may stand anywhere after it; every other argument goes to `vllm serve` as it is. The
-command checks the settings and the machine, prints the command line and then becomes `vllm serve`. It stops where
-`kvbm doctor --quick` finds something wrong.
+command checks the settings, the port and the machine, prints the command line and then becomes `vllm serve`. It stops
+where `kvbm doctor --quick` finds a fault: too little memory, a misspelt setting, an unusable disk directory.
 
 examples:
   kvbm serve Qwen/Qwen3-8B --cpu-gb 100
@@ -12,21 +12,27 @@ examples:
 """
 
 import argparse
+import errno
 import os
+import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvbm.config import load, require_tier
+import msgspec
+
+from kvbm.config import ConfigError, load, require_tier
 
 NAME = "serve"
 HELP = "start `vllm serve` with KVBM"
 PASSES_ON = True  # arguments of vLLM
 
-_VARIABLES = {
-    "cpu_gb": "DYN_KVBM_CPU_CACHE_GB", "disk_gb": "DYN_KVBM_DISK_CACHE_GB", "disk_dir": "DYN_KVBM_DISK_CACHE_DIR",
+_FLAGS = {
+    "DYN_KVBM_CPU_CACHE_GB": "--cpu-gb", "DYN_KVBM_DISK_CACHE_GB": "--disk-gb", "DYN_KVBM_DISK_CACHE_DIR": "--disk-dir",
 }  # fmt: skip
+_DEFAULT_PORT = 8000  # vLLM's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,42 +50,108 @@ def run(args: argparse.Namespace) -> int:
 
     if args.argv[1] != args.model:  # or the value of one of vLLM's options would pass for it
         return _fail(f"MODEL comes first, and {args.argv[1]!r} is in its place: `kvbm serve MODEL [options]`")
+    for name, value in (("MODEL", args.model), ("--disk-dir", args.disk_dir)):
+        if value is not None and not value.strip():
+            return _fail(f"{name} is empty")
     if on_command_line(args.rest) is not None:
         return _fail(f"{OPTION} is what this command adds; leave it out, or use `vllm serve` itself")
-    given = {variable: value for name, variable in _VARIABLES.items() if (value := getattr(args, name)) is not None}
+    flags = {name: flag for name, flag in _FLAGS.items() if _value(args, flag) is not None}
+    given: dict[str, str] = {name: _value(args, flag) for name, flag in flags.items()}
     if args.no_metrics or "DYN_KVBM_METRICS" not in os.environ:
         given["DYN_KVBM_METRICS"] = "0" if args.no_metrics else "1"
     environment = {**os.environ, **given}
     if args.disk_dir is not None and "DYN_KVBM_DISK_CACHE_GB" not in environment:
         return _fail(f"--disk-dir {args.disk_dir} needs a size: add --disk-gb GB")
-    config = load(environ=environment)
-    require_tier(config)
+    try:
+        config = load(environ=environment)
+    except ConfigError as error:
+        return _fail(_by_flags(str(error), flags))
+    try:
+        require_tier(config)
+    except ConfigError:
+        return _fail("the cache has no size: add --cpu-gb GB. `kvbm size MODEL` says how many GB to choose")
     beside = Path(sys.executable).with_name("vllm")  # of this environment; some images have it elsewhere
     vllm = str(beside) if beside.exists() else shutil.which("vllm")
     command = [vllm or "vllm", "serve", args.model, OPTION, EXAMPLE, *args.rest]
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
-    print(f"{settings} {shlex.join(command)}", file=sys.stdout if args.print else sys.stderr, flush=True)
+    line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), shlex.join(command)])
     if args.print:
+        print(line)
         return 0
     if vllm is None:
         return _fail(f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it")
-    if _is_wrong(environment) and not args.force:
+    if problem := _port_problem(args.rest):
+        return _fail(problem)
+    wrong = _faults(environment, flags)
+    print("".join(f"{each}\n" for each in wrong), end="", file=sys.stderr)
+    if wrong and not args.force:
         return _fail("not started. Cure what is marked BAD, or add --force to start all the same")
+    print(line, file=sys.stderr)
     if config.metrics:
-        print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr, flush=True)
+        print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr)
+    sys.stderr.flush()
     os.execve(vllm, command, environment)
     return 1  # os.execve does not return
 
 
-def _is_wrong(environment: dict[str, str]) -> bool:
-    """Print what `kvbm doctor --quick` finds wrong: most of it would stop the engine minutes later."""
+def _value(args: argparse.Namespace, flag: str) -> str:
+    value: str = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return value
+
+
+def _faults(environment: Mapping[str, str], flags: Mapping[str, str]) -> list[str]:
+    """What `kvbm doctor --quick` finds wrong: most of it would stop the engine minutes later."""
     from kvbm.cli.doctor import show
     from kvbm.doctor import CHECKS, Examination, examine
 
+    # The engine that is to start matters, not one that runs: port 0 has none.
     case = Examination(url="http://127.0.0.1:0", quick=True, environ=environment)
-    wrong = [show(check, finding, color=False) for check, finding in examine(case, CHECKS) if finding.level == "bad"]
-    print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr, flush=True)
-    return bool(wrong)
+    shown = []
+    for check, finding in examine(case, CHECKS):
+        if finding.level == "bad":
+            by_flags = {} if finding.name == "setting-misspelt" else flags
+            text, cure = (_by_flags(each, by_flags) for each in (finding.text, finding.cure))
+            shown.append(show(check, msgspec.structs.replace(finding, text=text, cure=cure), color=False))
+    return shown
+
+
+def _by_flags(text: str, flags: Mapping[str, str]) -> str:
+    """A message with the flags that the user gave in place of the variables that they set."""
+    for name, flag in flags.items():
+        text = re.sub(rf"(export )?{name}=('[^']*') \(environment\)", rf"{flag} \2", text)
+        text = re.sub(rf"(export )?{name}=", f"{flag} ", text)
+        text = re.sub(rf"\b{name}\b", flag, text)
+    return text
+
+
+def _port_problem(rest: Sequence[str]) -> str:
+    """Why vLLM could not listen on its port: it tries only after it has loaded the weights, or ends in a traceback."""
+    from kvbm.doctor.base import refusal
+
+    if any(_option(rest, name) is not None for name in ("--uds", "--headless")):
+        return ""
+    text, host = _option(rest, "--port"), _option(rest, "--host") or ""
+    if text is None and _option(rest, "--config") is not None:
+        return ""  # the port may stand in that file
+    if text is not None and (not text.isdecimal() or int(text) > 65535):
+        return f"--port {text}: expected a whole number up to 65535"
+    port = int(text or _DEFAULT_PORT)
+    if (error := refusal(host, port)) is None:
+        return ""
+    cure = "Choose an address of this machine with --host, and a port of 1024 or above with --port"
+    if error.errno == errno.EADDRINUSE:
+        other = port + 1 if port < 65535 else port - 1
+        cure = f"`ss -ltnp 'sport = :{port}'` shows its program. Stop that, or choose another port: --port {other}"
+    return f"cannot listen on port {port} of {host or 'this machine'}: {error.strerror or error}. {cure}"
+
+
+def _option(words: Sequence[str], name: str) -> str | None:
+    """The value of an option of vLLM, empty for a switch; None if it is not given. The last one counts."""
+    found = None
+    for at, word in enumerate(words):
+        option, sign, value = word.partition("=")
+        if option.replace("_", "-") == name:
+            found = value if sign else next((each for each in words[at + 1 : at + 2] if not each.startswith("--")), "")
+    return found
 
 
 def _fail(problem: str) -> int:

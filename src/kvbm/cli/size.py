@@ -4,8 +4,8 @@ The command reads the model's config.json (a folder, or the Hugging Face hub) an
 
 examples:
   kvbm size Qwen/Qwen3-8B --gpu-memory 80             what the GPU holds, and a host tier to go with it
-  kvbm size Qwen/Qwen3-8B --tokens 2000000            GB for two million tokens: 100 users with 20,000 each
-  kvbm size Qwen/Qwen3-8B --cpu-gb 100 --tensor-parallel-size 2
+  kvbm size Qwen/Qwen3-8B --tokens 2M                 GB for two million tokens: 100 users with 20,000 each
+  kvbm size Qwen/Qwen3-8B --cpu-gb 100 --tp 2
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from kvbm.cli.arguments import positive, share, whole
+from kvbm.cli.arguments import count, gigabytes, share, whole
 from kvbm.observe.format import columns, size
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvbm.cli.model_kv import DTYPES
 
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("--gpu-memory", type=positive, metavar="GB", help="memory of one GPU")
+    parser.add_argument("--gpu-memory", type=gigabytes, metavar="GB", help="memory of one GPU: 80, 80GB or 80GiB")
     parser.add_argument("--gpu-memory-utilization", type=share, default=0.9, metavar="X", help="vLLM's option (0.9)")
-    parser.add_argument("--weights-gb", type=positive, metavar="GB", help="size of the weights, if it is not known")
-    parser.add_argument("--tokens", type=positive, metavar="N", help="tokens to keep, of all users together")
-    parser.add_argument("--cpu-gb", type=positive, metavar="GB", help="how much does a tier of this size hold?")
-    parser.add_argument("--tensor-parallel-size", type=whole, default=1, metavar="N", help="number of GPUs (1)")
+    parser.add_argument("--weights-gb", type=gigabytes, metavar="GB", help="size of the weights, if it is not known")
+    parser.add_argument("--tokens", type=count, metavar="N", help="tokens to keep, of all users: 2000000, 128k or 2M")
+    parser.add_argument("--cpu-gb", type=gigabytes, metavar="GB", help="how much does a tier of this size hold?")
+    parser.add_argument(
+        "--tensor-parallel-size", "--tp", "-tp", type=whole, default=1, metavar="N", help="number of GPUs (1)"
+    )
     parser.add_argument("--block-size", type=whole, default=16, metavar="N", help="tokens in a block (16)")
     parser.add_argument("--kv-cache-dtype", choices=("auto", *DTYPES), default="auto", help="vLLM's option (auto)")
 
@@ -70,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if args.cpu_gb:
         rows.append((f"{args.cpu_gb:g} GB", holding(args.cpu_gb * 1e9)))
     if args.tokens:
-        blocks = -(-int(args.tokens) // args.block_size)
-        rows.append((f"{int(args.tokens):,} tokens", f"{blocks:,} blocks, {size(blocks * block)}"))
+        blocks = -(-args.tokens // args.block_size)
+        rows.append((f"{args.tokens:,} tokens", f"{blocks:,} blocks, {size(blocks * block)}"))
     print("\n".join(columns(rows)))
     for line in _advice(args, model, device, block):
         print(line)
@@ -95,14 +97,15 @@ def _device_bytes(args: argparse.Namespace, weights: int | None) -> float:
 
 def _advice(args: argparse.Namespace, model: ModelKv, device: float | None, block: int) -> list[str]:
     lines = []
-    tokens, wanted = f"{int(args.tokens or 0):,}", -(-int(args.tokens or 0) // args.block_size) * block
+    tokens, wanted = f"{args.tokens or 0:,}", -(-(args.tokens or 0) // args.block_size) * block
     if device is not None:
         lines.append("vLLM also needs memory for activations and graphs; its log has the exact size of its cache.")
         if 0 < wanted <= device:
             lines.append(f"{tokens} tokens fit into the engine's own cache: KVBM gains only after restarts.")
         else:
             best = max(wanted, 2 * device) / 1e9
-            lines.append(f"Choose --cpu-gb {best:.0f} or more: twice the engine's cache, and room for all tokens.")
+            room = " and room for all tokens" if wanted else ""
+            lines.append(f"Choose --cpu-gb {best:.3g} or more: twice the engine's cache{room}.")
     elif wanted:
         best = max(wanted / 1e9, 0.01)
         lines.append(f"Choose --cpu-gb {best:.3g} or more, and more than the engine's own cache (see --gpu-memory).")

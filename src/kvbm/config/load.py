@@ -78,6 +78,7 @@ class _Reading:
         self.given: dict[str, _Given] = {}  # by key
         self.backends: dict[str, _Given] = {}  # by name of the NIXL backend
         self.warnings: list[str] = []
+        self.misspelt: list[str] = []  # those of the warnings about a name that resembles a setting
         self.problems: list[str] = []
 
     def add_named_file(self, extra: Mapping[str, object], environ: Mapping[str, str]) -> None:
@@ -118,7 +119,7 @@ class _Reading:
             if name.startswith(BACKEND_PREFIX):
                 self._add_backend(name.removeprefix(BACKEND_PREFIX), given)
             elif (setting := names.get(name)) is None:
-                self._warn_if_misspelled(name, source)
+                self._warn_if_unknown(given)
             elif setting.retired:
                 self.warnings.append(f"{name} ({source}) has no effect: {setting.retired}; remove it")
             elif setting.key == "config_path" and source not in (ENVIRONMENT, EXTRA_CONFIG):
@@ -152,26 +153,18 @@ class _Reading:
         self.warnings.append(f"{dropped.name} ({given.source}) is ignored: {kept.name} sets the same setting")
         return kept
 
-    def _warn_if_misspelled(self, name: str, source: str) -> None:
-        """Warn about an unknown name that looks like a setting.
-
-        The environment and the engine's JSON also hold names of other programs; a settings file holds KVBM's only.
-        """
-        prefixed = name.lower().startswith(("dyn_kvbm", "kvbm"))
-        if source == ENVIRONMENT:
-            is_ours = name.startswith("DYN_KVBM_")
-            may_be_ours = name.startswith("KVBM_")  # other programs use this prefix too
-        else:
-            is_ours = source != EXTRA_CONFIG or prefixed
-            may_be_ours = True
-        # The shared prefix would make all names look similar, so the comparison leaves it out.
-        stem = name.lower().removeprefix("dyn_").removeprefix("kvbm_")
-        keys = [row.key for row in SETTINGS if not row.retired]
-        if is_ours or (may_be_ours and closest(stem, keys, cutoff=0.85)):
-            hint = "`kvbm config --all` lists the settings"
-            if near := closest(stem, keys):
-                hint = f"did you mean {BY_KEY[near].env if prefixed else near}?"
-            self.warnings.append(f"{name} ({source}) is not a setting and is ignored; {hint}")
+    def _warn_if_unknown(self, given: _Given) -> None:
+        """Warn about a name that resembles a setting, and about every unknown name that only KVBM can mean."""
+        near, is_ours = _meant(given)
+        within = [name for name in given.raw if name in _ALL_NAMES] if isinstance(given.raw, Mapping) else []
+        if not near and not is_ours:
+            return
+        hint = f"did you mean {near}?" if near else "`kvbm config --all` lists the settings"
+        if within:
+            hint = f"put {', '.join(within)} at the top of the file, outside of [{given.name}]"
+        self.warnings.append(f"{given.name} ({given.source}) is not a setting and is ignored; {hint}")
+        if near or within:
+            self.misspelt.append(self.warnings[-1])
 
     def add_router_hints(self, extra: Mapping[str, object]) -> router_hints.Advertised | None:
         try:
@@ -203,6 +196,7 @@ class _Reading:
             **values,
             sources=sources,
             warnings=tuple(self.warnings),
+            misspelt=tuple(self.misspelt),
             unused_because=dict(sorted(unused.items())),
         )
 
@@ -257,6 +251,29 @@ class _Reading:
         for key in (pub, ack, "metrics_port"):
             if values[key] < 1024:
                 self.warnings.append(f"{label(key)}: ports below 1024 usually need root; choose 1024 or above")
+
+
+def _meant(given: _Given) -> tuple[str, bool]:
+    """(the setting that an unknown name resembles, or ""; whether only KVBM can be meant).
+
+    The environment and the engine's JSON also hold names of other programs; a settings file holds KVBM's only.
+    """
+    name, is_variable = given.name, given.source == ENVIRONMENT
+    # The shared prefix would make all names look similar, so the comparison leaves it out.
+    stem = name.lower().removeprefix("dyn_").removeprefix("kvbm_")
+    prefixed = name.lower().startswith(("dyn_kvbm", "kvbm"))
+    keys = [row.key for row in SETTINGS if not row.retired]
+    if is_variable and str(given.raw).startswith("tcp://"):
+        return "", False  # Kubernetes sets KVBM_METRICS_PORT and the like for a service with this name
+    if is_variable and not name.startswith(("DYN_KVBM_", "KVBM_")):
+        is_similar = name.upper().startswith(("DYN", "KV"))  # the prefix itself is misspelt, or in lower case
+        return closest(name.upper(), [row.env for row in SETTINGS], cutoff=0.9) if is_similar else "", False
+    if is_variable:
+        is_ours = name.startswith("DYN_KVBM_")  # other programs use KVBM_ too
+    else:
+        is_ours = given.source != EXTRA_CONFIG or prefixed
+    near = closest(stem.replace("host_cache", "cpu_cache"), keys, cutoff=0.6 if is_ours else 0.85)
+    return (BY_KEY[near].env if near and prefixed else near), is_ours
 
 
 def _is_empty_variable(setting: Setting, given: _Given) -> bool:

@@ -418,6 +418,7 @@ class Config(FleetSettings, frozen=True, kw_only=True):
 
     sources: dict[str, str]  # key -> "default", the path of a file, "environment" or "kv_connector_extra_config"
     warnings: tuple[str, ...]  # sentences for the leader to log
+    misspelt: tuple[str, ...]  # those of the warnings about a name that resembles a setting
     unused_because: dict[str, str]  # name of a setting that is set but not used, as the user wrote it -> why
 
     @property

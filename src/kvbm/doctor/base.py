@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import metadata
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from kvbm.config import Config, ConfigError, load
 from kvbm.engines.vllm.transfer_config import extra_config
@@ -71,6 +73,13 @@ class Examination:
     def snapshot(self) -> Snapshot | None:
         return self.engine if isinstance(self.engine, Snapshot) else None
 
+    @property
+    def host_tier_bytes(self) -> int:
+        """The memory of this machine that the running engine's host tier takes; 0 without one."""
+        is_here = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+        tiers = self.snapshot.tiers if is_here and self.snapshot is not None else []
+        return sum(tier.slots * tier.block_bytes for tier in tiers if tier.tier == "host")
+
 
 def installed_version(package: str) -> str:
     """The version of a package, without importing it; empty if it is not installed."""
@@ -78,6 +87,17 @@ def installed_version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def refusal(host: str, port: int) -> OSError | None:
+    """Why a program cannot listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
 
 
 def examine(case: Examination, checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:

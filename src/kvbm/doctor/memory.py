@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import shutil
@@ -29,16 +30,18 @@ class HostMemory:
 
     def run(self, case: Examination) -> Iterator[Finding]:
         config = case.config
+        taken = case.host_tier_bytes
         if config is None or not config.has_host_tier:
-            return
-        if case.snapshot is not None and any(tier.tier == "host" for tier in case.snapshot.tiers):
-            yield good("memory", "The running engine has its host tier.")
+            if taken:
+                left = size(available_memory())
+                yield good("memory", f"The running engine's host tier takes {size(taken)}; {left} are available.")
             return
         if config.cpu_cache_override_num_blocks:
+            unused = f"; DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} has no effect" if config.cpu_cache_gb else ""
             yield note(
                 "memory-unknown",
-                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks}: its size in memory "
-                "depends on the model.",
+                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks} sets the size in "
+                f"blocks{unused}. Its size in memory depends on the model.",
                 "If it does not fit, the engine refuses to start and reports the size that fits.",
             )
             return
@@ -52,15 +55,27 @@ class HostMemory:
         if config.host_persist:
             available += kept
             yield from self._room_to_keep(config, wanted, kept)
-        if wanted > 0.95 * available:
+        fits = 0.95 * available
+        asked = f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:.15g} asks for {size(wanted)}"
+        beside = f" beside the {size(taken)} of the running engine's host tier" if taken else ""
+        if wanted > fits + taken:
             yield bad(
                 "host-memory-short",
-                f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} asks for {size(wanted)}, and {size(available)} are "
-                "available here.",
-                f"Set it to at most {gigabytes(0.95 * available)}, or raise the container's memory limit.",
+                f"{asked}, and {size(available)} are available here{beside}.",
+                f"Set it to at most {gigabytes(fits)}, or raise the container's memory limit."
+                + (" The size is in GB, not in bytes." if wanted > 1e15 else ""),
             )
             return
-        yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available.")
+        if wanted > fits:
+            yield note(
+                "memory-second",
+                f"The running engine's host tier takes {size(taken)}. A second engine with this size would not fit: "
+                f"{asked}, and {size(available)} are available.",
+                f"For a second engine, set it to at most {gigabytes(fits)}.",
+            )
+            return
+        second = f". A second engine would fit{beside}" if taken else ""
+        yield good("memory", f"{size(wanted)} for the host tier, {size(available)} available{second}.")
         if _ready_seconds(case) is None:
             yield bad(
                 "ready-timeout",
@@ -68,13 +83,15 @@ class HostMemory:
                 "refuses to start.",
                 f"Correct or remove it; the default is {READY_DEFAULT:.0f}.",
             )
-        if not case.quick:
+        if not case.quick and not taken:
             yield from self._start_time(case, wanted)
 
     def _room_to_keep(self, config: Config, wanted: float, kept: int) -> Iterator[Finding]:
         folder = config.host_persist_dir
         try:
             os.close(open_trusted(folder, "KVBM_HOST_PERSIST_DIR"))
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             room = shutil.disk_usage(folder).free + kept
         except OSError as error:
             yield bad(

@@ -59,20 +59,25 @@ class Disk:
         if not where.is_dir():
             yield bad("disk-not-writable", f"{_DIRECTORY}={folder}: {where} is not a directory.", _ELSEWHERE)
             return
+        is_missing = where != Path(os.path.realpath(folder))
+        what = f"{_DIRECTORY}={folder} " + (f"does not exist, and {where} " if is_missing else "")
         if os.statvfs(where).f_flag & os.ST_RDONLY:
             yield bad(
                 "disk-read-only",
-                f"{_DIRECTORY}={folder} is on a filesystem that is mounted read-only ({mount_of(where)[0]}).",
+                f"{what}is on a filesystem that is mounted read-only ({mount_of(where)[0]}).",
                 f"Mount it writable, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
         if not os.access(where, os.W_OK | os.X_OK):
             yield bad(
                 "disk-not-writable",
-                f"{_DIRECTORY}={folder} is not writable for this user.",
-                f"Change its owner, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
+                f"{what}is not writable for this user" + (": the engine cannot create it." if is_missing else "."),
+                ("See `lsattr -d` for an immutable directory" if os.geteuid() == 0 else "Change its owner")
+                + f", or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
+        if is_missing:
+            yield from _will_be_made(folder, where)
         try:
             os.close(open_trusted(where))
         except CacheRefused as error:
@@ -209,9 +214,30 @@ class Disk:
             yield good("disk-speed", f"{text}{how}.")
 
 
+def _will_be_made(folder: Path, where: Path) -> Iterator[Finding]:
+    if "$" in str(folder) or ":/" in str(folder):
+        what = "a $: the shell or the service manager has not replaced a variable" if "$" in str(folder) else '":/"'
+        yield bad(
+            "disk-dir-not-a-path",
+            f"{_DIRECTORY}={folder} contains {what}.",
+            "It takes one path, without variables, and no URL. For S3, set DYN_KVBM_OBJECT_BUCKET.",
+        )
+        return
+    mount, kind = mount_of(where)
+    real = os.path.realpath(folder)
+    means = f", which is {real}," if real != str(folder) else ""
+    relative = "The path is relative to the directory that the engine starts in. " if not folder.is_absolute() else ""
+    yield note(
+        "disk-dir-missing",
+        f"{_DIRECTORY}={folder}{means} does not exist. The engine creates it in {where}, on the filesystem of {mount} "
+        f"({kind}).",
+        f"{relative}If a drive belongs there, mount it first.",
+    )
+
+
 def _existing(folder: Path) -> Path:
-    """The folder, or its closest parent that exists. Raises OSError where the path can never exist."""
-    folder = folder.absolute()
+    """The folder that the path leads to, or its closest parent that exists. Raises OSError where it can never exist."""
+    folder = Path(os.path.realpath(folder))
     while True:
         try:
             os.stat(folder)

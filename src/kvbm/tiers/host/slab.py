@@ -12,10 +12,10 @@ import ctypes
 import logging
 import mmap
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,8 +83,12 @@ class HostSlab:
         self._pinned: list[int] = []
         # Touching a page of a full filesystem kills the process: a subclass over a file allocates the pages itself.
         touch = shared is None or shared.ranks > 1
+        self._is_stopping = threading.Event()
         self._filling = threading.Thread(
-            target=_fault_in, args=(self.address, length, first, touch), name="kvbm-host-tier", daemon=True
+            target=_fault_in,
+            args=(self.address, length, first, touch, self._is_stopping),
+            name="kvbm-host-tier",
+            daemon=True,
         )
         self._filling.start()
 
@@ -125,6 +129,7 @@ class HostSlab:
 
     def close(self) -> None:
         """Free the memory. No copy may still use it."""
+        self._is_stopping.set()
         self._filling.join()
         if self._unpin is not None:
             for address in self._pinned:
@@ -211,26 +216,37 @@ def mapped_bytes(size: int) -> int:
     return -(-size // _HUGE_PAGE) * _HUGE_PAGE
 
 
-def _fault_in(address: int, length: int, first: int = 0, touch_all: bool = True) -> None:
+def _fault_in(address: int, length: int, first: int, touch_all: bool, is_stopping: threading.Event) -> None:
+    """Fault in ``length`` bytes, beginning at ``first``, until done or ``is_stopping``."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    pieces = iter([*range(first, length, _PIECE), *range(0, first, _PIECE)])
+    finished: queue.SimpleQueue[int] = queue.SimpleQueue()  # bytes of a piece; 0 at the end of a thread
 
-    def touch(start: int) -> int:
-        size = min(_PIECE, length - start)
-        if libc.madvise(address + start, size, _MADV_POPULATE_WRITE) != 0 and touch_all:
-            libc.memset(address + start, 0, size)  # older kernels: the pages come by being written
-        return size
+    def work() -> None:
+        # next() of a list iterator is atomic. ctypes releases the GIL during each call, so the threads run in parallel.
+        while not is_stopping.is_set() and (start := next(pieces, None)) is not None:
+            size = min(_PIECE, length - start)
+            if libc.madvise(address + start, size, _MADV_POPULATE_WRITE) != 0 and touch_all:
+                libc.memset(address + start, 0, size)  # older kernels: a write faults a page in
+            finished.put(size)
+        finished.put(0)
 
     began = last = time.monotonic()
     done = 0
     workers = min(_THREADS, len(os.sched_getaffinity(0)))
-    # ctypes lets go of the interpreter during each call, so the threads really run side by side.
-    with ThreadPoolExecutor(workers, thread_name_prefix="kvbm-fault-in") as pool:
-        for size in pool.map(touch, [*range(first, length, _PIECE), *range(0, first, _PIECE)]):
-            done += size
-            now = time.monotonic()
-            if now - last >= 2 and done < length:
-                last = now
-                logger.info("host tier: %.1f of %.1f GB ready (%.0f s)", done / 1e9, length / 1e9, now - began)
-    logger.info("host tier: %.2f GB ready in %.1f s", length / 1e9, time.monotonic() - began)
+    # Daemon threads: the interpreter joins those of a ThreadPoolExecutor at exit, and an engine that is told to stop
+    # while it starts would first fault in the whole tier.
+    for i in range(workers):
+        threading.Thread(target=work, name=f"kvbm-fault-in-{i}", daemon=True).start()
+    while workers:
+        size = finished.get()
+        workers -= size == 0
+        done += size
+        now = time.monotonic()
+        if now - last >= 2 and done < length:
+            last = now
+            logger.info("host tier: %.1f of %.1f GB ready (%.0f s)", done / 1e9, length / 1e9, now - began)
+    if done >= length:
+        logger.info("host tier: %.2f GB ready in %.1f s", length / 1e9, time.monotonic() - began)
