@@ -110,6 +110,13 @@ class Engine:
         self.leader.manager.close()
 
 
+def wait_until(condition, what):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not yet: {what}"
+        time.sleep(0.005)
+
+
 def content(key, rank):
     return int.from_bytes(key[:3], "big") + rank
 
@@ -197,9 +204,34 @@ def test_a_block_that_was_damaged_is_recomputed_and_written_anew(make, weed, mod
     plan = engine.leader.onboard(match, "r", range(16), in_step=False)
     bad = set().union(*(outcome.bad_blocks for outcome in engine.step(loads=[plan]))) | engine.run()
     assert bad == set(range(16)), "an object is verified as a whole"
+    wait_until(lambda: engine.catalog.available, "the store reads back what it is given, and is used again")
     assert engine.lookup(keys).blocks == 0
     assert engine.serve(keys) == 0
     assert make(model).serve(keys) == 16
+
+
+def test_no_request_pays_for_a_store_that_damages_what_it_sends_but_the_first(make, proxy, model, monkeypatch):
+    monkeypatch.setattr("kvbm.core.breaker.MAX_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("kvbm.core.breaker.FIRST_PAUSE_SECONDS", 0.1)
+    prompts = [random_keys(16) for _ in range(3)]
+    first = make(model)
+    for keys in prompts:
+        first.serve(keys)
+    engine = make(model, object_endpoint=proxy.endpoint)
+    assert [engine.lookup(keys).blocks for keys in prompts] == [16, 16, 16]
+    proxy.set_fault("flip", "GET")
+    plan = engine.leader.onboard(engine.lookup(prompts[0]), "r", range(16), in_step=False)
+    engine.step(loads=[plan])
+    engine.run()
+    asked = len([path for _, path in proxy.requests if "/0/" in path])
+    for keys in prompts:
+        assert engine.lookup(keys).blocks == 0
+    wait_until(lambda: sum("list-type" in path for _, path in proxy.requests) >= 5, "probes go on")
+    assert len([path for _, path in proxy.requests if "/0/" in path]) == asked
+    assert not engine.catalog.available, "nor is anything written"
+    proxy.set_fault("")
+    wait_until(lambda: engine.catalog.available, "it is used again")
+    assert engine.catalog.find(prompts[1][0]) is not None
 
 
 def test_an_engine_that_was_reset_leaves_the_bucket_alone(make, model):

@@ -32,7 +32,7 @@ class ObjectCatalog(RemoteCatalog):
 
     def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
         super().__init__()
-        self._clients = clients
+        self._clients = list(dict.fromkeys(clients))
         self._presence = presence
         self._keeper = keeper
         self._found: OrderedDict[Key, int] = OrderedDict()  # the last used at the end
@@ -45,6 +45,8 @@ class ObjectCatalog(RemoteCatalog):
             self._presence.expect(keys, start)
 
     def find(self, key: Key) -> int | None:
+        if self._is_suspended:
+            return None  # a load would fail, and cost its request the time
         place = None if self._is_reset or self._is_bad(key) else self._presence.find(key)
         before = self._found.get(key)
         if place is None or place == PENDING:
@@ -120,6 +122,9 @@ class ObjectCatalog(RemoteCatalog):
         self._mark_bad(there, BAD_SECONDS)
         self._presence.discard([self._found[key] for key in there])
         self._lose(there)
+        if there:
+            for client in self._clients:
+                client.doubt("blocks of it could not be read", self._presence.probe_name)
         return len(there)
 
     def clear(self) -> int:
@@ -146,9 +151,13 @@ class ObjectCatalog(RemoteCatalog):
 
     @property
     def available(self) -> int:
-        if self._is_reset or any(client.suspended for client in self._clients):
+        if self._is_reset or self._is_suspended:
             return 0
         return MAX_WRITING - len(self._writing)
+
+    @property
+    def _is_suspended(self) -> bool:
+        return any(client.suspended for client in self._clients)
 
     @property
     def size(self) -> int:  # type: ignore[override]

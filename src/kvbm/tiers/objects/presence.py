@@ -176,6 +176,11 @@ class Presence:
         return None
 
     @property
+    def probe_name(self) -> str:
+        """Of an object that a probe may write."""
+        return self._names.probe
+
+    @property
     def latency_seconds(self) -> float:
         """Of one existence request, smoothed; 0 before the first."""
         return self._latency.seconds
