@@ -102,10 +102,10 @@ def test_a_process_that_dies_fails_its_transfers_and_is_started_again(weed, prox
     os.kill(first, signal.SIGKILL)
     assert ended(read).bad == [0, 1, 2, 3]
     assert "has ended (status -9)" in read.reason
-    assert "has ended (status -9" in caplog.text
     proxy.released.set()
     proxy.set_fault("")
     until(lambda: store.pid != first)
+    assert "has ended (status -9, start 1)" in caplog.text
     assert not ended(store.read(places, targets, keys)).bad
 
 
@@ -156,6 +156,14 @@ time.sleep(600)
     rank.kill()
     rank.wait()
     until(lambda: not is_alive(pid))
+
+
+def test_signals_for_the_engine_do_not_end_the_process(weed, slab, opened):
+    store = opened(weed.settings())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(store.pid, number)
+    keys = random_keys(1)
+    assert not ended(store.write(single_places(keys), addresses(slab, [0]), keys)).bad
 
 
 def test_nothing_secret_is_visible_from_outside(weed, opened):

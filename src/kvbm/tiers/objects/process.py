@@ -15,6 +15,7 @@ import ctypes
 import logging
 import mmap
 import os
+import signal
 import socket
 import struct
 import sys
@@ -230,6 +231,8 @@ class _Forward(logging.Handler):
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the engine, which flushes its blocks
+        signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):
         Process(connection).run()

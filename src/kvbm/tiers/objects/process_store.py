@@ -83,8 +83,7 @@ class _Connection:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvbm.tiers.objects.process", str(its.fileno())],
                 pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                # Numpy is there for an address only. A Ctrl-C is for the engine, which flushes its blocks.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, start_new_session=True,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy is there for an address only
             )  # fmt: skip
         except OSError:
             self._socket.close()
