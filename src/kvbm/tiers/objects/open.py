@@ -74,4 +74,4 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
         clients[0].settings.bucket, clients[0].settings.endpoint or "AWS", 1 << bits,
         "encrypted" if config.object_encryption_secret else "not encrypted", statement(config.object_num_blocks),
     )  # fmt: skip
-    return ObjectCatalog(clients, presence, keeper)
+    return ObjectCatalog(clients, presence, keeper, max(hello.block_bytes for hello in context.hellos))
