@@ -1,6 +1,6 @@
 """The object store tier beside the plainest loop over the same client library.
 
-    python benchmarks/objects.py [--check] [--json FILE] [--blocks 128] [--rounds 5]
+    python benchmarks/objects.py [--check] [--json FILE] [--blocks 128] [--rounds 10]
     python benchmarks/objects.py --endpoint URL --bucket B     a real store (AWS_ACCESS_KEY_ID, ...), without the delay
 
 Blocks are written and read as an engine does it, through the tier's own process, which verifies every block and copies
@@ -221,7 +221,7 @@ def report(title: str, found: dict[str, dict[str, Figure]], min_rate: float) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--blocks", type=int, default=128, help="of 2 MiB")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--endpoint", help="a real store in place of nginx")
     parser.add_argument("--bucket", default="bench")
