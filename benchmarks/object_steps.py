@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -80,6 +81,27 @@ class OtherLoad:
         self._process.wait()
 
 
+class Spinner:
+    """A process that only counts: no memory, no calls. A core that is slower beside it has none of its own."""
+
+    moved = 0
+
+    def __init__(self, core: set[int]) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        os.sched_setaffinity(self._process.pid, core)
+        self.stop()
+
+    def start(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 def load(endpoint: str, blocks: str) -> None:
     import objects
 
@@ -134,15 +156,16 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
 
         (reader, writer), (old_reader, old_writer) = pair(), pair(in_threads=True)
         other = OtherLoad(target.endpoint, options.blocks, there)
+        spinner = Spinner(there)
         stack.callback(other.close)
+        stack.callback(spinner.close)
         every = 2 * options.blocks * objects.BLOCK / 0.2e9
         loads = {
-            "tier reads": Load(reader.read),
-            "tier writes": Load(writer.write),
             "tier": Load(reader.read, writer.write),
             "tier, 0.2 GB/s": Load(reader.read, writer.write, every=every),
             "tier in threads": Load(old_reader.read, old_writer.write),
-            "other process": other,
+            "bare loop": other,
+            "spinning": spinner,
         }
         tasks = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
         for process in (reader.pid, writer.pid):

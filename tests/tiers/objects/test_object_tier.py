@@ -97,9 +97,9 @@ class Engine:
         self.run()
         return match.blocks
 
-    def lookup(self, keys):
+    def lookup(self, keys, limit=None):
         deadline = time.monotonic() + WAIT_SECONDS
-        while (match := self.leader.manager.lookup(keys)).pending:
+        while (match := self.leader.manager.lookup(keys, 0, limit)).pending:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return match
@@ -170,6 +170,13 @@ def test_the_rate_of_the_store_is_measured_for_the_cost_model(make, model):
     rate, fixed = engine.hellos[0].tier(OBJECT).rate
     assert rate > 1e5
     assert fixed > 0
+
+
+def test_a_group_is_found_although_its_last_block_is_not_wanted(make, model):
+    """The engine computes the last token of a prompt, so it never asks for a last block that is full."""
+    keys = random_keys(32)
+    make(model).serve(keys)
+    assert make(model).lookup(keys, 31).blocks == 31
 
 
 def test_another_model_or_another_secret_finds_nothing(make, model):
