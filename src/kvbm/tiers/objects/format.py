@@ -47,7 +47,6 @@ _GCM_TAG = 16
 _TABLE_NONCE = (2**32 - 1).to_bytes(12, "big")
 _MAX_BLOCKS = 1 << MAX_GROUP_BITS
 _MAX_TAG = 255
-_PIECE = 256 << 10  # bytes
 _INDEX_BITS, _SIZE_BITS, _ID_BITS = 6, 3, 53
 
 Buffer = bytes | bytearray | memoryview
@@ -241,7 +240,7 @@ class Codec:
             raise RefusedError(f"the object holds blocks of {contents.block_bytes} bytes, expected {len(target)}")
         payload = contents.payloads[index]
         if contents.cipher is None:
-            found = copy_into(target, payload, tag)
+            copy_into(target, payload)
         else:
             from cryptography.exceptions import InvalidTag
 
@@ -249,8 +248,7 @@ class Codec:
                 contents.cipher.decrypt_into(_nonce(index), payload, contents.head + tag, target)
             except InvalidTag:
                 raise DamagedError("the block does not decrypt: it was altered") from None
-            found = checksum(target, tag)
-        if found != contents.checksums[index]:
+        if checksum(target, tag) != contents.checksums[index]:
             raise DamagedError("checksum mismatch")
 
     def _cipher(self, salt: bytes) -> Any:
@@ -264,16 +262,10 @@ def checksum(payload: Any, tag: bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(tag))
 
 
-def copy_into(target: Any, source: memoryview, tag: bytes) -> int:
-    """Copy a block; returns the checksum of the copy. Piece by piece, so that the core's cache still has what is
-    hashed. memmove, because slicing a memoryview would hold the interpreter lock for its length."""
-    hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(tag))
-    to, start = _address(target), _address(source)
-    for at in range(0, len(source), _PIECE):
-        size = min(_PIECE, len(source) - at)
-        ctypes.memmove(to + at, start + at, size)
-        hasher.update(target[at : at + size])
-    return hasher.intdigest()
+def copy_into(target: Any, source: memoryview) -> None:
+    """One memcpy without the interpreter lock; slicing a memoryview would hold the lock for its length."""
+    size = len(source)
+    ctypes.memmove(_address(target), _address(source), size)
 
 
 def _address(buffer: Any) -> int:
