@@ -50,6 +50,11 @@ class Engine:
         return self.scheduler.connector._adapter.leader.counts
 
     @property
+    def catalog(self) -> Any:
+        """Of the object store tier."""
+        return self.scheduler.connector._adapter.leader.manager.catalogs["object"]
+
+    @property
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
 
