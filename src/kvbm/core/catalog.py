@@ -107,8 +107,8 @@ class Catalog(ABC):
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def expect(self, keys: Sequence[Key], start: int = 0, hint: Hint | None = None) -> None:
-        """A request with the prefix ``keys`` is about to look for ``keys[start:]``. A tier with slow lookups starts
-        them here."""
+        """A request with the prefix ``keys`` is about to look for ``keys[start:]``, or all of them but the last, which
+        the engine computes: that one may be in one object with others. A tier with slow lookups starts them here."""
         return
 
     @abstractmethod

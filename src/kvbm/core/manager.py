@@ -151,7 +151,7 @@ class BlockManager:
             if not expected:
                 expected = True
                 for _, catalog in slower:
-                    catalog.expect(wanted, at, hint)
+                    catalog.expect(keys, at, hint)
             # A hole in the near tier is filled block by block, and no further than it reaches: a slower tier often
             # holds the rest of the prefix as well.
             place = None
@@ -183,7 +183,7 @@ class BlockManager:
         if at < len(wanted) and not self.near.is_writing(wanted[at]):
             for name, catalog in self._remote.items():
                 if name not in self.suspended:
-                    catalog.expect(wanted, at, hint)
+                    catalog.expect(keys, at, hint)
 
     def awaited_answer(self, key: Key) -> tuple[TierName, float] | None:
         """(tier that is looking for a block, expected seconds until it knows); None when no tier is."""

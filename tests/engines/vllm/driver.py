@@ -265,6 +265,15 @@ class Scenario:
             steps += 1
         return steps
 
+    def step_until_fetched(self, blocks: int, pause: float = 0.05) -> None:
+        """Steps until so many blocks have been fetched ahead of their requests, for as long as any request runs."""
+        fetched = self.adapter.leader.counts.fetched_blocks
+        while sum(fetched.values()) < blocks:
+            if not self.scheduler.running and not self.scheduler.waiting:
+                raise TimeoutError(f"{fetched} were fetched")
+            self.step()
+            time.sleep(pause)
+
     def drain_stores(self, seconds: float = 60) -> None:
         """Steps until no store is under way, while requests run."""
         deadline = time.monotonic() + seconds

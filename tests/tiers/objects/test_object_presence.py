@@ -7,9 +7,10 @@ import pytest
 from object_blocks import WAIT_SECONDS, Blocks, ended, group_places, new_names, open_store, random_keys, single_places
 
 from kvbm.core.catalog import PENDING
+from kvbm.tiers.objects.catalog import ObjectCatalog
 from kvbm.tiers.objects.client import Client
 from kvbm.tiers.objects.format import blocks_in, object_of
-from kvbm.tiers.objects.presence import MAX_CHECKS, Presence
+from kvbm.tiers.objects.presence import MAX_CHECKS, WAIT_SHARE, Presence
 from kvbm.tiers.objects.settings import ObjectSettings
 
 BITS = 5  # of blocks of 64 KiB
@@ -297,6 +298,28 @@ def test_the_deadline_of_a_lookup_follows_the_measured_time(opened, clock):
     clock.now += 1.0
     assert presence.find(other[0]) is None, "pending for the time that answers take, and not for the setting"
     bucket.may_answer.set()
+
+
+def test_an_answer_may_be_late_by_a_part_of_what_computing_would_take(opened):
+    bucket = Bucket()
+    bucket.close = lambda: None
+    presence = opened(bucket, lookup_seconds=600.0)
+    catalog = ObjectCatalog([bucket], presence, block_bytes=1000)
+    presence.expect(random_keys(4))
+    settled(presence)
+    bucket.may_answer.clear()
+
+    def wait(rate):
+        catalog.break_even = lambda: rate
+        keys = random_keys(4)
+        presence.expect(keys)
+        return presence._checks[-1].deadline - presence._checks[-1].began
+
+    assert wait(1.0) == pytest.approx(WAIT_SHARE * 4000, abs=1)
+    assert wait(0.1) == pytest.approx(600, abs=1), "the setting is the most"
+    assert wait(1e9) < 100
+    bucket.may_answer.set()
+    catalog.close()
 
 
 def test_no_lookup_waits_for_a_store_that_owes_an_answer(opened, clock):

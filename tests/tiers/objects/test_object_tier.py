@@ -97,9 +97,9 @@ class Engine:
         self.run()
         return match.blocks
 
-    def lookup(self, keys):
+    def lookup(self, keys, limit=None):
         deadline = time.monotonic() + WAIT_SECONDS
-        while (match := self.leader.manager.lookup(keys)).pending:
+        while (match := self.leader.manager.lookup(keys, 0, limit)).pending:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         return match
@@ -108,6 +108,13 @@ class Engine:
         for rank in self.ranks:
             rank.close()
         self.leader.manager.close()
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not yet: {what}"
+        time.sleep(0.005)
 
 
 def content(key, rank):
@@ -165,6 +172,13 @@ def test_the_rate_of_the_store_is_measured_for_the_cost_model(make, model):
     assert fixed > 0
 
 
+def test_a_group_is_found_although_its_last_block_is_not_wanted(make, model):
+    """The engine computes the last token of a prompt, so it never asks for a last block that is full."""
+    keys = random_keys(32)
+    make(model).serve(keys)
+    assert make(model).lookup(keys, 31).blocks == 31
+
+
 def test_another_model_or_another_secret_finds_nothing(make, model):
     keys = random_keys(4)
     assert make(model).serve(keys) == 0
@@ -197,9 +211,34 @@ def test_a_block_that_was_damaged_is_recomputed_and_written_anew(make, weed, mod
     plan = engine.leader.onboard(match, "r", range(16), in_step=False)
     bad = set().union(*(outcome.bad_blocks for outcome in engine.step(loads=[plan]))) | engine.run()
     assert bad == set(range(16)), "an object is verified as a whole"
+    wait_until(lambda: engine.catalog.available, "the store reads back what it is given, and is used again")
     assert engine.lookup(keys).blocks == 0
     assert engine.serve(keys) == 0
     assert make(model).serve(keys) == 16
+
+
+def test_no_request_pays_for_a_store_that_damages_what_it_sends_but_the_first(make, proxy, model, monkeypatch):
+    monkeypatch.setattr("kvbm.core.breaker.MAX_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("kvbm.core.breaker.FIRST_PAUSE_SECONDS", 0.1)
+    prompts = [random_keys(16) for _ in range(3)]
+    first = make(model)
+    for keys in prompts:
+        first.serve(keys)
+    engine = make(model, object_endpoint=proxy.endpoint)
+    assert [engine.lookup(keys).blocks for keys in prompts] == [16, 16, 16]
+    proxy.set_fault("flip", "GET")
+    plan = engine.leader.onboard(engine.lookup(prompts[0]), "r", range(16), in_step=False)
+    engine.step(loads=[plan])
+    engine.run()
+    asked = len([path for _, path in proxy.requests if "/0/" in path])
+    for keys in prompts:
+        assert engine.lookup(keys).blocks == 0
+    wait_until(lambda: sum("list-type" in path for _, path in proxy.requests) >= 5, "probes go on")
+    assert len([path for _, path in proxy.requests if "/0/" in path]) == asked
+    assert not engine.catalog.available, "nor is anything written"
+    proxy.set_fault("")
+    wait_until(lambda: engine.catalog.available, "it is used again")
+    assert engine.catalog.find(prompts[1][0]) is not None
 
 
 def test_an_engine_that_was_reset_leaves_the_bucket_alone(make, model):

@@ -44,11 +44,14 @@ class QueuedFetches:
             self._leader.manager.expect(self._keys.of(request), start, limit, hint)
 
     def fetch(self, line: Iterable[RequestState]) -> None:
-        """Fetch what the first requests of the queue would load, once for each request. A request that vLLM asks for
-        again in the next step gets its load then, which has a deadline."""
+        """Fetch what the first requests of the queue would load, once for each request. A request that vLLM has just
+        asked for gets its load when vLLM asks again, with a deadline. vLLM does not ask again once its seats are
+        taken, so one step counts."""
         room = self._leader.fetches.max_blocks
         for state, _ in zip(line, range(MAX_REQUESTS), strict=False):
-            if state.fetched is None and not state.deferred:
+            if state.deferred:
+                state.deferred = False
+            elif state.fetched is None:
                 self._look(state, room)
             room -= state.fetched or 0
             if room <= 0:

@@ -1,7 +1,8 @@
 """An object store: any S3-compatible one, in which every engine of the same model finds the blocks of the others.
 
-``format`` the bytes and names of objects; ``client`` requests; ``store`` a rank's half; ``presence`` and ``catalog``
-the leader's half; ``capacity`` the bound on blocks; ``tools`` and ``doctor`` for the command line.
+``format`` the bytes and names of objects; ``client`` requests; ``store`` a rank's half, ``process`` the process that it
+runs in and ``process_store`` the rank's end of that; ``presence`` and ``catalog`` the leader's half; ``capacity`` the
+bound on blocks; ``tools`` and ``doctor`` for the command line.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ TIER = ObjectTier(
     keyed=True,
     persistent=True,
     shared=True,
+    shares_near_memory=True,
     advice="use a store in the same network (DYN_KVBM_OBJECT_ENDPOINT)",
     offload_metrics={"d2o": ""},
     onboard_metric="o2d",

@@ -30,10 +30,15 @@ class ObjectCatalog(RemoteCatalog):
     is_bounded = False  # by this engine; see the capacity module
     max_bad_keys = MAX_KEYS
 
-    def __init__(self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None, block_bytes: int = 0
+    ) -> None:
+        """``block_bytes``: of the rank that has the most."""
         super().__init__()
-        self._clients = clients
+        self._clients = list(dict.fromkeys(clients))
         self._presence = presence
+        presence.compute_seconds = self._compute_seconds
+        self._block_bytes = block_bytes
         self._keeper = keeper
         self._found: OrderedDict[Key, int] = OrderedDict()  # the last used at the end
         self._writing: dict[Key, int] = {}
@@ -45,6 +50,8 @@ class ObjectCatalog(RemoteCatalog):
             self._presence.expect(keys, start)
 
     def find(self, key: Key) -> int | None:
+        if self._is_suspended:
+            return None  # a load would fail, and cost its request the time
         place = None if self._is_reset or self._is_bad(key) else self._presence.find(key)
         before = self._found.get(key)
         if place is None or place == PENDING:
@@ -55,6 +62,10 @@ class ObjectCatalog(RemoteCatalog):
                 self._lose([key])
             self._publish([key], [place])
         return place
+
+    def _compute_seconds(self, blocks: int) -> float:
+        rate = 0.0 if self.break_even is None else self.break_even()
+        return blocks * self._block_bytes / rate if rate else 0.0
 
     def answer_seconds(self, key: Key) -> float | None:
         return None if self._is_reset or self._is_bad(key) else self._presence.answer_seconds(key)
@@ -120,6 +131,9 @@ class ObjectCatalog(RemoteCatalog):
         self._mark_bad(there, BAD_SECONDS)
         self._presence.discard([self._found[key] for key in there])
         self._lose(there)
+        if there:
+            for client in self._clients:
+                client.doubt("blocks of it could not be read", self._presence.probe_name)
         return len(there)
 
     def clear(self) -> int:
@@ -146,9 +160,13 @@ class ObjectCatalog(RemoteCatalog):
 
     @property
     def available(self) -> int:
-        if self._is_reset or any(client.suspended for client in self._clients):
+        if self._is_reset or self._is_suspended:
             return 0
         return MAX_WRITING - len(self._writing)
+
+    @property
+    def _is_suspended(self) -> bool:
+        return any(client.suspended for client in self._clients)
 
     @property
     def size(self) -> int:  # type: ignore[override]

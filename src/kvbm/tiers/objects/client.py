@@ -6,12 +6,15 @@ and the tools. Threads with obstore's synchronous calls are as fast as an event 
 
 A circuit breaker stands in front of all calls. It opens after a few failures in a row. From then on every call raises
 :class:`SuspendedError` at once, and a thread of the client's own lists one object from time to time: only when that
-succeeds do calls go through again. An object that is not there, or that is there already, is no failure.
+succeeds do calls go through again. An object that is not there, or that is there already, is no failure. A block that
+could not be read leaves the store in doubt (:meth:`Client.doubt`): the probe also reads back an object that it writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import threading
 import time
@@ -29,6 +32,7 @@ T = TypeVar("T")
 _CONNECT_SECONDS = 2.0
 _MAX_REASON = 300  # characters
 _LIST_PAGE = 1000
+_PROBE_BYTES = 4096
 
 
 class ObjectStoreError(Exception):
@@ -167,6 +171,16 @@ class Client:
         with self._lock:
             self._open_breaker(reason, force=True)
 
+    def doubt(self, reason: str, probe_name: str) -> None:
+        """Blocks of this store could not be read. Make no request until a probe, at once and on a thread of its own,
+        has read back an object of this name that it has written: a store that damages what it sends answers all else.
+        """
+        with self._lock:
+            if self._suspended or self._closed.is_set():
+                return
+            self._suspended = reason
+            self._start_probe(probe_name)
+
     def close(self) -> None:
         self._closed.set()
 
@@ -195,30 +209,62 @@ class Client:
             return
         now = time.monotonic()
         self._breaker.failed(now)
-        while force and not self._breaker.is_open(now):
-            self._breaker.failed(now)
+        if force:
+            self._force_breaker(now)
         if self._breaker.is_open(now):
             self._suspended = reason
             logger.warning("%s: suspended until it answers again: %s", self._what, reason)
-            threading.Thread(target=self._probe, name="kvbm-object-probe", daemon=True).start()
+            self._start_probe()
 
-    def _probe(self) -> None:
+    def _force_breaker(self, now: float) -> None:
+        while not self._breaker.is_open(now):
+            self._breaker.failed(now)
+
+    def _start_probe(self, name: str = "") -> None:
+        threading.Thread(target=self._probe, args=[name], name="kvbm-object-probe", daemon=True).start()
+
+    def _probe(self, name: str) -> None:
+        """``name``: of an object to be written and read back as well."""
+        is_told = not name  # a store that is only doubted is worth no line in the log
         while not self._closed.is_set():
             while self._breaker.is_open(time.monotonic()):
                 if self._closed.wait(0.05):
                     return
             try:
                 self.check()
+                if name:
+                    self._check_data(name)
             except ObjectStoreError as error:
                 with self._lock:
                     self._suspended = str(error)
-                    self._breaker.failed(time.monotonic())
+                    self._force_breaker(time.monotonic())
+                if not is_told:
+                    logger.warning("%s: suspended until it answers again: %s", self._what, error)
+                    is_told = True
                 continue
             with self._lock:
                 self._suspended = ""
                 self._breaker.succeeded()
-            logger.info("%s: answers again", self._what)
+            if is_told:
+                logger.info("%s: answers again", self._what)
             return
+
+    def _check_data(self, name: str) -> None:
+        """Write an object and read it back. Passes the breaker by; raises."""
+        data = os.urandom(_PROBE_BYTES)
+        try:
+            self._store.put(name, data, use_multipart=False)
+            found = self._store.get(name).bytes()
+        except Exception as error:
+            reason = reason_of(error)
+            if reason.startswith(_DENIED):
+                return  # credentials that may only read
+            raise ObjectStoreError(reason) from None
+        finally:
+            with contextlib.suppress(Exception):
+                self._store.delete([name])
+        if bytes(found) != data:
+            raise ObjectStoreError("an object was read back with other bytes than were written")
 
 
 def _open(settings: ObjectSettings) -> Any:

@@ -10,11 +10,12 @@ from kvbm.tiers.base import LeaderContext, RankContext, Store
 from kvbm.tiers.bounded import Call, reason_of
 from kvbm.tiers.objects.capacity import Keeper, statement
 from kvbm.tiers.objects.catalog import ObjectCatalog
-from kvbm.tiers.objects.client import Client, ObjectStoreError
-from kvbm.tiers.objects.format import Codec, Names, group_bits
+from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.format import Names, group_bits
 from kvbm.tiers.objects.presence import Presence
+from kvbm.tiers.objects.process import Setup
+from kvbm.tiers.objects.process_store import ProcessStore
 from kvbm.tiers.objects.settings import settings_for
-from kvbm.tiers.objects.store import ObjectStore, describe_cache
 
 logger = logging.getLogger("kvbm")
 
@@ -29,23 +30,18 @@ def open_store(context: RankContext) -> Call[Store | None] | None:
 
 
 def _open_store(context: RankContext) -> Store | None:
+    """In a process of its own where that can map the near tier's memory, else in threads of this process."""
     assert context.cache is not None
+    config = context.config
     try:
-        settings = settings_for(context.config, context.rank)
-        client = Client(settings, f"object store (rank {context.rank})")
-        names = Names(context.cache, settings.encryption_secret)
-        codec = Codec(names.scope, settings.encryption_secret)
-        store = ObjectStore(client, names, codec, context.rank, context.slot_bytes)
+        settings = settings_for(config, context.rank)
+        level = logger.getEffectiveLevel()
+        setup = Setup(settings, dict(context.cache), context.rank, context.ranks, context.slot_bytes, level)
+        is_mappable = context.shares_near_memory and context.access == "own" and not config.host_persist
+        return ProcessStore(setup) if is_mappable else setup.open_store()
     except Exception as error:
         logger.warning("rank %d goes on without an object store: %s", context.rank, reason_of(error))
         return None
-    try:
-        client.check()
-        if context.rank == 0:  # for `kvbm cache list`
-            describe_cache(client, names, context.cache, context.ranks, context.slot_bytes)
-    except ObjectStoreError as error:
-        client.suspend(str(error))
-    return store
 
 
 def open_catalog(context: LeaderContext) -> Catalog | None:
@@ -78,4 +74,4 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
         clients[0].settings.bucket, clients[0].settings.endpoint or "AWS", 1 << bits,
         "encrypted" if config.object_encryption_secret else "not encrypted", statement(config.object_num_blocks),
     )  # fmt: skip
-    return ObjectCatalog(clients, presence, keeper)
+    return ObjectCatalog(clients, presence, keeper, max(hello.block_bytes for hello in context.hellos))

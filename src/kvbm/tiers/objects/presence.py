@@ -11,8 +11,9 @@ of this prompt contains is looked for alone.
 Answers age: an object may be deleted, and another engine may write one. The engine's own writes are known at once.
 
 A lookup is pending no longer than the requests of its check usually take (their smoothed time plus four times its
-deviation, as TCP bounds its retransmissions), and never longer than KVBM_OBJECT_LOOKUP_SECS. An answer that comes later
-serves the next lookup; until it comes, no lookup is pending.
+deviation, as TCP bounds its retransmissions) or a part of the time that computing its blocks takes, whichever is more,
+and never longer than KVBM_OBJECT_LOOKUP_SECS. An answer that comes later serves the next lookup; until it comes, no
+lookup is pending.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ MAX_KEYS = 1 << 18  # places in groups kept; about 200 bytes each
 MAX_CHECKS = 64  # prompts checked at a time; beyond that a prompt uses the answers that are known
 MAX_RECENT = 1024
 MIN_WAIT_SECONDS = 0.02  # of a measured deadline: a thread may have to wait for the interpreter that long
+# Of the time that computing takes, for a lookup whose answer is late. A few milliseconds of bad luck must not cost a
+# second of computing; a store that stalls costs one request so much more.
+WAIT_SHARE = 0.125
 _FIRST_WINDOW = 8  # objects; doubles with every window that is found whole
 _TURN = 128  # keys; after as many a thread lets others have the interpreter
 
@@ -136,6 +140,8 @@ class Presence:
         self._concurrency = clients[0].settings.concurrency
         self._threads = DaemonThreads(self._concurrency, "kvbm-object-head")
         self.requests = 0
+        # Seconds that the engine takes to compute so many blocks; 0 while that is not known.
+        self.compute_seconds: Callable[[int], float] = lambda _: 0.0
         self._latency = _Latency()
         self.changes = 0  # goes up with every object that has become present or missing
 
@@ -176,6 +182,11 @@ class Presence:
         return None
 
     @property
+    def probe_name(self) -> str:
+        """Of an object that a probe may write."""
+        return self._names.probe
+
+    @property
     def latency_seconds(self) -> float:
         """Of one existence request, smoothed; 0 before the first."""
         return self._latency.seconds
@@ -194,7 +205,8 @@ class Presence:
         if not self._latency.seconds:
             return self._lookup_seconds  # nothing is measured yet
         measured = self._windows(blocks) * self._latency.longest
-        return min(self._lookup_seconds, max(MIN_WAIT_SECONDS, measured))
+        at_stake = WAIT_SHARE * self.compute_seconds(blocks)
+        return min(self._lookup_seconds, max(MIN_WAIT_SECONDS, measured, at_stake))
 
     def _windows(self, blocks: int) -> int:
         """Requests one after the other that a check of so many blocks takes, if all are there."""

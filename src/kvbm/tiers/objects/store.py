@@ -36,6 +36,7 @@ from kvbm.tiers.objects.format import (
     seal_text,
     split_place,
 )
+from kvbm.tiers.objects.settings import ObjectSettings
 
 logger = logging.getLogger("kvbm")
 
@@ -44,7 +45,7 @@ _CANCELLED = "the load was given up"
 _MEASURE_BYTES = 4 << 20
 _MEASURE_READS = 4
 _MAX_TAG_BYTES = 64  # for the estimate of an object's size
-_END_SECONDS = 10.0
+END_SECONDS = 10.0
 _MAX_HASHING = 8  # threads that hash, copy or encrypt at a time
 
 
@@ -62,8 +63,7 @@ class ObjectStore(Store):
         self.identity = names.root
         self._buffer = ctypes.c_ubyte * block_bytes
         self._closing = False
-        # The attempts of one request, and the time it may stand in the queue behind as many.
-        self.stall_seconds = 2 * (client.settings.max_retries + 1) * client.settings.timeout_seconds
+        self.stall_seconds = stall_seconds(client.settings)
         # Threads beyond the cores wait for the network well, but hash and copy badly: they take the caches from each
         # other (benchmarks/objects.py).
         # A queue of tokens: the semaphore of the standard library is written in Python, and every call of it keeps the
@@ -76,21 +76,18 @@ class ObjectStore(Store):
         self._writes = DaemonThreads(client.settings.concurrency, "kvbm-object-write")
 
     def describe(self) -> str:
-        settings = self._client.settings
-        return f"objects in bucket {settings.bucket} at {settings.endpoint or 'AWS'}"
+        return describe_settings(self._client.settings)
 
     def read(self, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes]) -> Operation:
-        operation = Operation("read", slots, addresses, tags, self.block_bytes)
-        return self._submit(self._reads, operation, self._read_object)
+        return self.submit(Operation("read", slots, addresses, tags, self.block_bytes))
 
     def write(self, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes]) -> Operation:
-        operation = Operation("write", slots, addresses, tags, self.block_bytes)
-        return self._submit(self._writes, operation, self._write_object)
+        return self.submit(Operation("write", slots, addresses, tags, self.block_bytes))
 
     def close(self, timeout: float | None = None) -> bool:
         """Give up the requests that have not begun. Those that have begun end by their own deadline."""
         self._closing = True
-        deadline = time.monotonic() + (_END_SECONDS if timeout is None else timeout)
+        deadline = time.monotonic() + (END_SECONDS if timeout is None else timeout)
         ended = [pool.close(max(0.0, deadline - time.monotonic())) for pool in (self._reads, self._writes)]
         self._client.close()
         if not all(ended):
@@ -127,12 +124,11 @@ class ObjectStore(Store):
 
     # -- the threads --------------------------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        pool: DaemonThreads,
-        operation: Operation,
-        work: Callable[[Operation, int, list[int]], tuple[list[int], str]],
-    ) -> Operation:
+    def submit(self, operation: Operation) -> Operation:
+        """Read or write, whichever the operation is."""
+        pool, work = (
+            (self._writes, self._write_object) if operation.kind == "write" else (self._reads, self._read_object)
+        )
         try:
             pool.post(self._split, pool, operation, work)
         except RuntimeError:
@@ -251,6 +247,15 @@ class ObjectStore(Store):
             self._client.delete([name])
             if not self._client.put(name, pieces):
                 raise ObjectStoreError(f"{name} was damaged, and another engine replaces it")
+
+
+def describe_settings(settings: ObjectSettings) -> str:
+    return f"objects in bucket {settings.bucket} at {settings.endpoint or 'AWS'}"
+
+
+def stall_seconds(settings: ObjectSettings) -> float:
+    """The attempts of one request, and the time it may stand in the queue behind as many."""
+    return 2 * (settings.max_retries + 1) * settings.timeout_seconds
 
 
 def describe_cache(

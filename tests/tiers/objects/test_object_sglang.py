@@ -1,4 +1,4 @@
-"""The tier under SGLang's page store and TensorRT-LLM's simulator: another instance finds what one has written."""
+"""The tier under SGLang's page store: another instance finds what one has written."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from object_servers import BUCKET
 
 from tiernames import OBJECT
 
-ENGINES = Path(__file__).parents[2] / "engines"
-sys.path += [str(ENGINES / "sglang"), str(ENGINES / "trtllm")]
+sys.path.append(str(Path(__file__).parents[2] / "engines" / "sglang"))
 
 
 def settings(weed):
@@ -45,23 +43,3 @@ def test_pages_of_sglang(weed, tmp_path):
         assert second.counts.onboarded_blocks[OBJECT] == 40
     finally:
         second.close()
-
-
-@pytest.mark.simulated
-def test_prompts_of_tensorrt_llm(weed):
-    """TensorRT-LLM asks once and never waits: a first request starts the check, and a later one finds the blocks."""
-    from test_trtllm_sim import RANDOM, check, counts, serve
-
-    found = weed.settings()
-    env = {
-        "DYN_KVBM_OBJECT_ENABLED": "1", "DYN_KVBM_OBJECT_BUCKET": f"{BUCKET}", "KVBM_OBJECT_TIMEOUT_SECS": "30",
-        "DYN_KVBM_OBJECT_ENDPOINT": found.endpoint, "DYN_KVBM_OBJECT_ACCESS_KEY": found.access_key,
-        "DYN_KVBM_OBJECT_SECRET_KEY": found.secret_key, "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1",
-        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "40",
-    }  # fmt: skip
-    first = serve(RANDOM, env=env, blocks=24, timeout=120)
-    check(RANDOM, first)
-    assert counts(first).moved_blocks[OBJECT] > 50
-    second = serve(RANDOM, env=env, blocks=24, timeout=120)
-    check(RANDOM, second)
-    assert counts(second).onboarded_blocks[OBJECT] > 0

