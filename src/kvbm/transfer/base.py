@@ -73,6 +73,11 @@ class Ticket(ABC):
         return ()
 
     @property
+    def unpackable(self) -> Sequence[int]:
+        """Positions of a store's blocks that do not fit a packed slot: not kept, and no fault. Valid as above."""
+        return ()
+
+    @property
     def reason(self) -> str:
         """Why blocks did not arrive; empty if all did."""
         return ""
