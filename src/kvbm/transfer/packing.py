@@ -5,7 +5,7 @@ neighbouring values are almost always within 14 of the largest. So the format ke
 four bits for the exponent's distance from the largest of its *group*. A *tile* of values is packed by itself::
 
     sign and mantissa   one byte a value
-    codes               four bits a value: 0 to 13 the distance, 14 an escape, 15 an exponent of zero (zeros, denormals).
+    codes               four bits a value: 0 to 13 the distance, 14 an escape, 15 an exponent of 0 (zeros, denormals).
                         Value i has the low half of byte i, value i + half a tile the high half.
     bases               the largest exponent of each group of 128 neighbouring values, a byte each
     count               of escapes; 255: more than there is room for
