@@ -98,7 +98,7 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
     net = seconds(saved.saved_seconds - saved.lost_seconds)
     guess = "" if saved.measured else ", speed of prefill not measured yet"
     faults = sum(now.failures.values())
-    own = f"{size(engine.engine_blocks * engine.block_bytes)}, {engine.engine_blocks:,} blocks"
+    own = f"{size(round(engine.engine_blocks * engine.block_bytes / engine.packed))}, {engine.engine_blocks:,} blocks"
     device = f"{own if engine.engine_blocks else 'size not known'}, the engine's own"
     lines += [
         Text(),

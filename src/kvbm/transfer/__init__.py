@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvbm.testing.fault_rules import COPY_KINDS, Fault, parse
 from kvbm.transfer.base import Copier, Slab
 from kvbm.transfer.layout import BlockLayout
+from kvbm.transfer.packing import pack_layout
 
 if TYPE_CHECKING:
     from kvbm.transfer.broadcast import Passing
@@ -53,6 +54,16 @@ def open_copier(
     else:
         raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu, cuda")
     return copier
+
+
+def pack_slots(device: str, layout: BlockLayout) -> BlockLayout:
+    """The layout with packed slots. Raises ValueError, with the reason, where blocks cannot be packed."""
+    if device.split(":")[0] == "cuda":
+        from kvbm.transfer.cuda_calls import batch_function
+
+        if batch_function() is None:
+            raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
+    return pack_layout(layout)
 
 
 def _faulty(copier: Copier, rules: list[Fault], rank: int) -> Copier:

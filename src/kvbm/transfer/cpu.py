@@ -54,11 +54,10 @@ class FutureTicket(Ticket):
 
 
 class CpuCopier(Copier):
-    name = "cpu"
-
     def __init__(self, layout: BlockLayout, slab: Slab) -> None:
         self._slab = slab  # the arrays below are views of its memory and do not keep it alive themselves
         kind = _PackedPieces if layout.tile_values else _Pieces
+        self.name = "packed, cpu" if layout.tile_values else "cpu"
         self._pieces = [kind(layout, slab, segment) for segment in layout.merged()]
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvbm-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvbm-store")

@@ -21,7 +21,7 @@ the tiers cover the packed bytes, and nothing but a copier unpacks them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,8 @@ class DamagedBlockError(ValueError):
     """Packed bytes that no block has."""
 
 
-class Tile(NamedTuple):
+@dataclass(frozen=True)
+class Tile:
     """Where the parts of a packed tile begin."""
 
     values: int
