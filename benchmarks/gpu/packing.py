@@ -200,7 +200,7 @@ def kernels(cache: Cache) -> None:
     constants = kernel_copies.tile_constants(layout.segments[0], tile.values)
     segments = len(layout.segments)
     pieces = segments * blocks
-    for warps in (4, 8):
+    for warps in (2, 4, 8):
         packer, unpacker = Launcher(pack_pieces, warps), Launcher(unpack_pieces, warps)
         to_rows = (0, blocks, rows.data_ptr(), row, flags.data_ptr(), 0, segments, blocks)
         for programs in (8, 16, 32, 132, 528, pieces):
@@ -265,7 +265,7 @@ def beside(cache: Cache) -> None:
         copies = open_copier(layout, cache.blocks, 1 << 30)
         try:
             alone, stored = [], []
-            for _ in range(4):
+            for _ in range(8):
                 alone.append(products())
                 copies.begin_step([])
                 ticket = copies.store(everything, everything)

@@ -98,6 +98,7 @@ def test_a_slow_disk_is_named_with_its_speed():
             {"tiers": [observed.HOST, tier(observed.DISK, free=1000)], "refused_blocks": {"disk filter": 5000}},
         ),
         ("queue-full", {"refused_blocks": {"queue full": 100}}),
+        ("unpackable", {"unpackable_blocks": 100}),
     ],
 )
 def test_what_is_wrong_is_said_whether_or_not_something_is_gained(name, changes):

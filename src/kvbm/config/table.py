@@ -258,7 +258,7 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "(engine), or with the better of the two in a measurement at start (auto).",
     )] = "auto"
     pack: Annotated[Literal["auto", "on", "off"], Setting(
-        "KVBM_PACK", MOVING, Choice(words=("auto", "on", "off")),
+        "KVBM_PACK", MOVING, Choice(words=("auto", "on", "off"), synonyms=_ON_OFF),
         "Pack bfloat16 KV without loss: blocks take 24 % less memory, disk space and bus time. KVBM does not keep a "
         "block that does not fit, and leaves KV of other types as it is. auto is off at present. Not for SGLang.",
     )] = "auto"

@@ -24,7 +24,7 @@ _WARPS = 16
 _TILE_BYTES = 64 << 10
 # A program that unpacks has one tile on the way instead of 64 KiB (benchmarks/gpu/packing.py).
 _UNPACK_PROGRAMS = 32
-_LOCAL_UNPACK_PROGRAMS = 132
+_LOCAL_UNPACK_PROGRAMS = 264
 _UNPACK_WARPS = 8
 _BATCH = 8192  # maximum blocks of one launch; a longer transfer takes several launches
 _NUMBERS = 1024  # slot and block numbers that one program copies

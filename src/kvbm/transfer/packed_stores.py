@@ -1,8 +1,8 @@
 """Stores of packed blocks: a kernel packs them into a buffer on the device, and the copy engine takes them to slots.
 
 A packed slot is one piece, so the copy engine gets one copy for each block instead of one for each layer. The kernel
-reads device memory and writes device memory: at full width it takes a fraction of a millisecond for a buffer, a
-hundredth of the multiprocessors' time of the forward pass that made the blocks. Packing straight into host memory would
+reads device memory and writes device memory: at full width it takes a tenth of a millisecond for a buffer, which is
+less of the multiprocessors' time than a few programs take that wait for memory. Packing straight into host memory would
 occupy its multiprocessors for as long as the bus takes.
 """
 
@@ -23,8 +23,7 @@ from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.packing_kernels import pack_pieces
 
 _BUFFER_BYTES = 64 << 20
-_PROGRAMS = 132  # benchmarks/gpu/packing.py
-_WARPS = 8
+_WARPS = 4  # benchmarks/gpu/packing.py
 _NUMBERS_WARPS = 4
 _INDEX_BUFFERS = 4
 
@@ -60,7 +59,6 @@ class PackedStores(EngineCopies):
         self._launches = [
             (first, len(group), tile_constants(group[0], layout.tile_values)) for first, group in equal_segments(layout)
         ]
-        self.programs = _PROGRAMS
         super().__init__(layout, slab, device, priority, batch)
 
     def _ticket(self, slots: Sequence[int]) -> IssuedTicket:
@@ -82,7 +80,7 @@ class PackedStores(EngineCopies):
         count = len(blocks)
         for first, segments, constants in self._launches:
             self._kernel.start(
-                min(self.programs, segments * count),
+                segments * count,
                 (self._table, indices.device),
                 (0, count, self._buffer.data_ptr(), self._block_bytes, self._pinned_flags.data_ptr(), first, segments,
                  count),

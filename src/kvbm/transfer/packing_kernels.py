@@ -102,14 +102,17 @@ def _unpack_tile(packed, values, VALUES: tl.constexpr, TILE_BYTES: tl.constexpr)
     low = tl.where(low_codes == _ZERO, 0, low_bases[:, None] - low_codes)
     high = tl.where(high_codes == _ZERO, 0, high_bases[:, None] - high_codes)
     if escapes > 0:
-        low_escaped = (low_codes == _ESCAPE).to(tl.int32)
-        high_escaped = (high_codes == _ESCAPE).to(tl.int32)
-        low_ranks = _ranks(low_escaped)
-        high_ranks = _ranks(high_escaped) + tl.sum(tl.sum(low_escaped, 1), 0)
+        # Both halves are counted at once, in 16 bits each.
+        escaped = (low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16)
+        counts = tl.sum(escaped, 1)
+        before = tl.cumsum(counts, 0) - counts
+        ranks = before[:, None] + tl.cumsum(escaped, 1) - escaped
+        low_ranks = ranks & 0xFFFF
+        high_ranks = (ranks >> 16) + (tl.sum(counts, 0) & 0xFFFF)
         # The bound keeps damaged bytes from making this read beyond the tile.
         area = packed + COUNT + 1
-        low_found = (low_escaped > 0) & (low_ranks < ROOM)
-        high_found = (high_escaped > 0) & (high_ranks < ROOM)
+        low_found = (low_codes == _ESCAPE) & (low_ranks < ROOM)
+        high_found = (high_codes == _ESCAPE) & (high_ranks < ROOM)
         low = tl.where(low_found, tl.load(area + low_ranks, mask=low_found, other=0).to(tl.int32), low)
         high = tl.where(high_found, tl.load(area + high_ranks, mask=high_found, other=0).to(tl.int32), high)
     tl.store(values + at, _joined(low_signs, low))
@@ -138,20 +141,34 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
     tl.store(packed + VALUES + at, (low_codes | (high_codes << 4)).to(tl.uint8))
     tl.store(packed + BASES + row, low_bases.to(tl.uint8))
     tl.store(packed + BASES + ROWS + row, high_bases.to(tl.uint8))
-    low_escaped = (low_codes == _ESCAPE).to(tl.int32)
-    high_escaped = (high_codes == _ESCAPE).to(tl.int32)
-    low_count = tl.sum(tl.sum(low_escaped, 1), 0)
-    escapes = low_count + tl.sum(tl.sum(high_escaped, 1), 0)
+    # Both halves are counted at once, in 16 bits each.
+    counts = tl.sum((low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16), 1)
+    total = tl.sum(counts, 0)
+    low_total = total & 0xFFFF
+    escapes = low_total + (total >> 16)
+    fits = escapes <= ROOM
     area = packed + COUNT + 1
-    tl.store(packed + COUNT, tl.where(escapes > ROOM, _OVERFLOW, escapes).to(tl.uint8))
+    tl.store(packed + COUNT, tl.where(fits, escapes, _OVERFLOW).to(tl.uint8))
     unused = tl.arange(0, 128)
-    tl.store(area + unused, tl.zeros_like(unused).to(tl.uint8), mask=(unused >= escapes) & (unused < ROOM))
+    zeros = tl.zeros_like(unused).to(tl.uint8)
+    tl.store(area + unused, zeros, mask=(unused >= tl.where(fits, escapes, 0)) & (unused < ROOM))
     if escapes > 0:
-        low_ranks = _ranks(low_escaped)
-        high_ranks = _ranks(high_escaped) + low_count
-        tl.store(area + low_ranks, low_exponents.to(tl.uint8), mask=(low_escaped > 0) & (low_ranks < ROOM))
-        tl.store(area + high_ranks, high_exponents.to(tl.uint8), mask=(high_escaped > 0) & (high_ranks < ROOM))
-        if escapes > ROOM:
+        if fits:
+            # Each turn takes the first escape that is left in every row. Rows rarely have more than one or two.
+            before = tl.cumsum(counts, 0) - counts
+            low_at = before & 0xFFFF
+            high_at = (before >> 16) + low_total
+            columns = (_GROUP - tl.arange(0, _GROUP)[None, :]) << 8
+            low_left = tl.where(low_codes == _ESCAPE, columns | low_exponents, 0)
+            high_left = tl.where(high_codes == _ESCAPE, columns | high_exponents, 0)
+            for turn in range(tl.max(tl.maximum(counts & 0xFFFF, counts >> 16), 0)):
+                low_first = tl.max(low_left, 1)
+                high_first = tl.max(high_left, 1)
+                tl.store(area + low_at + turn, (low_first & 0xFF).to(tl.uint8), mask=low_first > 0)
+                tl.store(area + high_at + turn, (high_first & 0xFF).to(tl.uint8), mask=high_first > 0)
+                low_left = tl.where(low_left == low_first[:, None], 0, low_left)
+                high_left = tl.where(high_left == high_first[:, None], 0, high_left)
+        else:
             tl.store(flag, 1)
 
 
@@ -164,11 +181,3 @@ def _codes(exponents, bases):
 def _joined(signs, exponents):
     signs = signs.to(tl.int32)
     return (((signs & 0x80) << 8) | ((exponents & 0xFF) << 7) | (signs & 0x7F)).to(tl.int16)
-
-
-@triton.jit
-def _ranks(escaped):
-    """How many escapes there are before each value of this half of the tile."""
-    counts = tl.sum(escaped, 1)
-    before = tl.cumsum(counts, 0) - counts
-    return before[:, None] + tl.cumsum(escaped, 1) - escaped

@@ -1,4 +1,4 @@
-"""Packed blocks under a real vLLM: the tokens are those of vLLM alone, from host memory and from disk after a restart."""
+"""Packed blocks under a real vLLM: the tokens are those of vLLM alone, from host memory and from disk."""
 
 from __future__ import annotations
 
