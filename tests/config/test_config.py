@@ -222,7 +222,7 @@ BAD = [
     ("DYN_KVBM_OBJECT_ENDPOINT", "127.0.0.1:9000", "an http or https URL, for example http://127.0.0.1:9000"),
     ("DYN_KVBM_OBJECT_REGION", "us east", "a region name, for example us-east-1"),
     ("KVBM_ONBOARD", "asink", "one of auto, sync, async, intra (= sync), inter (= async)"),
-    ("KVBM_PACK", "maybe", "auto, on or off"),
+    ("KVBM_PACK", "maybe", "auto, on, off"),
     ("KVBM_STAGING_MB", "-1", "a whole number of MiB from 0 to 65536"),
     ("KVBM_STAGING_MB", "65537", "a whole number of MiB from 0 to 65536"),
     ("KVBM_MAX_PENDING_OFFLOADS", "0", "a whole number of blocks >= 1"),

@@ -38,7 +38,8 @@ class PackedTicket(IssuedTicket):
 
     @property
     def unpackable(self) -> Sequence[int]:
-        return np.flatnonzero(self._flags[self._slots]).tolist()
+        positions: list[int] = np.flatnonzero(self._flags[self._slots]).tolist()
+        return positions
 
 
 class PackedStores(EngineCopies):
