@@ -248,11 +248,14 @@ def _overrun(s: Snapshot) -> Finding | None:
     )
 
 
-def _unpackable(s: Snapshot) -> Finding | None:
-    left_out = s.unpackable_blocks
+def _packed(s: Snapshot) -> Finding | None:
+    left_out, packed = s.unpackable_blocks, s.identity.packed
+    if packed == 1:
+        return None
     stored = sum(flow.blocks for flow in s.flows if flow.source == DEVICE)
     if left_out <= 0.05 * (stored + left_out):
-        return None
+        text = f"Blocks are packed to {packed:.0%} of their size, so the tiers hold {1 / packed:.2f} times as many."
+        return Finding(name="packed", level="good", text=f"{text} {left_out:,} did not fit and were not kept.")
     return Finding(
         name="unpackable",
         level="bad",
@@ -266,7 +269,7 @@ _NO_GAIN: tuple[Callable[[Snapshot], Finding | None], ...] = (
 )  # fmt: skip
 _TROUBLES: tuple[Callable[[Snapshot], Finding | None], ...] = (
     _failures, _slower, _smaller_than_device, _smaller_than_the_one_above, _filtered, _overrun,
-    _unpackable,
+    _packed,
 )  # fmt: skip
 
 
