@@ -107,6 +107,22 @@ def test_values_like_those_of_kv_fit_and_come_back(seed, size, tiny, scale):
     assert (back[fit] == words[fit]).all()
 
 
+@pytest.mark.long
+def test_a_hundred_thousand_blocks_come_back():
+    source = np.random.default_rng(5)
+    kept = 0
+    for _ in range(50):
+        scale = 2.0 ** source.uniform(-12, 6, (2000, 1))
+        words = bfloat16(source.standard_normal((2000, 1024)) * scale)
+        at = source.random(words.shape) < 0.005
+        words[at] = source.integers(0, 0x4000, at.sum())
+        back, overflows = round_trip(words)
+        fit = np.setdiff1d(np.arange(2000), overflows)
+        assert (back[fit] == words[fit]).all()
+        kept += len(fit)
+    assert kept > 99_000
+
+
 def test_a_tile_with_one_escape_too_many_does_not_fit():
     tile = Tile(4096)
     values = np.full((2, 4096), 0x3F80, np.uint16)
