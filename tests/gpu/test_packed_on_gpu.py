@@ -121,3 +121,14 @@ def test_slots_hold_the_bytes_that_numpy_packs_and_every_block_comes_back(device
                     assert torch.equal(layouts.by_block(tensor, BLOCKS)[some], expected[some]), (when, tokens, count)
         finally:
             copier.close()
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="for a GPU only")
+def test_the_trial_at_start_finds_every_byte_and_measures(device, figure):
+    from kvbm.transfer.packing_trial import try_packing
+
+    tensors = layouts.packed_nhd(device, BLOCKS, HEADS)
+    layout = pack_layout(layouts.layout_of(tensors, BLOCKS))
+    trial = try_packing(layout, torch.device(device))
+    assert trial.is_exact
+    figure(f"packing: the GPU unpacks {trial.unpacked / 1e9:.0f} GB/s, the bus carries {trial.bus / 1e9:.0f} GB/s")

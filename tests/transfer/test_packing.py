@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from kvbm.transfer import pack_slots
 from kvbm.transfer.layout import TensorSpec, describe
 from kvbm.transfer.packing import GROUP, OVERFLOW, DamagedBlockError, Tile, pack, pack_layout, unpack
 
@@ -177,3 +178,60 @@ def test_a_packed_layout_has_smaller_slots_and_another_description():
 def test_other_caches_are_left_alone_with_a_reason(tensors, reason):
     with pytest.raises(ValueError, match=reason):
         pack_layout(describe(tensors, 8))
+
+
+RAW = describe([spec(shape=(8, 32, 8, 64))], 8)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose trial ends as the test says: ``gpu(is_exact, bus, unpacked)``, or with an exception."""
+    pytest.importorskip("triton")
+    from kvbm.transfer import cuda_calls, packing_trial
+
+    monkeypatch.setattr(cuda_calls, "batch_function", lambda: print)
+
+    def prepare(*outcome):
+        def trial(layout, device):
+            if isinstance(outcome[0], Exception):
+                raise outcome[0]
+            return packing_trial.Trial(*outcome)
+
+        monkeypatch.setattr(packing_trial, "try_packing", trial)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("outcome", "on", "auto"),
+    [
+        ((True, 55e9, 600e9), "", ""),
+        ((True, 400e9, 600e9), "", "the GPU unpacks 600 GB/s, the bus carries 400 GB/s"),
+        ((False, 55e9, 600e9), "do not give back the same bytes", "do not give back the same bytes"),
+        ((RuntimeError("no ptxas"),), "RuntimeError: no ptxas", "RuntimeError: no ptxas"),
+    ],
+    ids=["fast", "slow beside its bus", "wrong", "broken"],
+)
+def test_a_trial_decides_where_a_gpu_packs(outcome, on, auto, gpu):
+    gpu(*outcome)
+    for if_it_wins, reason in ((False, on), (True, auto)):
+        if reason:
+            with pytest.raises(ValueError, match=reason):
+                pack_slots("cuda:0", RAW, if_it_wins)
+        else:
+            assert pack_slots("cuda:0", RAW, if_it_wins) == pack_layout(RAW)
+
+
+def test_a_cuda_without_batched_copies_packs_nothing(gpu, monkeypatch):
+    gpu(True, 55e9, 600e9)
+    from kvbm.transfer import cuda_calls
+
+    monkeypatch.setattr(cuda_calls, "batch_function", lambda: None)
+    with pytest.raises(ValueError, match="cudaMemcpyBatchAsync"):
+        pack_slots("cuda:0", RAW)
+
+
+def test_an_engine_on_a_cpu_packs_if_it_has_to():
+    assert pack_slots("cpu", RAW) == pack_layout(RAW)
+    with pytest.raises(ValueError, match="on a CPU"):
+        pack_slots("cpu", RAW, if_it_wins=True)

@@ -92,14 +92,17 @@ class Rank:
 
     def _pack(self, layout: BlockLayout) -> BlockLayout:
         """The layout with packed slots, where that is asked for and possible."""
-        if self._config.pack != "on":
+        mode = self._config.pack
+        if mode == "off":
             return layout
         try:
             if self._replicas is not None and self._replicas.size > 1:
-                raise ValueError("several ranks keep the same KV")
-            return pack_slots(self._device, layout)
+                raise ValueError("several ranks hold the same KV")
+            return pack_slots(self._device, layout, if_it_wins=mode == "auto")
         except ValueError as error:
-            self._tell("KVBM_PACK=on has no effect on this KV cache: %s", error)
+            if self.rank == 0:
+                level = logging.INFO if mode == "auto" else logging.WARNING
+                logger.log(level, "KVBM_PACK=%s: blocks of this KV cache are not packed: %s", mode, error)
             return layout
 
     def _context(self, layout: BlockLayout) -> RankContext:

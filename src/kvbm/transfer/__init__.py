@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvbm.testing.fault_rules import COPY_KINDS, Fault, parse
@@ -11,6 +12,8 @@ from kvbm.transfer.packing import pack_layout
 
 if TYPE_CHECKING:
     from kvbm.transfer.broadcast import Passing
+
+logger = logging.getLogger("kvbm")
 
 
 def open_copier(
@@ -56,14 +59,34 @@ def open_copier(
     return copier
 
 
-def pack_slots(device: str, layout: BlockLayout) -> BlockLayout:
-    """The layout with packed slots. Raises ValueError, with the reason, where blocks cannot be packed."""
-    if device.split(":")[0] == "cuda":
-        from kvbm.transfer.cuda_calls import batch_function
+def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> BlockLayout:
+    """The layout with packed slots. Raises ValueError, with the reason, where blocks cannot be packed.
 
-        if batch_function() is None:
-            raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
-    return pack_layout(layout)
+    ``if_it_wins``: raise as well where packing makes loads no faster. A GPU is tried.
+    """
+    packed = pack_layout(layout)
+    if device.split(":")[0] != "cuda":
+        if if_it_wins:
+            raise ValueError("an engine on a CPU gains no time by it")
+        return packed
+    import torch
+
+    from kvbm.transfer.cuda_calls import batch_function
+    from kvbm.transfer.packing_trial import try_packing
+
+    if batch_function() is None:
+        raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
+    try:
+        trial = try_packing(packed, torch.device(device))
+    except Exception as error:
+        raise ValueError(f"the trial on the GPU failed: {type(error).__name__}: {error}") from error
+    if not trial.is_exact:
+        raise ValueError("the GPU's kernels do not give back the same bytes")
+    rates = f"the GPU unpacks {trial.unpacked / 1e9:.0f} GB/s, the bus carries {trial.bus / 1e9:.0f} GB/s"
+    if if_it_wins and not trial.wins(packed):
+        raise ValueError(rates)
+    logger.info("blocks are packed to %.0f %%: %s", 100 * packed.block_bytes / packed.raw_bytes, rates)
+    return packed
 
 
 def _faulty(copier: Copier, rules: list[Fault], rank: int) -> Copier:

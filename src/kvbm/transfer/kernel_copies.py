@@ -25,7 +25,7 @@ _TILE_BYTES = 64 << 10
 # A program that unpacks has one tile on the way instead of 64 KiB (benchmarks/gpu/packing.py).
 _UNPACK_PROGRAMS = 32
 _LOCAL_UNPACK_PROGRAMS = 264
-_UNPACK_WARPS = 8
+UNPACK_WARPS = 8
 _BATCH = 8192  # maximum blocks of one launch; a longer transfer takes several launches
 _NUMBERS = 1024  # slot and block numbers that one program copies
 _NUMBERS_WARPS = 4
@@ -51,7 +51,7 @@ class KernelCopies:
         self._programs, self._local_programs = _PROGRAMS, _LOCAL_PROGRAMS
         if layout.tile_values:
             self._programs, self._local_programs = _UNPACK_PROGRAMS, _LOCAL_UNPACK_PROGRAMS
-        kernel = Launcher(unpack_pieces, _UNPACK_WARPS) if layout.tile_values else Launcher(copy_pieces, _WARPS)
+        kernel = Launcher(unpack_pieces, UNPACK_WARPS) if layout.tile_values else Launcher(copy_pieces, _WARPS)
         for first, group in equal_segments(layout):
             if layout.tile_values:
                 self._launches.append(_UnpackLaunch(group, first, kernel, layout.tile_values))

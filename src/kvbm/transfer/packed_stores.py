@@ -23,7 +23,7 @@ from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.packing_kernels import pack_pieces
 
 _BUFFER_BYTES = 64 << 20
-_WARPS = 4  # benchmarks/gpu/packing.py
+PACK_WARPS = 4  # benchmarks/gpu/packing.py
 _NUMBERS_WARPS = 4
 _INDEX_BUFFERS = 4
 
@@ -56,7 +56,7 @@ class PackedStores(EngineCopies):
         numbers = Launcher(copy_numbers, _NUMBERS_WARPS)
         self._indices = deque(IndexBuffer(*pair, numbers) for pair in zip(pinned, copies, strict=True))
         self._table = segment_table(layout, device)
-        self._kernel = Launcher(pack_pieces, _WARPS)
+        self._kernel = Launcher(pack_pieces, PACK_WARPS)
         self._launches = [
             (first, len(group), tile_constants(group[0], layout.tile_values)) for first, group in equal_segments(layout)
         ]
