@@ -1,6 +1,6 @@
 """How well real KV packs, and how fast numpy does it.
 
-    python benchmarks/packing.py [--json FILE] [--tokens 1024]
+    python benchmarks/packing.py [--json FILE] [--tokens 1024] [--disk DIRECTORY]
 
 SmolLM2-135M-Instruct reads the project's documentation; its K (after RoPE) and V, 30 layers, in blocks of 16 tokens as
 vLLM lays them out, are packed and unpacked. Prints a JSON line for each figure:
@@ -9,14 +9,19 @@ vLLM lays them out, are packed and unpacked. Prints a JSON line for each figure:
     further              what other codes would need, in bits a value: three bits and a second level of codes for the
                          rest, and the entropy of the exponents, which no code goes below
     numpy                gigabytes of raw KV a second on one core; a CPU engine's blocks are packed at that rate
+    disk                 milliseconds that the disk tier takes to write and to read 200 blocks of Qwen3-8B's shape (36
+                         layers, 8 heads of 128, 16 tokens), raw and packed, by turns
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,9 +30,11 @@ import numpy as np
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / "src")]
 
+from kvbm.tiers.disk.file import DiskFile  # noqa: E402
 from kvbm.transfer.packing import GROUP, Tile, pack, unpack  # noqa: E402
 
 BLOCK = 16  # tokens
+BLOCKS_ON_DISK = 200
 lines: list[dict[str, object]] = []
 
 
@@ -110,10 +117,37 @@ def of_numpy(kv: np.ndarray) -> None:
     tell(what="numpy", **rates, copy=values.nbytes / (time.perf_counter() - began) / 1e9)
 
 
+def of_disk(folder: Path) -> None:
+    raw = 36 * 2 * BLOCK * 8 * 128 * 2
+    sizes = {"raw": raw, "packed": -(-raw // Tile(4096).raw_size * Tile(4096).size // 4096) * 4096}
+    memory = mmap.mmap(-1, BLOCKS_ON_DISK * raw)
+    view = np.frombuffer(memory, np.uint8)
+    view[:] = np.random.default_rng(0).integers(0, 256, len(view), np.uint8)
+    start, slots, tags = view.ctypes.data, list(range(BLOCKS_ON_DISK)), [b""] * BLOCKS_ON_DISK
+    took: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        files = {kind: DiskFile(Path(inside) / kind, BLOCKS_ON_DISK, size) for kind, size in sizes.items()}
+        for _ in range(5):
+            for kind, file in files.items():
+                addresses = [start + slot * file.slot_bytes for slot in slots]
+                for name, call in (("write", file.write), ("read", file.read)):
+                    began = time.perf_counter()
+                    operation = call(slots, addresses, tags)
+                    operation.wait()
+                    took.setdefault((kind, name), []).append(time.perf_counter() - began)
+                    assert not operation.bad, operation.reason
+        for file in files.values():
+            file.close()
+    for (kind, name), times in took.items():
+        tell(what=f"disk {name}", kind=kind, bytes=BLOCKS_ON_DISK * sizes[kind], ms=1e3 * statistics.median(times),
+             ms_all=[round(1e3 * each) for each in times])  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--disk", type=Path, help="measure the disk tier in this directory as well")
     args = parser.parse_args()
     kv = real_kv(args.tokens)
     of_format("K and V", kv)
@@ -121,6 +155,8 @@ def main() -> None:
     of_format("V", kv[:, :, 1:])
     further(kv)
     of_numpy(kv)
+    if args.disk:
+        of_disk(args.disk)
     if args.json:
         args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
