@@ -111,7 +111,7 @@ def test_a_rank_names_the_blocks_that_do_not_fit_and_brings_back_the_others():
     ("pack", "make", "reason"),
     [
         ("on", layers, "its values are int32, not bfloat16"),
-        ("auto", packable, "an engine on a CPU gains no time by it"),
+        ("auto", packable, "an engine on a CPU gains no time"),
     ],
     ids=["other values", "auto on a CPU"],
 )

@@ -139,8 +139,8 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
     tl.store(packed + at, (((low >> 8) & 0x80) | (low & 0x7F)).to(tl.uint8))
     tl.store(packed + HALF + at, (((high >> 8) & 0x80) | (high & 0x7F)).to(tl.uint8))
     tl.store(packed + VALUES + at, (low_codes | (high_codes << 4)).to(tl.uint8))
-    tl.store(packed + BASES + row, low_bases.to(tl.uint8))
-    tl.store(packed + BASES + ROWS + row, high_bases.to(tl.uint8))
+    both = tl.join(row, row + ROWS)
+    tl.store(packed + BASES + both, tl.join(low_bases, high_bases).to(tl.uint8))
     # Both halves are counted at once, in 16 bits each.
     counts = tl.sum((low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16), 1)
     total = tl.sum(counts, 0)
@@ -156,16 +156,15 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
         if fits:
             # Each turn takes the first escape that is left in every row. Rows rarely have more than one or two.
             before = tl.cumsum(counts, 0) - counts
-            low_at = before & 0xFFFF
-            high_at = (before >> 16) + low_total
+            places = area + tl.join(before & 0xFFFF, (before >> 16) + low_total)
             columns = (_GROUP - tl.arange(0, _GROUP)[None, :]) << 8
             low_left = tl.where(low_codes == _ESCAPE, columns | low_exponents, 0)
             high_left = tl.where(high_codes == _ESCAPE, columns | high_exponents, 0)
             for turn in range(tl.max(tl.maximum(counts & 0xFFFF, counts >> 16), 0)):
                 low_first = tl.max(low_left, 1)
                 high_first = tl.max(high_left, 1)
-                tl.store(area + low_at + turn, (low_first & 0xFF).to(tl.uint8), mask=low_first > 0)
-                tl.store(area + high_at + turn, (high_first & 0xFF).to(tl.uint8), mask=high_first > 0)
+                firsts = tl.join(low_first, high_first)
+                tl.store(places + turn, (firsts & 0xFF).to(tl.uint8), mask=firsts > 0)
                 low_left = tl.where(low_left == low_first[:, None], 0, low_left)
                 high_left = tl.where(high_left == high_first[:, None], 0, high_left)
         else:

@@ -54,11 +54,3 @@ def test_packed_blocks_give_the_tokens_of_vllm_alone(run_scenario, baseline, tmp
     raw = run_scenario(steps(), settings(tmp_path, pack="off"), BFLOAT16)
     assert raw["end"]["from_disk"] == 0  # the packed cache is not this engine's
     assert [raw.tokens(f"again {i}")[0] for i in range(4)] == alone
-
-
-@pytest.mark.parametrize(("pack", "engine"), [("auto", BFLOAT16), ("on", {})], ids=["auto on a CPU", "float32"])
-def test_where_packing_gains_nothing_blocks_stay_as_they_are(pack, engine, run_scenario, baseline, tmp_path):
-    story = run_scenario(steps(), settings(tmp_path, pack=pack), engine)
-    assert [story.tokens(f"again {i}")[0] for i in range(4)] == baseline(PROMPTS, engine=engine or None)
-    assert story["metrics"]["kvbm_packed_ratio"] == 1
-    assert story.said(f"KVBM_PACK={pack}: blocks of this KV cache are not packed")
