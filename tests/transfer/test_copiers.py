@@ -197,6 +197,22 @@ def test_a_block_that_does_not_fit_is_named_and_the_others_are_kept(device, make
         cache.copier.close()
 
 
+@pytest.mark.parametrize("fault", ["slow-store", "store"])
+def test_an_injected_fault_does_not_hide_blocks_that_do_not_fit(fault):
+    cache = Cache(packed_nhd, "cpu", pack=True)
+    slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
+    copier = open_copier("cpu", cache.layout, slab, 0, f"{fault}:every=1")
+    try:
+        by_block(cache.tensors[1], BLOCKS)[3].random_(-32768, 32768)
+        ticket = copier.store([2, 3], [0, 1])
+        assert type(ticket).__name__ in ("_Late", "_Spoiled")
+        ticket.wait()
+        assert list(ticket.unpackable) == [1]
+    finally:
+        copier.close()
+        cache.copier.close()
+
+
 def test_a_packed_block_that_is_damaged_is_not_loaded_by_a_cpu():
     """As far as its bytes show it. The tiers below host memory verify a checksum of all bytes."""
     import ctypes

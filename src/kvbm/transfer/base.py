@@ -74,7 +74,10 @@ class Ticket(ABC):
 
     @property
     def unpackable(self) -> Sequence[int]:
-        """Positions of a store's blocks that do not fit a packed slot: not kept, and no fault. Valid as above."""
+        """Positions of a store's blocks that do not fit a packed slot: not kept, and no fault. Valid as above.
+
+        Their slots hold nothing usable. A ticket that wraps another one must pass this on.
+        """
         return ()
 
     @property
