@@ -103,18 +103,25 @@ def _unpack_tile(packed, values, VALUES: tl.constexpr, TILE_BYTES: tl.constexpr)
     high = tl.where(high_codes == _ZERO, 0, high_bases[:, None] - high_codes)
     if escapes > 0:
         # Both halves are counted at once, in 16 bits each.
-        escaped = (low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16)
-        counts = tl.sum(escaped, 1)
+        counts = tl.sum((low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16), 1)
         before = tl.cumsum(counts, 0) - counts
-        ranks = before[:, None] + tl.cumsum(escaped, 1) - escaped
-        low_ranks = ranks & 0xFFFF
-        high_ranks = (ranks >> 16) + (tl.sum(counts, 0) & 0xFFFF)
-        # The bound keeps damaged bytes from making this read beyond the tile.
+        low_at = before & 0xFFFF
+        high_at = (before >> 16) + (tl.sum(counts, 0) & 0xFFFF)
+        # Each turn serves the first escape that is left in every row. Rows rarely have more than one or two.
+        columns = _GROUP - tl.arange(0, _GROUP)[None, :]
+        low_left = tl.where(low_codes == _ESCAPE, columns, 0)
+        high_left = tl.where(high_codes == _ESCAPE, columns, 0)
         area = packed + COUNT + 1
-        low_found = (low_codes == _ESCAPE) & (low_ranks < ROOM)
-        high_found = (high_codes == _ESCAPE) & (high_ranks < ROOM)
-        low = tl.where(low_found, tl.load(area + low_ranks, mask=low_found, other=0).to(tl.int32), low)
-        high = tl.where(high_found, tl.load(area + high_ranks, mask=high_found, other=0).to(tl.int32), high)
+        for turn in range(tl.max(tl.maximum(counts & 0xFFFF, counts >> 16), 0)):
+            # The bound keeps damaged bytes from making this read beyond the tile.
+            low_exponents = tl.load(area + low_at + turn, mask=low_at + turn < ROOM, other=0).to(tl.int32)
+            high_exponents = tl.load(area + high_at + turn, mask=high_at + turn < ROOM, other=0).to(tl.int32)
+            is_low = (low_left == tl.max(low_left, 1)[:, None]) & (low_left > 0)
+            is_high = (high_left == tl.max(high_left, 1)[:, None]) & (high_left > 0)
+            low = tl.where(is_low, low_exponents[:, None], low)
+            high = tl.where(is_high, high_exponents[:, None], high)
+            low_left = tl.where(is_low, 0, low_left)
+            high_left = tl.where(is_high, 0, high_left)
     tl.store(values + at, _joined(low_signs, low))
     tl.store(values + HALF + at, _joined(high_signs, high))
 
