@@ -222,6 +222,12 @@ def test_a_trial_decides_where_a_gpu_packs(outcome, on, auto, gpu):
             assert pack_slots("cuda:0", RAW, if_it_wins) == pack_layout(RAW)
 
 
+def test_tiny_blocks_on_a_gpu_stay_as_they_are(gpu):
+    gpu(True, 55e9, 600e9)
+    with pytest.raises(ValueError, match="too small"):
+        pack_slots("cuda:0", describe([spec()], 8))
+
+
 def test_a_cuda_without_batched_copies_packs_nothing(gpu, monkeypatch):
     gpu(True, 55e9, 600e9)
     from kvbm.transfer import cuda_calls

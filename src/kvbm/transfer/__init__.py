@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvbm")
 
+_MIN_SLOT_BYTES = 16 << 10  # of packed blocks on a GPU: the copy engine takes a microsecond for each
+
 
 def open_copier(
     device: str,
@@ -74,6 +76,8 @@ def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> Bl
     from kvbm.transfer.cuda_calls import batch_function
     from kvbm.transfer.packing_trial import try_packing
 
+    if packed.block_bytes < _MIN_SLOT_BYTES:
+        raise ValueError(f"its blocks of {packed.block_bytes} bytes are too small for the GPU's copy engine")
     if batch_function() is None:
         raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
     try:
