@@ -12,7 +12,7 @@ four bits for the exponent's distance from the largest of its *group*. A *tile* 
     escapes             exponents of the values with code 14, a byte each in the order of the values; zeros after them,
                         or if there is no room for all
 
-Real KV has 0.02 % escapes (benchmarks/packing.py), KV with outlier channels about 1 %. A tile has room for 1.5 % to
+Real KV has 0.03 % escapes (benchmarks/packing.py), KV with outlier channels 0.5 %. A tile has room for 1.5 % to
 1.9 %, so that every tile, and every slot, has the same size: at most 0.764 of the raw bytes. A block with a tile that
 does not fit is not kept.
 
