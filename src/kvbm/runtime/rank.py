@@ -98,6 +98,8 @@ class Rank:
         try:
             if self._replicas is not None and self._replicas.size > 1:
                 raise ValueError("several ranks hold the same KV")
+            if mode == "auto" and self._config.stores == "kernel":
+                raise ValueError("KVBM_STORES=kernel stores without the copy engine")
             return pack_slots(self._device, layout, if_it_wins=mode == "auto")
         except ValueError as error:
             if self.rank == 0:

@@ -174,7 +174,8 @@ class BulkLoads:
             for i, (first, last, offset, row, start, end) in enumerate(fetch.portions, turn):
                 buffer = i % len(self._buffers)
                 stream.wait_event(self._fetched[buffer])
-                kernel.from_rows(indices, start, end, self._buffers[buffer] - offset, row, first, last, signal)
+                address = self._buffers[buffer] - offset
+                kernel.from_rows(indices, start, end, address, row, first, last, signal, fetch.gently)
                 self._emptied[buffer].record(stream)
                 self._fetch(fetch)
         finally:

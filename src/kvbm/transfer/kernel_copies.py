@@ -80,24 +80,26 @@ class KernelCopies:
 
     def from_rows(
         self, buffers: list[IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int,
-        signal: bool,
+        signal: bool, gently: bool = False,
     ) -> None:  # fmt: skip
         """Copy segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end`` from rows of ``row`` bytes on the
-        device. ``address`` is the address that segment 0 of the first row would have."""
-        self._rows(buffers, start, end, (address, row), (first, last), True, signal)
+        device. ``address`` is the address that segment 0 of the first row would have. ``gently``: leave room on the
+        GPU to others."""
+        programs = _LOCAL_PROGRAMS if gently else self._local_programs
+        self._rows(buffers, start, end, (address, row), (first, last), True, signal, programs)
 
     def to_rows(self, buffers: list[IndexBuffer], start: int, end: int, address: int, row: int) -> None:
         """Copy all segments of uploaded blocks ``start`` to ``end`` to rows of ``row`` bytes on the device."""
-        self._rows(buffers, start, end, (address, row), (0, self.segments), False, False)
+        self._rows(buffers, start, end, (address, row), (0, self.segments), False, False, _LOCAL_PROGRAMS)
 
     def _rows(
         self, buffers: list[IndexBuffer], start: int, end: int, rows: tuple[int, int], segments: tuple[int, int],
-        to_device: bool, signal: bool,
+        to_device: bool, signal: bool, programs: int,
     ) -> None:  # fmt: skip
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
-            self._launch(buffer, 0, buffer.count + at, count, rows, *segments, to_device, signal, self._local_programs)
+            self._launch(buffer, 0, buffer.count + at, count, rows, *segments, to_device, signal, programs)
             rows, start = (rows[0] + count * rows[1], rows[1]), start + count
 
     def release(self, buffers: list[IndexBuffer]) -> None:
