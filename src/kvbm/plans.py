@@ -158,6 +158,8 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
     id: int
     ok: bool = True
     seconds: float = 0.0  # as a load's
+    # Positions (within the plan) of blocks that do not fit a packed slot: they are not kept, and nothing has failed.
+    unpackable: list[int] = []
 
 
 class MoveResult(msgspec.Struct, frozen=True, array_like=True):
@@ -215,6 +217,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     shared_by: int = 1
     # The digest of the weights that all ranks have agreed on; empty where nothing outlives the engine.
     weights: str = ""
+    # Bytes of a block in the engine's memory, where slots hold packed blocks; 0: as many as in a slot.
+    raw_bytes: int = 0
 
     def tier(self, name: TierName) -> TierHello | None:
         return next((tier for tier in self.tiers if tier.name == name), None)

@@ -120,6 +120,8 @@ GOOD = [
     ("KVBM_ONBOARD", "intra", "sync"),
     ("KVBM_ONBOARD", "inter", "async"),
     ("KVBM_STAGING_MB", "64", 64),
+    ("KVBM_PACK", "on", "on"),
+    ("KVBM_PACK", "0", "off"),
     ("KVBM_MAX_PENDING_OFFLOADS", "1", 1),
     ("KVBM_INJECT_FAULTS", "load:0.1", "load:0.1"),
 ]
@@ -220,6 +222,7 @@ BAD = [
     ("DYN_KVBM_OBJECT_ENDPOINT", "127.0.0.1:9000", "an http or https URL, for example http://127.0.0.1:9000"),
     ("DYN_KVBM_OBJECT_REGION", "us east", "a region name, for example us-east-1"),
     ("KVBM_ONBOARD", "asink", "one of auto, sync, async, intra (= sync), inter (= async)"),
+    ("KVBM_PACK", "maybe", "auto, on, off"),
     ("KVBM_STAGING_MB", "-1", "a whole number of MiB from 0 to 65536"),
     ("KVBM_STAGING_MB", "65537", "a whole number of MiB from 0 to 65536"),
     ("KVBM_MAX_PENDING_OFFLOADS", "0", "a whole number of blocks >= 1"),

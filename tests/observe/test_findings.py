@@ -107,6 +107,15 @@ def test_what_is_wrong_is_said_whether_or_not_something_is_gained(name, changes)
     assert found[name].cure
 
 
+@pytest.mark.parametrize(("left_out", "name", "level"), [(3, "packed", "good"), (100, "unpackable", "bad")])
+def test_packed_blocks_are_told_of_and_so_are_those_that_do_not_fit(left_out, name, level):
+    identity = msgspec.structs.replace(observed.SNAPSHOT.identity, packed=0.764)
+    found = {each.name: each for each in explain(observed.snapshot(identity=identity, unpackable_blocks=left_out))}
+    assert found[name].level == level
+    assert f"{left_out} " in found[name].text
+    assert not {"packed", "unpackable"} & set(names(observed.snapshot()))
+
+
 def test_names_are_for_scripts():
     for finding in explain(observed.SNAPSHOT):
         assert finding.name == finding.name.lower()

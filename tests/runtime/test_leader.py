@@ -169,6 +169,34 @@ def test_every_block_that_failed_on_any_rank_is_dropped():
     assert leader.counts.failed_load_blocks == 2
 
 
+def test_blocks_that_do_not_fit_a_packed_slot_are_not_kept_and_counted():
+    leader = make(ranks=2)
+    store = offload(leader, "abcd")
+    leader.apply([Report(0, stores=[StoreResult(store.id, unpackable=[1])])])
+    assert found(leader, "abcd") == ""
+    leader.apply([Report(1, stores=[StoreResult(store.id, unpackable=[1, 3])])])
+    assert found(leader, "abcd") == "ac"
+    assert leader.counts.unpackable_blocks == 2
+    assert leader.counts.offloaded_blocks == 2
+    assert not leader.counts.failed_store_blocks
+    assert quiet(leader)
+    assert found(leader, "b") == ""
+    again = offload(leader, "bd")
+    leader.apply(stored(again, 0, 1))
+    assert found(leader, "abcd") == "abcd"
+
+
+def test_many_blocks_that_do_not_fit_are_a_warning(caplog):
+    leader = make(ranks=1, size=300)
+    letters = [chr(0x4E00 + i) for i in range(240)]
+    for start in range(0, 240, 80):
+        store = offload(leader, "".join(letters[start : start + 80]))
+        leader.apply([Report(0, stores=[StoreResult(store.id, unpackable=list(range(60)))])])
+    assert [record.getMessage() for record in caplog.records] == [
+        "120 of 160 blocks do not fit a packed slot and are not kept. Set KVBM_PACK=off and restart the engine."
+    ]
+
+
 def test_reports_about_plans_that_are_over_change_nothing():
     leader = make(ranks=1, host="a")
     load, store = onboard(leader, "a"), offload(leader, "b")

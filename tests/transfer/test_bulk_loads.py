@@ -53,7 +53,7 @@ class FakeKernel:
     def release(self, indices):
         self.uploaded -= 1
 
-    def from_rows(self, indices, start, end, address, row, first, last, signal):
+    def from_rows(self, indices, start, end, address, row, first, last, signal, gently=False):
         for i, block in enumerate(indices[start:end]):
             self._piece(self.layout.segments[first:last], block, address + i * row, signal)
 

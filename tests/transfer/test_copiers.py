@@ -10,9 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import layouts  # noqa: E402
 from kvbm.tiers.host.slab import HostSlab  # noqa: E402
 from kvbm.transfer import open_copier  # noqa: E402
 from kvbm.transfer.base import When  # noqa: E402
+from kvbm.transfer.packing import pack_layout  # noqa: E402
 from layouts import LAYOUTS, by_block, layout_of, packed_nhd  # noqa: E402
 
 BLOCKS = 24
@@ -28,12 +30,22 @@ DEVICES = [
 ]
 
 
+# Every layout as it is, and packed where it can be.
+CASES = [pytest.param((make, False), id=make.__name__) for make in LAYOUTS]
+CASES += [
+    pytest.param((make, True), id=f"{make.__name__}, packed")
+    for make in (packed_nhd, layouts.k_and_v_apart, layouts.mla, layouts.cross_layer, layouts.head_outside)
+]
+
+
 class Cache:
     """An engine's cache with a copier on it."""
 
-    def __init__(self, make, device, staging=0):
+    def __init__(self, make, device, staging=0, pack=False):
         self.tensors = make(device, BLOCKS)
         self.layout = layout_of(self.tensors, BLOCKS)
+        if pack:
+            self.layout = pack_layout(self.layout)
         self.copier = open_copier(
             device,
             self.layout,
@@ -70,9 +82,10 @@ class Cache:
         assert not list(ticket.bad)
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.fixture(params=CASES)
 def cache(request, device):
-    made = Cache(request.param, device)
+    make, pack = request.param
+    made = Cache(make, device, pack=pack)
     yield made
     made.copier.close()
 
@@ -157,6 +170,67 @@ def test_a_layer_that_never_asked_spoils_the_load(device):
         cache.copier.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [packed_nhd, layouts.k_and_v_apart])
+def test_a_block_that_does_not_fit_is_named_and_the_others_are_kept(device, make):
+    cache = Cache(make, device, pack=True)
+    try:
+        before = [cache.read(block) for block in range(BLOCKS)]
+        for block in (3, 17):
+            by_block(cache.tensors[1], BLOCKS)[block].random_(-32768, 32768)
+        blocks = [9, 17, 4, 5, 6, 3, 8]
+        cache.copier.begin_step([])
+        ticket = cache.copier.store(blocks, list(range(20, 27)))
+        ticket.wait()
+        assert ticket.done()
+        assert not list(ticket.bad)
+        assert list(ticket.unpackable) == [1, 5]
+        cache.load([20, 22, 23, 24, 26], [10, 11, 12, 13, 14])
+        for block, target in zip([9, 4, 5, 6, 8], range(10, 15), strict=True):
+            assert same(cache.read(target), before[block])
+        cache.copier.begin_step([])
+        again = cache.copier.store([9, 4], [21, 25])  # slots of blocks that did not fit
+        again.wait()
+        assert again.done()
+        assert not list(again.unpackable)
+    finally:
+        cache.copier.close()
+
+
+@pytest.mark.parametrize("fault", ["slow-store", "store"])
+def test_an_injected_fault_does_not_hide_blocks_that_do_not_fit(fault):
+    cache = Cache(packed_nhd, "cpu", pack=True)
+    slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)
+    copier = open_copier("cpu", cache.layout, slab, 0, f"{fault}:every=1")
+    try:
+        by_block(cache.tensors[1], BLOCKS)[3].random_(-32768, 32768)
+        ticket = copier.store([2, 3], [0, 1])
+        assert type(ticket).__name__ in ("_Late", "_Spoiled")
+        ticket.wait()
+        assert list(ticket.unpackable) == [1]
+    finally:
+        copier.close()
+        cache.copier.close()
+
+
+def test_a_packed_block_that_is_damaged_is_not_loaded_by_a_cpu():
+    """As far as its bytes show it. The tiers below host memory verify a checksum of all bytes."""
+    import ctypes
+
+    cache = Cache(packed_nhd, "cpu", pack=True)
+    try:
+        cache.store([1], [1])
+        slab = cache.copier._slab
+        codes = slab.address + slab.slot_bytes + 2048
+        ctypes.memset(codes, 0xEE, 8)
+        ticket = cache.copier.load([1], [2], [], When.LATER)
+        ticket.wait()
+        assert list(ticket.bad) == [0]
+        assert "damaged" in ticket.reason
+    finally:
+        cache.copier.close()
+
+
 def test_scribbling_destroys_just_the_blocks_named(cache):
     before = [cache.read(block) for block in range(BLOCKS)]
     cache.copier.scribble([2, 9])
@@ -190,17 +264,17 @@ def test_the_pieces_of_blocks_are_all_of_them(layout, blocks):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rows", [1, 3, 100], ids=lambda rows: f"{rows} rows a buffer")
 @pytest.mark.parametrize("prefetched", ["not", "this", "other"])
 @pytest.mark.parametrize("batch", [2, 8192], ids=lambda batch: f"{batch} indices at a time")
-def test_a_load_in_bulk_is_like_any_other(device, layout, rows, prefetched, batch, monkeypatch):
+def test_a_load_in_bulk_is_like_any_other(device, case, rows, prefetched, batch, monkeypatch):
     from kvbm.tiers.host import slab as host
     from kvbm.transfer import kernel_copies
     from kvbm.transfer.cuda import CudaCopier
 
     monkeypatch.setattr(kernel_copies, "_BATCH", batch)
-    cache = Cache(layout, device)
+    cache = Cache(case[0], device, pack=case[1])
     monkeypatch.setattr(host, "_PIN_PIECE", 7 * cache.layout.slot_bytes)
     cache.copier.close()
     slab = HostSlab(SLOTS * cache.layout.slot_bytes).carve(SLOTS, cache.layout.slot_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.transfer.layout import SLOT_ALIGNMENT, LayoutError, TensorSpec, describe
+from kvbm.transfer.layout import SLOT_ALIGNMENT, LayoutError, Segment, TensorSpec, describe
 
 BLOCKS = 10
 
@@ -21,7 +21,7 @@ def tensor(name="layer0", address=1 << 20, shape=(BLOCKS, 2, 16, 64), strides=No
 def test_a_contiguous_block_is_one_segment():
     layout = describe([tensor()], BLOCKS)
     (segment,) = layout.segments
-    assert segment == (0, 1 << 20, 2 * 16 * 64 * 2, 0, 2 * 16 * 64 * 2)
+    assert segment == Segment(0, 1 << 20, 2 * 16 * 64 * 2, 0, 2 * 16 * 64 * 2)
     assert layout.block_bytes == segment.size
 
 

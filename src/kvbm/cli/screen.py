@@ -99,8 +99,9 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
     net = seconds(saved.saved_seconds - saved.lost_seconds)
     guess = "" if saved.measured else ", speed of prefill not measured yet"
     faults = sum(now.failures.values())
-    own = f"{size(engine.engine_blocks * engine.block_bytes)}, {engine.engine_blocks:,} blocks"
-    device = f"{own if engine.engine_blocks else 'size not known'}, the engine's own"
+    own = f"{size(round(engine.engine_blocks * engine.block_bytes / engine.packed))}, {engine.engine_blocks:,} blocks"
+    packed = f", packed to {engine.packed:.0%} in the tiers" if engine.packed < 1 else ""
+    device = f"{own if engine.engine_blocks else 'size not known'}, the engine's own{packed}"
     lines += [
         Text(),
         _line("hit rate  ", (rates, "bold"), f" of {window.blocks:,} blocks, last {window.requests:,} requests"),

@@ -257,6 +257,12 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "How KVBM copies blocks from the GPU to host memory: with a kernel (kernel), with the GPU's copy engine "
         "(engine), or with the better of the two in a measurement at start (auto).",
     )] = "auto"
+    pack: Annotated[Literal["auto", "on", "off"], Setting(
+        "KVBM_PACK", MOVING, Choice(words=("auto", "on", "off"), synonyms=_ON_OFF),
+        "Pack bfloat16 KV without loss: blocks take 24 % less memory, disk space and bus time. KVBM does not keep a "
+        "block that does not fit, and leaves KV of other types as it is. auto packs on a GPU that unpacks much faster "
+        "than its bus carries bytes, in a measurement at start. Not for SGLang.",
+    )] = "auto"
     fast_prompts: Annotated[bool, Setting(
         "KVBM_FAST_PROMPTS", MOVING, _SWITCH,
         "vLLM only: replace vLLM's loops that hash a long prompt, allocate and register its blocks and copy its tokens "

@@ -28,6 +28,7 @@ class Counts(msgspec.Struct):
     failed_store_blocks: int = 0
     tainted_store_blocks: int = 0
     refused_store_blocks: int = 0
+    unpackable_blocks: int = 0  # do not fit a packed slot, and were not kept
     # Moves to a tier, by that tier.
     moved_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
     failed_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)

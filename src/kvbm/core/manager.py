@@ -337,14 +337,22 @@ class BlockManager:
         self._stores[plan.id] = _Store(fresh, slots)
         return plan
 
-    def finish_store(self, plan_id: int, ok: bool) -> list[Key]:
-        """Publish a store that every rank has confirmed, or forget it. Returns the blocks that became findable."""
+    def finish_store(self, plan_id: int, ok: bool, left_out: Iterable[int] = ()) -> list[Key]:
+        """Publish a store that every rank has confirmed, or forget it. Returns the blocks that became findable.
+
+        ``left_out``: positions of blocks that some rank could not keep.
+        """
         store = self._stores.pop(plan_id)
-        if ok:
+        absent = set(left_out) if ok else set(range(len(store.slots)))
+        if absent:
+            self.near.abandon([store.slots[position] for position in sorted(absent)])
+        kept = [position for position in range(len(store.slots)) if position not in absent]
+        if len(kept) == len(store.slots):
             self.near.commit(store.slots)
             return store.keys
-        self.near.abandon(store.slots)
-        return []
+        if kept:
+            self.near.commit([store.slots[position] for position in kept])
+        return [store.keys[position] for position in kept]
 
     # -- moving -------------------------------------------------------------------------------------------------------
 

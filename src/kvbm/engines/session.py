@@ -127,6 +127,7 @@ class Session:
         self.manager: BlockManager | None = None  # open until :meth:`close`, also after KVBM was disabled
         self.block_bytes = 0  # of the rank that has the most to move
         self.kept_bytes = 0  # of a block, by all ranks together
+        self.packed = 1.0  # bytes of a block in a slot, by those in the engine's memory
         self.uses = 0  # requests that found blocks and have ended: edges may have new work
         self.ended: list[Ended] = []  # requests that wait for finalize
         self.cost = CostModel(
@@ -166,6 +167,7 @@ class Session:
         self.block_bytes = max(sizes)
         self.kept_bytes = round(sum(hello.block_bytes / hello.shared_by for hello in hellos))
         self._is_shared = self.kept_bytes < sum(sizes)
+        self.packed = sum(sizes) / sum(hello.raw_bytes or hello.block_bytes for hello in hellos)
         if cache is not None:
             weights = agreed_weights(hellos)
             cache = {**cache, "weights": weights} if weights else None
@@ -208,12 +210,12 @@ class Session:
                 host,
             )
         elif host < engine_blocks:
-            engine_gb = engine_blocks * size / 1e9
+            engine_gb, needed_gb = (engine_blocks * size / packed / 1e9 for packed in (self.packed, 1))
             logger.warning(
                 "The host tier (%.2f GB, %d blocks) is smaller than %s's own cache (%.2f GB, %d blocks): everything "
                 "is offloaded as it is computed, so it will rarely hold what %s has dropped. "
                 "Set DYN_KVBM_CPU_CACHE_GB to at least %.2f.",
-                host * size / 1e9, host, self._engine, engine_gb, engine_blocks, self._engine, engine_gb
+                host * size / 1e9, host, self._engine, engine_gb, engine_blocks, self._engine, needed_gb
             )  # fmt: skip
         about = Identity(
             kvbm=kvbm.__version__,
@@ -223,6 +225,7 @@ class Session:
             ranks=ranks,
             block_tokens=self.block_size,
             block_bytes=size,
+            packed=self.packed,
             engine_blocks=engine_blocks,
             device=device,
             settings=settings_given(self._config),

@@ -196,10 +196,11 @@ def _smaller_than_device(s: Snapshot) -> Finding | None:
     if first is None or first.slots >= s.identity.engine_blocks:
         return None
     needed = s.identity.engine_blocks * s.identity.block_bytes / 1e9
+    own = needed / s.identity.packed
     return Finding(
         name=f"{first.tier}-smaller-than-device",
         level="bad",
-        text=f"The {first.tier} tier ({_size(first)}) is smaller than the engine's own cache ({needed:.2f} GB): it "
+        text=f"The {first.tier} tier ({_size(first)}) is smaller than the engine's own cache ({own:.2f} GB): it "
         "evicts blocks before the engine does.",
         cure=f"Set {_size_setting(first)} to at least {needed:.2f}, better several times that.",
     )
@@ -247,11 +248,28 @@ def _overrun(s: Snapshot) -> Finding | None:
     )
 
 
+def _packed(s: Snapshot) -> Finding | None:
+    left_out, packed = s.unpackable_blocks, s.identity.packed
+    if packed == 1:
+        return None
+    stored = sum(flow.blocks for flow in s.flows if flow.source == DEVICE)
+    if left_out <= 0.05 * (stored + left_out):
+        text = f"Blocks are packed to {packed:.0%} of their size, so the tiers hold {1 / packed:.2f} times as many."
+        return Finding(name="packed", level="good", text=f"{text} {left_out:,} did not fit and were not kept.")
+    return Finding(
+        name="unpackable",
+        level="bad",
+        text=f"{left_out} blocks do not fit a packed slot and were not kept; {stored} were kept.",
+        cure="Set KVBM_PACK=off: this model's KV does not suit packing.",
+    )
+
+
 _NO_GAIN: tuple[Callable[[Snapshot], Finding | None], ...] = (
     _too_early, _not_loaded, _short, _on_device, _evicted, _no_repeats, _little,
 )  # fmt: skip
 _TROUBLES: tuple[Callable[[Snapshot], Finding | None], ...] = (
     _failures, _slower, _smaller_than_device, _smaller_than_the_one_above, _filtered, _overrun,
+    _packed,
 )  # fmt: skip
 
 

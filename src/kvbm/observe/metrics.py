@@ -126,6 +126,10 @@ _CUSTOMARY = (
            _by_name(lambda s: s.outcomes), ("outcome",)),
     Metric("kvbm_refused_blocks_total", "counter", "Blocks not kept, or not moved to the next tier, by reason",
            _by_name(lambda s: s.refused_blocks), ("reason",)),
+    Metric("kvbm_unpackable_blocks_total", "counter", "Blocks that do not fit a packed slot, and were not kept",
+           _one(lambda s: s.unpackable_blocks)),
+    Metric("kvbm_packed_ratio", "gauge", "Bytes of a block in a tier, by those in the engine's memory; 1: not packed",
+           _one(lambda s: s.identity.packed)),
     Metric("kvbm_refused_load_blocks_total", "counter", "Blocks found but not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),
     Metric("kvbm_hints_total", "counter", "Hints of routers and clients about where a prefix lies, by what became of "

@@ -49,6 +49,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     block_tokens: int
     block_bytes: int  # of one block on all ranks together
+    packed: float = 1.0  # bytes of a block in a tier, by those in the engine's memory
     engine_blocks: int  # of the engine's own cache
     device: str = "GPU"  # where the engine's own cache is: "GPU" or "CPU"
     settings: dict[str, str] = {}  # those that were set, by variable, as text; no secrets
@@ -175,6 +176,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]  # by reason
     saved: Saved
     record_dropped: int = 0  # lines that the record dropped
+    unpackable_blocks: int = 0  # do not fit a packed slot, and were not kept
     hints: dict[str, int] = {}  # that came with requests, by what became of them
     requests: list[Request] = []  # the latest, newest first
     findings: list[Finding] = []

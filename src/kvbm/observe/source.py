@@ -64,6 +64,7 @@ class LeaderSource:
             saved=log.saved(cost.prefill_tokens_per_second, cost.prefill_is_measured),
             record_dropped=log.record.dropped,
             hints=dict(counts.hints),
+            unpackable_blocks=counts.unpackable_blocks,
             requests=log.latest(requests),
             sources=_sources(leader),
             served=_served(leader),

@@ -25,6 +25,7 @@ from kvbm.core.manager import BlockManager, Match
 from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.core.policy.admission import AdmissionRule
 from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
+from kvbm.runtime.unpackable import Unpackable
 from kvbm.tiers.edges import Edge
 from kvbm.tiers.fetches import Fetches
 
@@ -73,13 +74,14 @@ class _Load:
 class _Store:
     """A store on its way. ``beside``: loads whose blocks the same forward pass may have computed on."""
 
-    __slots__ = ("bad", "beside", "plan", "ranks", "seconds")
+    __slots__ = ("bad", "beside", "plan", "ranks", "seconds", "unpackable")
 
     def __init__(self, plan: StorePlan, ranks: int, beside: Iterable[int] = ()) -> None:
         self.plan = plan
         self.ranks = set(range(ranks))
         self.bad: set[int] = set()
         self.seconds = 0.0
+        self.unpackable: set[int] = set()
         self.beside = set(beside)
 
 
@@ -106,6 +108,7 @@ class Leader:
         self._kept_bytes = kept_bytes or sum(block_bytes)
         self._cost = cost
         self.counts = Counts()
+        self._unpackable = Unpackable(self.counts)
         self.ranks = ranks
         self._lost: set[int] = set()
         self._max_pending = max_pending_blocks
@@ -224,7 +227,7 @@ class Leader:
                 self._end_load(report.rank, load)
         for report in reports:
             for store in report.stores:
-                self._end_store(report.rank, store.id, store.ok, store.seconds)
+                self._end_store(report.rank, store.id, store.ok, store.seconds, store.unpackable)
             for move in report.moves:
                 self.fetches.end(report.rank, move, time.monotonic())
                 for edge in self.edges:
@@ -328,12 +331,15 @@ class Leader:
             if self._cost is not None:
                 self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
 
-    def _end_store(self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0) -> None:
+    def _end_store(
+        self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0, unpackable: Iterable[int] = ()
+    ) -> None:
         flight = self._stores.get(plan_id)
         if flight is None:
             return
         if not ok:
             flight.bad.add(rank)
+        flight.unpackable.update(unpackable)
         if rank not in flight.ranks:
             return
         flight.seconds = max(flight.seconds, seconds)
@@ -363,8 +369,10 @@ class Leader:
         elif flight.seconds and self._block_bytes:
             self.counts.add_stored(flight.plan.copy.tier, blocks * self._kept_bytes, flight.seconds)
         ok = not flight.bad and not tainted
-        keys = self.manager.finish_store(plan_id, ok)
+        keys = self.manager.finish_store(plan_id, ok, flight.unpackable)
         self.counts.offloaded_blocks += len(keys)
+        if ok and flight.unpackable:
+            self._unpackable.add(len(flight.unpackable))
         if self.manager.tags_stores:
             self._verdicts[plan_id] = bool(keys)
         if keys:

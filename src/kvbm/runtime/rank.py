@@ -23,7 +23,7 @@ from kvbm.tiers.base import Fingerprint, RankContext, Store, fingerprint
 from kvbm.tiers.bounded import Call, DiskHangs, reason_of
 from kvbm.tiers.registry import NEAR
 from kvbm.tiers.staged_read import StagedStore
-from kvbm.transfer import open_copier
+from kvbm.transfer import open_copier, pack_slots
 from kvbm.transfer.base import slots_tried
 from kvbm.transfer.broadcast import Passing
 from kvbm.transfer.layout import BlockLayout, LayoutError, TensorSpec, describe
@@ -67,8 +67,8 @@ class Rank:
         """Take the engine's tensors, one a layer, and ask for the host tier's memory. Raises when it cannot be had:
         better now than later. The memory is faulted in while the engine goes on with its own start."""
         tensors = [_spec(name, tensor) for name, tensor in kv_caches.items()]
-        self.layout = layout = describe(tensors, num_blocks)
         self._device = str(next(iter(kv_caches.values())).device)
+        self.layout = layout = self._pack(describe(tensors, num_blocks))
         context = self._context(layout)
         for tier in registry.wanted(self._config):
             if (opening := tier.open_store(context)) is not None:
@@ -89,6 +89,23 @@ class Rank:
         # A rank that receives all loads by broadcast needs only the slot of its copier's warm-up.
         slots = 1 if self._wire is not None and not self._wire.sends else self._slots
         self._slab = NEAR.open_slab(context, slots, self._keeps_host and self._wire is None)
+
+    def _pack(self, layout: BlockLayout) -> BlockLayout:
+        """The layout with packed slots, where that is asked for and possible."""
+        mode = self._config.pack
+        if mode == "off":
+            return layout
+        try:
+            if self._replicas is not None and self._replicas.size > 1:
+                raise ValueError("several ranks hold the same KV")
+            if mode == "auto" and self._config.stores == "kernel":
+                raise ValueError("KVBM_STORES=kernel stores without the copy engine")
+            return pack_slots(self._device, layout, if_it_wins=mode == "auto")
+        except ValueError as error:
+            if self.rank == 0:
+                level = logging.INFO if mode == "auto" else logging.WARNING
+                logger.log(level, "KVBM_PACK=%s: blocks of this KV cache are not packed: %s", mode, error)
+            return layout
 
     def _context(self, layout: BlockLayout) -> RankContext:
         cache = None if self.cache is None else fingerprint(self.cache, layout.description)
@@ -162,7 +179,10 @@ class Rank:
         for name, store in self._stores().items():
             tiers.append(TierHello(name, store.slots, self._rates.get(name), store.identity))
         weights = "" if self.cache is None else str(self.cache.get("weights", ""))
-        return Hello(self.rank, self.layout.block_bytes, self.layout.description, tiers, self._shared_by, weights)
+        return Hello(
+            self.rank, self.layout.block_bytes, self.layout.description, tiers, self._shared_by, weights,
+            self.layout.raw_bytes,
+        )  # fmt: skip
 
     def open(self) -> Hello | None:
         """Finish the start: the engine has warmed up and captured its graphs, so KVBM can make its

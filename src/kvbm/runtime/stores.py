@@ -44,7 +44,8 @@ class Stores:
         self._faults = faults
         self.tickets: dict[int, Ticket] = {}
         self._to_hash: dict[int, Copy] = {}
-        self._hashing: dict[int, tuple[Operation, float]] = {}  # and the seconds that the store took
+        self._firsts: dict[int, int] = {}  # where in its plan this rank's part of a store begins
+        self._hashing: dict[int, tuple[Operation, StoreResult]] = {}
         self._hashed: dict[int, Operation] = {}  # until the leader says whether they were good
         self._ended: list[StoreResult] = []  # refused, failed at their start, or for other ranks to write
         self._spoiled: set[int] = set()  # the engine may have written over their source
@@ -73,6 +74,7 @@ class Stores:
                 return
             with annotate("copier.store"):
                 self.tickets[store.id] = copier.store(store.copy.blocks[mine], store.copy.slots[mine])
+            self._firsts[store.id] = mine.start
             if self._kept is not None and store.copy.tags:
                 self._to_hash[store.id] = store.copy
         except Exception as error:
@@ -86,30 +88,31 @@ class Stores:
                 if not ticket.done():
                     continue
                 ok, reason, seconds = not ticket.bad, ticket.reason, ticket.seconds
+                unpackable = [self._firsts[i] + position for position in ticket.unpackable]
             except Exception as error:
-                ok, reason, seconds = False, f"{type(error).__name__}: {error}", 0.0
-            del self.tickets[i]
-            ok = ok and i not in self._spoiled
+                ok, reason, seconds, unpackable = False, f"{type(error).__name__}: {error}", 0.0, []
+            del self.tickets[i], self._firsts[i]
+            result = StoreResult(i, ok and i not in self._spoiled, seconds, unpackable)
             self._spoiled.discard(i)
-            if not self._hash(i, ok, seconds):
-                results.append(StoreResult(i, ok, seconds))
+            if not self._hash(result):
+                results.append(result)
             if reason:
                 self._faults[f"store: {reason}"] += 1
-        for i, (hashes, seconds) in list(self._hashing.items()):
+        for i, (hashes, result) in list(self._hashing.items()):
             if hashes.done():
                 del self._hashing[i]
                 if not hashes.bad:
                     self._hashed[i] = hashes
-                results.append(StoreResult(i, seconds=seconds))
+                results.append(result)
         return results
 
-    def _hash(self, store: int, ok: bool, seconds: float) -> bool:
+    def _hash(self, result: StoreResult) -> bool:
         """Begin to hash the blocks of a store, where the next engine shall find them."""
-        copy = self._to_hash.pop(store, None)
-        if copy is None or not ok or self._kept is None:
+        copy = self._to_hash.pop(result.id, None)
+        if copy is None or not result.ok or self._kept is None:
             return False
         try:
-            self._hashing[store] = self._kept.hash(copy.slots, copy.tags), seconds
+            self._hashing[result.id] = self._kept.hash(copy.slots, copy.tags), result
         except Exception as error:
             self._fault("keep", error)
             return False

@@ -114,6 +114,10 @@ class _Late(Ticket):
         return self.begin().bad
 
     @property
+    def unpackable(self) -> Sequence[int]:
+        return self.begin().unpackable
+
+    @property
     def reason(self) -> str:
         return self.begin().reason
 
@@ -133,6 +137,10 @@ class _Spoiled(Ticket):
     @property
     def bad(self) -> Sequence[int]:
         return self._bad
+
+    @property
+    def unpackable(self) -> Sequence[int]:
+        return self.inner.unpackable
 
     @property
     def reason(self) -> str:

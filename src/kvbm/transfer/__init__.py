@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kvbm.testing.fault_rules import COPY_KINDS, Fault, parse
 from kvbm.transfer.base import Copier, Slab
 from kvbm.transfer.layout import BlockLayout
+from kvbm.transfer.packing import pack_layout
 
 if TYPE_CHECKING:
     from kvbm.transfer.broadcast import Passing
+
+logger = logging.getLogger("kvbm")
+
+_MIN_SLOT_BYTES = 16 << 10  # of packed blocks on a GPU: the copy engine takes a microsecond for each
 
 
 def open_copier(
@@ -53,6 +59,38 @@ def open_copier(
     else:
         raise ValueError(f"no copier for KV caches on {device!r}; supported: cpu, cuda")
     return copier
+
+
+def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> BlockLayout:
+    """The layout with packed slots. Raises ValueError, with the reason, where blocks cannot be packed.
+
+    ``if_it_wins``: raise as well where packing makes loads no faster. A GPU is tried.
+    """
+    packed = pack_layout(layout)
+    if device.split(":")[0] != "cuda":
+        if if_it_wins:
+            raise ValueError("an engine on a CPU gains no time by it")
+        return packed
+    import torch
+
+    from kvbm.transfer.cuda_calls import batch_function
+    from kvbm.transfer.packing_trial import try_packing
+
+    if packed.block_bytes < _MIN_SLOT_BYTES:
+        raise ValueError(f"its blocks of {packed.block_bytes} bytes are too small for the GPU's copy engine")
+    if batch_function() is None:
+        raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
+    try:
+        trial = try_packing(packed, torch.device(device))
+    except Exception as error:
+        raise ValueError(f"the trial on the GPU failed: {type(error).__name__}: {error}") from error
+    if not trial.is_exact:
+        raise ValueError("the GPU's kernels do not give back the same bytes")
+    rates = f"the GPU unpacks {trial.unpacked / 1e9:.0f} GB/s, the bus carries {trial.bus / 1e9:.0f} GB/s"
+    if if_it_wins and not trial.wins(packed):
+        raise ValueError(rates)
+    logger.info("blocks are packed to %.0f %%: %s", 100 * packed.block_bytes / packed.raw_bytes, rates)
+    return packed
 
 
 def _faulty(copier: Copier, rules: list[Fault], rank: int) -> Copier:

@@ -73,6 +73,14 @@ class Ticket(ABC):
         return ()
 
     @property
+    def unpackable(self) -> Sequence[int]:
+        """Positions of a store's blocks that do not fit a packed slot: not kept, and no fault. Valid as above.
+
+        Their slots hold nothing usable. A ticket that wraps another one must pass this on.
+        """
+        return ()
+
+    @property
     def reason(self) -> str:
         """Why blocks did not arrive; empty if all did."""
         return ""

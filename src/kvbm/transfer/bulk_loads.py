@@ -125,7 +125,7 @@ class BulkLoads:
         self._kernel = kernel
         self._layers = layers_of(layout)
         self._all = merge_layers(self._layers)
-        sizes = {segment.size for segment in layout.segments}
+        sizes = {segment.slot_size for segment in layout.segments}
         self._aligned = len(sizes) == 1 or all(size % WIDEST_WORD == 0 for size in sizes)
         self._memory = memory
         buffers = max(2, memory.numel() // _BUFFER_BYTES)  # the copy engine fills one while the kernel empties another
@@ -174,7 +174,8 @@ class BulkLoads:
             for i, (first, last, offset, row, start, end) in enumerate(fetch.portions, turn):
                 buffer = i % len(self._buffers)
                 stream.wait_event(self._fetched[buffer])
-                kernel.from_rows(indices, start, end, self._buffers[buffer] - offset, row, first, last, signal)
+                address = self._buffers[buffer] - offset
+                kernel.from_rows(indices, start, end, address, row, first, last, signal, fetch.gently)
                 self._emptied[buffer].record(stream)
                 self._fetch(fetch)
         finally:
@@ -238,7 +239,7 @@ def layers_of(layout: BlockLayout) -> list[Layers]:
     """The segments of each layer."""
     ends = [i for i, segment in enumerate(layout.segments) if i and segment.layer != layout.segments[i - 1].layer]
     cuts = pairwise([0, *ends, len(layout.segments)])
-    sizes = [segment.size for segment in layout.segments]
+    sizes = [segment.slot_size for segment in layout.segments]
     return [Layers(first, last, layout.segments[first].offset, sum(sizes[first:last])) for first, last in cuts]
 
 

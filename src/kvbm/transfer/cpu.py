@@ -1,7 +1,8 @@
 """The copier for engines with a KV cache in CPU memory.
 
-A run of neighbouring blocks is one strided numpy assignment, which releases the interpreter while it copies. Loads and
-stores have a thread each, so a request that waits for its load never queues behind an offload.
+A run of neighbouring blocks is one strided numpy assignment, which releases the interpreter while it copies. Packed
+blocks are packed and unpacked by numpy. Loads and stores have a thread each, so a request that waits for its load never
+queues behind an offload.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbm.transfer.base import Copier, Slab, Ticket, When
-from kvbm.transfer.layout import BlockLayout
+from kvbm.transfer.layout import BlockLayout, Segment
+from kvbm.transfer.packing import Tile, pack, unpack
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class FutureTicket(Ticket):
-    def __init__(self, future: Future[float], blocks: int) -> None:
+    def __init__(self, future: Future[float], blocks: int, unpackable: Sequence[int] = ()) -> None:
+        """``unpackable``: filled by the time the transfer is over."""
         self._future = future
         self._blocks = blocks
+        self._unpackable = unpackable
 
     def done(self) -> bool:
         return self._future.done()
@@ -36,6 +40,10 @@ class FutureTicket(Ticket):
         return range(self._blocks) if self._future.exception() is not None else ()
 
     @property
+    def unpackable(self) -> Sequence[int]:
+        return self._unpackable
+
+    @property
     def reason(self) -> str:
         error = self._future.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
@@ -46,17 +54,11 @@ class FutureTicket(Ticket):
 
 
 class CpuCopier(Copier):
-    name = "cpu"
-
     def __init__(self, layout: BlockLayout, slab: Slab) -> None:
         self._slab = slab  # the arrays below are views of its memory and do not keep it alive themselves
-        self._pairs = [
-            (
-                view_rows(segment.address, layout.num_blocks, segment.stride, segment.size),
-                view_rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.size),
-            )
-            for segment in layout.merged()
-        ]
+        kind = _PackedPieces if layout.tile_values else _Pieces
+        self.name = "packed, cpu" if layout.tile_values else "cpu"
+        self._pieces = [kind(layout, slab, segment) for segment in layout.merged()]
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvbm-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvbm-store")
 
@@ -70,8 +72,8 @@ class CpuCopier(Copier):
                 ticket.wait()
             began = time.perf_counter()
             for slot, block, count in runs(slots, blocks):
-                for engine, host in self._pairs:
-                    engine[block : block + count] = host[slot : slot + count]
+                for pieces in self._pieces:
+                    pieces.load(slot, block, count)
             return time.perf_counter() - began
 
         ticket = FutureTicket(self._loads.submit(copy), len(blocks))
@@ -81,14 +83,18 @@ class CpuCopier(Copier):
         return ticket
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
+        unpackable: list[int] = []
+
         def copy() -> float:
             began = time.perf_counter()
+            at = 0
             for slot, block, count in runs(slots, blocks):
-                for engine, host in self._pairs:
-                    host[slot : slot + count] = engine[block : block + count]
+                left_out = set().union(*(pieces.store(slot, block, count) for pieces in self._pieces))
+                unpackable.extend(sorted(at + row for row in left_out))
+                at += count
             return time.perf_counter() - began
 
-        return FutureTicket(self._stores.submit(copy), len(blocks))
+        return FutureTicket(self._stores.submit(copy), len(blocks), unpackable)
 
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
@@ -101,15 +107,46 @@ class CpuCopier(Copier):
         return True
 
     def scribble(self, blocks: Sequence[int]) -> None:
-        for engine, _ in self._pairs:
+        for pieces in self._pieces:
             for block in blocks:
-                engine[block] = 0
+                pieces.engine[block] = 0
 
     def close(self) -> None:
         self._loads.shutdown()
         self._stores.shutdown()
-        self._pairs.clear()
+        self._pieces.clear()
         self._slab.close()
+
+
+class _Pieces:
+    """The same segment of every block: in the engine's memory and in the slots."""
+
+    def __init__(self, layout: BlockLayout, slab: Slab, segment: Segment) -> None:
+        self.engine = view_rows(segment.address, layout.num_blocks, segment.stride, segment.size)
+        self.host = view_rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.slot_size)
+
+    def load(self, slot: int, block: int, count: int) -> None:
+        self.engine[block : block + count] = self.host[slot : slot + count]
+
+    def store(self, slot: int, block: int, count: int) -> Iterable[int]:
+        """Returns the rows, from 0 on, that cannot be packed."""
+        self.host[slot : slot + count] = self.engine[block : block + count]
+        return ()
+
+
+class _PackedPieces(_Pieces):
+    def __init__(self, layout: BlockLayout, slab: Slab, segment: Segment) -> None:
+        super().__init__(layout, slab, segment)
+        tile = Tile(layout.tile_values)
+        self._values = self.engine.view(np.uint16).reshape(layout.num_blocks, -1, tile.values)
+        self._packed = self.host.reshape(slab.slots, -1, tile.size)
+
+    def load(self, slot: int, block: int, count: int) -> None:
+        for row in range(count):
+            unpack(self._packed[slot + row], self._values[block + row])
+
+    def store(self, slot: int, block: int, count: int) -> Iterable[int]:
+        return [row for row in range(count) if len(pack(self._values[block + row], self._packed[slot + row]))]
 
 
 def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -11,6 +11,9 @@ longer of the two times instead of their sum.
 
 *Stores* use the copy engine (:mod:`~kvbm.transfer.engine_copies`) if the pieces are large enough. It is no faster than
 the kernel, but leaves every multiprocessor to the forward pass.
+
+*Packed blocks* (:mod:`~kvbm.transfer.packing`) are unpacked by the kernel that writes them to the engine's blocks, and
+packed by a kernel before the copy engine stores them (:mod:`~kvbm.transfer.packed_stores`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from kvbm.transfer.cuda_calls import batch_function, pin, unpin, wait_until
 from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
 from kvbm.transfer.kernel_copies import KernelCopies, mark
 from kvbm.transfer.layout import BlockLayout
+from kvbm.transfer.packed_stores import PackedStores
 
 logger = logging.getLogger("kvbm")
 
@@ -86,7 +90,7 @@ class CudaCopier(Copier):
             self._load_stream = torch.cuda.Stream(device, priority=high)
             self._store_stream = torch.cuda.Stream(device, priority=low)
             self._kernel = KernelCopies(layout, slab, device)
-            self._engine = EngineCopies.open(layout, slab, device, low) if stores != "kernel" else None
+            self._engine = self._open_stores(stores, low)
             self._bulk = self._open_bulk(staging)
             self._bulk_blocks = bulk_bytes // layout.block_bytes  # shorter loads lose the gain in the last scatter
             self.portion = self._bulk_blocks
@@ -98,7 +102,8 @@ class CudaCopier(Copier):
         self._prefetched: Fetch | None = None
         self._open: list[EventTicket] = []  # loads by layer before the end of their submission
         self._warm_up()
-        if stores == "auto" and self._engine is not None and not self._engine_is_fast_enough():
+        is_free_to_choose = stores == "auto" and not layout.tile_values
+        if is_free_to_choose and self._engine is not None and not self._engine_is_fast_enough():
             self._engine.close()
             self._engine = None
         logger.info(
@@ -106,6 +111,8 @@ class CudaCopier(Copier):
             slab.slots * slab.slot_bytes / 1e9, pinned - began, time.monotonic() - pinned,
         )  # fmt: skip
         self.name = f"kernel loads, {'copy engine' if self._engine is not None else 'kernel'} stores"
+        if layout.tile_values:
+            self.name = f"packed, {self.name}"
 
     # -- the contract -------------------------------------------------------------------------------------------------
 
@@ -267,6 +274,15 @@ class CudaCopier(Copier):
         """Make loads wait for work that the engine submitted before its step began: it may still use the blocks."""
         self._load_stream.wait_event(self._step_began)
 
+    def _open_stores(self, stores: str, priority: int) -> EngineCopies | None:
+        layout, slab, device = self._layout, self._slab, self._device
+        if not layout.tile_values:
+            return EngineCopies.open(layout, slab, device, priority) if stores != "kernel" else None
+        batch = batch_function()
+        if batch is None:
+            raise RuntimeError("packed blocks need a CUDA runtime with cudaMemcpyBatchAsync; set KVBM_PACK=off")
+        return PackedStores(layout, slab, device, priority, batch)
+
     def _open_bulk(self, size: int) -> BulkLoads | None:
         """None if the device has no memory to spare, or CUDA has no batched copies."""
         batch = batch_function()
@@ -284,7 +300,8 @@ class CudaCopier(Copier):
         """Compile every kernel by copying block 0 to slot 0 and back. Neither holds data yet; a persistent slab
         restores the slots that the copier overwrites (:func:`~kvbm.transfer.base.slots_tried`)."""
         self.begin_step([])
-        self._store_by_kernel([0], [0], self._engine_stream).wait()
+        if not self._layout.tile_values:
+            self._store_by_kernel([0], [0], self._engine_stream).wait()
         if self._engine is not None:
             self._engine.store([0], [0], self._engine_stream).wait()
         bulk, wanted = self._bulk, self._bulk_blocks

@@ -27,7 +27,7 @@ logger = logging.getLogger("kvbm")
 
 _MIN_PIECE_BYTES = 16 << 10  # below that the set-up of each copy takes most of the time (benchmarks/gpu/copies.py)
 _MAX_CALL_PIECES = 2048  # a call blocks the driver for other threads: this many pieces take 1.6 ms
-_MAX_CALL_BYTES = 16 << 20  # a call also blocks the copy engine for other streams
+MAX_CALL_BYTES = 16 << 20  # a call also blocks the copy engine for other streams
 
 
 class IssuedTicket(Ticket):
@@ -117,11 +117,14 @@ class EngineCopies:
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], engine: torch.cuda.Stream) -> Ticket:
         """Copy blocks to slots after all work that has been submitted to ``engine`` so far."""
-        ticket = IssuedTicket(len(blocks))
+        ticket = self._ticket(slots)
         forward_ended = torch.cuda.Event()
         forward_ended.record(engine)
         self._jobs.put((blocks, slots, forward_ended, ticket))
         return ticket
+
+    def _ticket(self, slots: Sequence[int]) -> IssuedTicket:
+        return IssuedTicket(len(slots))
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -151,7 +154,7 @@ class EngineCopies:
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         targets, sources, sizes = self._pieces.of(blocks, slots)
-        pieces = max(1, min(_MAX_CALL_PIECES, _MAX_CALL_BYTES // int(sizes.max())))
+        pieces = max(1, min(_MAX_CALL_PIECES, MAX_CALL_BYTES // int(sizes.max())))
         for i in range(0, len(sizes), pieces):
             part = slice(i, i + pieces)
             self._batch(targets[part], sources[part], sizes[part], self._relay.stream)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from kvbm.transfer.base import Slab
 from kvbm.transfer.kernels import Launcher, copy_numbers, copy_pieces, tile_of, word_of
 from kvbm.transfer.layout import BlockLayout, Segment
+from kvbm.transfer.packing import Tile
+from kvbm.transfer.packing_kernels import unpack_pieces
 
 # From benchmarks/gpu/copies.py: over the bus four programs of this shape reach the full bandwidth, and more gain
 # nothing. Within device memory more programs are faster.
@@ -19,6 +22,10 @@ _PROGRAMS = 4
 _LOCAL_PROGRAMS = 64
 _WARPS = 16
 _TILE_BYTES = 64 << 10
+# A program that unpacks has one tile on the way instead of 64 KiB (benchmarks/gpu/packing.py).
+_UNPACK_PROGRAMS = 32
+_LOCAL_UNPACK_PROGRAMS = 264
+UNPACK_WARPS = 8
 _BATCH = 8192  # maximum blocks of one launch; a longer transfer takes several launches
 _NUMBERS = 1024  # slot and block numbers that one program copies
 _NUMBERS_WARPS = 4
@@ -29,25 +36,32 @@ Numbers = Sequence[int] | np.ndarray
 
 
 class KernelCopies:
-    """Moves blocks between the engine's cache and the slab or rows of a device buffer. For one thread at a time."""
+    """Moves blocks between the engine's cache and the slab or rows of a device buffer. For one thread at a time.
+
+    Packed blocks are unpacked on their way to the engine's cache. The other way is not for them
+    (:mod:`~kvbm.transfer.packed_stores`).
+    """
 
     def __init__(self, layout: BlockLayout, slab: Slab, device: torch.device) -> None:
         self._slab = slab
         segments = layout.segments
         self.segments = len(segments)
-        rows = [(s.address, s.stride, s.offset, s.layer) for s in segments]
-        self._table = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._copy_pieces = Launcher(copy_pieces, _WARPS)
+        self._table = segment_table(layout, device)
         self._launches: list[_Launch] = []
-        first = 0
-        for _, group in groupby(segments, key=lambda segment: segment.size):
-            self._launches.append(_Launch(list(group), first, slab.slot_bytes, slab.address))
-            first += self._launches[-1].segments
+        self._programs, self._local_programs = _PROGRAMS, _LOCAL_PROGRAMS
+        if layout.tile_values:
+            self._programs, self._local_programs = _UNPACK_PROGRAMS, _LOCAL_UNPACK_PROGRAMS
+        kernel = Launcher(unpack_pieces, UNPACK_WARPS) if layout.tile_values else Launcher(copy_pieces, _WARPS)
+        for first, group in equal_segments(layout):
+            if layout.tile_values:
+                self._launches.append(_UnpackLaunch(group, first, kernel, layout.tile_values))
+            else:
+                self._launches.append(_CopyLaunch(group, first, kernel, slab.slot_bytes, slab.address))
         self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         pinned = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, pin_memory=True)
         copies = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, device=device)
         numbers = Launcher(copy_numbers, _NUMBERS_WARPS)
-        self._buffers = deque(_IndexBuffer(*pair, numbers) for pair in zip(pinned, copies, strict=True))
+        self._buffers = deque(IndexBuffer(*pair, numbers) for pair in zip(pinned, copies, strict=True))
         # Pieces of each layer that have arrived since the start. The kernel counts them if ``signal`` is set.
         self.arrived = torch.zeros(len(layout.layers), dtype=torch.int32, device=device)
 
@@ -59,34 +73,36 @@ class KernelCopies:
         """Copy blocks to slots."""
         self._copy(slots, blocks, False)
 
-    def upload(self, blocks: Numbers) -> list[_IndexBuffer]:
+    def upload(self, blocks: Numbers) -> list[IndexBuffer]:
         """Copy row and block numbers to the device, for calls of :meth:`from_rows` until :meth:`release`."""
         parts = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
         return [self._upload(np.arange(len(part)), part) for part in parts]
 
     def from_rows(
-        self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int,
-        signal: bool,
+        self, buffers: list[IndexBuffer], start: int, end: int, address: int, row: int, first: int, last: int,
+        signal: bool, gently: bool = False,
     ) -> None:  # fmt: skip
         """Copy segments ``first`` to ``last`` of uploaded blocks ``start`` to ``end`` from rows of ``row`` bytes on the
-        device. ``address`` is the address that segment 0 of the first row would have."""
-        self._rows(buffers, start, end, (address, row), (first, last), True, signal)
+        device. ``address`` is the address that segment 0 of the first row would have. ``gently``: leave room on the
+        GPU to others."""
+        programs = _LOCAL_PROGRAMS if gently else self._local_programs
+        self._rows(buffers, start, end, (address, row), (first, last), True, signal, programs)
 
-    def to_rows(self, buffers: list[_IndexBuffer], start: int, end: int, address: int, row: int) -> None:
+    def to_rows(self, buffers: list[IndexBuffer], start: int, end: int, address: int, row: int) -> None:
         """Copy all segments of uploaded blocks ``start`` to ``end`` to rows of ``row`` bytes on the device."""
-        self._rows(buffers, start, end, (address, row), (0, self.segments), False, False)
+        self._rows(buffers, start, end, (address, row), (0, self.segments), False, False, _LOCAL_PROGRAMS)
 
     def _rows(
-        self, buffers: list[_IndexBuffer], start: int, end: int, rows: tuple[int, int], segments: tuple[int, int],
-        to_device: bool, signal: bool,
+        self, buffers: list[IndexBuffer], start: int, end: int, rows: tuple[int, int], segments: tuple[int, int],
+        to_device: bool, signal: bool, programs: int,
     ) -> None:  # fmt: skip
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
-            self._launch(buffer, 0, buffer.count + at, count, rows, *segments, to_device, signal, _LOCAL_PROGRAMS)
+            self._launch(buffer, 0, buffer.count + at, count, rows, *segments, to_device, signal, programs)
             rows, start = (rows[0] + count * rows[1], rows[1]), start + count
 
-    def release(self, buffers: list[_IndexBuffer]) -> None:
+    def release(self, buffers: list[IndexBuffer]) -> None:
         for buffer in buffers:
             buffer.release()
 
@@ -106,13 +122,13 @@ class KernelCopies:
         for i in range(0, len(slots), _BATCH):
             buffer = self._upload(slots[i : i + _BATCH], blocks[i : i + _BATCH])
             self._launch(
-                buffer, 0, buffer.count, buffer.count, host, first, self.segments, to_device, signal, _PROGRAMS
+                buffer, 0, buffer.count, buffer.count, host, first, self.segments, to_device, signal, self._programs
             )
             buffer.release()
 
     def _launch(
         self,
-        buffer: _IndexBuffer,
+        buffer: IndexBuffer,
         slots_at: int,
         blocks_at: int,
         count: int,
@@ -126,34 +142,83 @@ class KernelCopies:
         for launch in self._launches:
             begin, end = max(first, launch.first), min(last, launch.first + launch.segments)
             if begin < end:
-                self._copy_pieces.start(
+                launch.start(
                     min(programs, (end - begin) * count),
                     (self._table, buffer.device, self.arrived),
                     (slots_at, blocks_at, *host, begin, end - begin, count),
-                    (launch.word, launch.words, launch.tile, to_device, signal),
+                    to_device,
+                    signal,
                 )
 
-    def _upload(self, slots: Numbers, blocks: Numbers) -> _IndexBuffer:
+    def _upload(self, slots: Numbers, blocks: Numbers) -> IndexBuffer:
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         buffer.fill(slots, blocks)
         return buffer
 
 
-class _Launch:
-    """Consecutive segments of equal size, which one kernel launch can move."""
+def segment_table(layout: BlockLayout, device: torch.device) -> torch.Tensor:
+    """The segments as a kernel needs them."""
+    rows = [(s.address, s.stride, s.offset, s.layer) for s in layout.segments]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
-    def __init__(self, segments: Sequence[Segment], first: int, slot_bytes: int, host: int) -> None:
+
+def equal_segments(layout: BlockLayout) -> Iterator[tuple[int, list[Segment]]]:
+    """(first of them, consecutive segments of equal size), which one kernel launch can move."""
+    first = 0
+    for _, group in groupby(layout.segments, key=lambda segment: segment.size):
+        segments = list(group)
+        yield first, segments
+        first += len(segments)
+
+
+class _Launch(ABC):
+    def __init__(self, segments: Sequence[Segment], first: int, kernel: Launcher) -> None:
         self.first = first
         self.segments = len(segments)
+        self._kernel = kernel
+
+    @abstractmethod
+    def start(
+        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], to_device: bool, signal: bool
+    ) -> None: ...
+
+
+class _CopyLaunch(_Launch):
+    def __init__(self, segments: Sequence[Segment], first: int, kernel: Launcher, slot_bytes: int, host: int) -> None:
+        super().__init__(segments, first, kernel)
         size = segments[0].size
         numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
-        word_bytes, self.word = word_of(size, slot_bytes, host, *numbers)
-        self.words = size // word_bytes
-        self.tile = tile_of(self.words, _TILE_BYTES // word_bytes)
+        word_bytes, self._word = word_of(size, slot_bytes, host, *numbers)
+        self._words = size // word_bytes
+        self._tile = tile_of(self._words, _TILE_BYTES // word_bytes)
+
+    def start(
+        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], to_device: bool, signal: bool
+    ) -> None:
+        self._kernel.start(programs, pointers, numbers, (self._word, self._words, self._tile, to_device, signal))
 
 
-class _IndexBuffer:
+class _UnpackLaunch(_Launch):
+    def __init__(self, segments: Sequence[Segment], first: int, kernel: Launcher, tile_values: int) -> None:
+        super().__init__(segments, first, kernel)
+        self._constants = tile_constants(segments[0], tile_values)
+
+    def start(
+        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], to_device: bool, signal: bool
+    ) -> None:
+        if not to_device:
+            raise ValueError("packed blocks cannot be copied as they are")
+        self._kernel.start(programs, pointers, numbers, (*self._constants, signal))
+
+
+def tile_constants(segment: Segment, tile_values: int) -> tuple[int, int, int, int]:
+    """Of a kernel that packs or unpacks: tiles of a piece, values of a tile, its packed bytes and their alignment."""
+    tile = Tile(tile_values)
+    return segment.size // tile.raw_size, tile.values, tile.size, min(16, tile.size & -tile.size)
+
+
+class IndexBuffer:
     """Slot and block numbers of one transfer, in pinned memory and on the device. Allocated once and reused."""
 
     def __init__(self, pinned: torch.Tensor, device: torch.Tensor, copy_numbers: Launcher) -> None:

@@ -44,6 +44,11 @@ class Segment(NamedTuple):
     stride: int
     offset: int
     size: int
+    packed: int = 0  # bytes in the slot, where blocks are packed (:mod:`kvbm.transfer.packing`)
+
+    @property
+    def slot_size(self) -> int:
+        return self.packed or self.size
 
 
 class BlockLayout(NamedTuple):
@@ -52,12 +57,19 @@ class BlockLayout(NamedTuple):
     layers: tuple[str, ...]
     num_blocks: int
     segments: tuple[Segment, ...]  # in layer order
-    block_bytes: int  # bytes of one block on this rank
+    block_bytes: int  # bytes of one block on this rank, as it lies in a slot
     description: str  # blocks with equal descriptions have exchangeable bytes
+    dtype: str = ""  # of all values; empty where they differ, or where layers of different shapes share memory
+    tile_values: int = 0  # values that are packed together; 0: slots hold the bytes as they are
 
     @property
     def slot_bytes(self) -> int:
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of one block in the engine's memory."""
+        return sum(segment.size for segment in self.segments)
 
     def merged(self) -> tuple[Segment, ...]:
         """Segments merged across layers: the fewest copies that move a whole block."""
@@ -81,12 +93,15 @@ def describe(tensors: Sequence[TensorSpec], num_blocks: int) -> BlockLayout:
             segments.append(Segment(place.layer, address + start, place.stride, offset, place.size))
             offset += place.size
     shapes = ["+".join(place.shapes) for place in places.values()]
+    dtypes = {tensor.dtype.removeprefix("torch.") for tensor in tensors}
+    is_uniform = len(dtypes) == 1 and all(len(place.shapes) == 1 for place in places.values())
     return BlockLayout(
         layers=tuple(tensor.name for tensor in tensors),
         num_blocks=num_blocks,
         segments=tuple(_merge(segments, across_layers=False)),
         block_bytes=offset,
         description=_describe(shapes),
+        dtype=dtypes.pop() if is_uniform else "",
     )
 
 
@@ -163,9 +178,9 @@ def _merge(segments: Iterable[Segment], across_layers: bool = True) -> tuple[Seg
             and (across_layers or last.layer == segment.layer)
             and last.stride == segment.stride
             and last.address + last.size == segment.address
-            and last.offset + last.size == segment.offset
+            and last.offset + last.slot_size == segment.offset
         ):
-            merged[-1] = last._replace(size=last.size + segment.size)
+            merged[-1] = last._replace(size=last.size + segment.size, packed=last.packed + segment.packed)
         else:
             merged.append(segment)
     return tuple(merged)

@@ -12,7 +12,7 @@ logger = logging.getLogger("kvbm")
 # in another process and sends no block events.
 UNUSED = frozenset(
     (
-        "host_persist", "host_persist_dir", "disable_numa", "onboard", "offload_decode", "staging_mb", "stores",
+        "host_persist", "host_persist_dir", "disable_numa", "onboard", "offload_decode", "staging_mb", "stores", "pack",
         "fast_prompts", "host_offload_prefix_min_priority", "max_concurrent_transfers", "max_transfer_batch_size",
         "leader_zmq_host", "leader_zmq_pub_port", "leader_zmq_ack_port", "leader_worker_init_timeout_secs",
         "kv_events_enable_consolidator", "kv_events_consolidator_mode", "trtllm_zmq_port", "nccl_mla_mode",

@@ -1,0 +1,165 @@
+"""How well real KV packs, and how fast numpy does it.
+
+    python benchmarks/packing.py [--json FILE] [--tokens 1024] [--disk DIRECTORY]
+
+SmolLM2-135M-Instruct reads the project's documentation; its K (after RoPE) and V, 30 layers, in blocks of 16 tokens as
+vLLM lays them out, are packed and unpacked. Prints a JSON line for each figure:
+
+    ratio, escapes       of KVBM's format, and how many blocks do not fit
+    further              what other codes would need, in bits a value: three bits and a second level of codes for the
+                         rest, and the entropy of the exponents, which no code goes below
+    numpy                gigabytes of raw KV a second on one core; a CPU engine's blocks are packed at that rate
+    disk                 milliseconds that the disk tier takes to write and to read 200 blocks of Qwen3-8B's shape (36
+                         layers, 8 heads of 128, 16 tokens), raw and packed, by turns
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(PROJECT / "src")]
+
+from kvbm.tiers.disk.file import DiskFile  # noqa: E402
+from kvbm.transfer.packing import GROUP, Tile, pack, unpack  # noqa: E402
+
+BLOCK = 16  # tokens
+BLOCKS_ON_DISK = 200
+lines: list[dict[str, object]] = []
+
+
+def tell(**figures: object) -> None:
+    lines.append(figures)
+    print(json.dumps(figures), flush=True)
+
+
+def real_kv(tokens: int) -> np.ndarray:
+    """uint16[layers, blocks, K or V, tokens of a block, heads, channels]"""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    command = [sys.executable, str(PROJECT / "scripts" / "models.py"), "smollm2"]
+    path = subprocess.check_output(command, text=True).strip()
+    text = "\n".join(page.read_text() for page in sorted((PROJECT / "docs").glob("*.md")))
+    ids = AutoTokenizer.from_pretrained(path)(text[: tokens * 8], return_tensors="pt").input_ids[:, :tokens]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        cache = model(ids, use_cache=True).past_key_values
+    layers = []
+    for layer in cache.layers:
+        pair = torch.stack([layer.keys[0], layer.values[0]])  # [2, heads, tokens, channels]
+        blocks = pair.permute(2, 0, 1, 3).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+        layers.append(blocks.contiguous().view(torch.int16).numpy().view(np.uint16))
+    return np.stack(layers)
+
+
+def of_format(name: str, kv: np.ndarray) -> None:
+    layers, blocks = kv.shape[:2]
+    size = int(np.prod(kv.shape[2:]))
+    tile = Tile(min(size & -size, 4096))
+    values = kv.reshape(-1, tile.values)
+    packed = np.empty((len(values), tile.size), np.uint8)
+    overflows = pack(values, packed)
+    back = np.empty_like(values)
+    good = np.setdiff1d(np.arange(len(values)), overflows)
+    rows = np.empty_like(values[good])
+    unpack(packed[good], rows)
+    back[good] = rows
+    assert (back[good] == values[good]).all()
+    counts = packed[good, tile.count].astype(int)
+    by_layer = packed[:, tile.count].reshape(layers, -1).mean(axis=1) / tile.values
+    bad = {divmod(int(at), blocks * size // tile.values)[1] // (size // tile.values) for at in overflows}
+    tell(what=name, tile=tile.values, ratio=tile.size / tile.raw_size, escapes=counts.mean() / tile.values,
+         escapes_worst_layer=float(by_layer.max()), most_of_a_tile=int(counts.max()), room=tile.room, blocks=blocks,
+         unpackable_blocks=len(bad))  # fmt: skip
+
+
+def further(kv: np.ndarray) -> None:
+    exponents = (kv.reshape(len(kv), -1, GROUP) >> 7 & 0xFF).astype(int)
+    distances = exponents.max(axis=2, keepdims=True) - exponents
+    base = 8 / GROUP
+    shares = np.bincount(distances.ravel(), minlength=256) / distances.size
+    of_distances = -float((shares[shares > 0] * np.log2(shares[shares > 0])).sum())
+    entropies = []
+    for layer in exponents:
+        found = np.bincount(layer.ravel(), minlength=256) / layer.size
+        entropies.append(-float((found[found > 0] * np.log2(found[found > 0])).sum()))
+    beyond = {codes: float((distances >= codes).mean()) for codes in (7, 14, 22)}
+    tell(what="further", entropy=8 + float(np.mean(entropies)), entropy_of_distances=8 + base + of_distances,
+         bits_now=8 * Tile(4096).size / 4096,
+         three_bits_and_four_more=8 + base + 3 + 4 * beyond[7] + 8 * beyond[22], beyond_7=beyond[7],
+         beyond_14=beyond[14])  # fmt: skip
+
+
+def of_numpy(kv: np.ndarray) -> None:
+    values = np.resize(kv.reshape(-1), (2048, 4096))
+    packed, back = np.empty((2048, Tile(4096).size), np.uint8), np.empty_like(values)
+    rates = {}
+    for name, work in (("pack", lambda: pack(values, packed)), ("unpack", lambda: unpack(packed, back))):
+        took = []
+        for _ in range(3):
+            began = time.perf_counter()
+            work()
+            took.append(time.perf_counter() - began)
+        rates[name] = values.nbytes / min(took) / 1e9
+    began = time.perf_counter()
+    back[:] = values
+    tell(what="numpy", **rates, copy=values.nbytes / (time.perf_counter() - began) / 1e9)
+
+
+def of_disk(folder: Path) -> None:
+    raw = 36 * 2 * BLOCK * 8 * 128 * 2
+    sizes = {"raw": raw, "packed": -(-raw // Tile(4096).raw_size * Tile(4096).size // 4096) * 4096}
+    memory = mmap.mmap(-1, BLOCKS_ON_DISK * raw)
+    view = np.frombuffer(memory, np.uint8)
+    view[:] = np.random.default_rng(0).integers(0, 256, len(view), np.uint8)
+    start, slots, tags = view.ctypes.data, list(range(BLOCKS_ON_DISK)), [b""] * BLOCKS_ON_DISK
+    took: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as inside:
+        files = {kind: DiskFile(Path(inside) / kind, BLOCKS_ON_DISK, size) for kind, size in sizes.items()}
+        for _ in range(5):
+            for kind, file in files.items():
+                addresses = [start + slot * file.slot_bytes for slot in slots]
+                for name, call in (("write", file.write), ("read", file.read)):
+                    began = time.perf_counter()
+                    operation = call(slots, addresses, tags)
+                    operation.wait()
+                    took.setdefault((kind, name), []).append(time.perf_counter() - began)
+                    assert not operation.bad, operation.reason
+        for file in files.values():
+            file.close()
+    for (kind, name), times in took.items():
+        tell(what=f"disk {name}", kind=kind, bytes=BLOCKS_ON_DISK * sizes[kind], ms=1e3 * statistics.median(times),
+             ms_all=[round(1e3 * each) for each in times])  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--disk", type=Path, help="measure the disk tier in this directory as well")
+    args = parser.parse_args()
+    kv = real_kv(args.tokens)
+    of_format("K and V", kv)
+    of_format("K", kv[:, :, :1])
+    of_format("V", kv[:, :, 1:])
+    further(kv)
+    of_numpy(kv)
+    if args.disk:
+        of_disk(args.disk)
+    if args.json:
+        args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A trial of packing on a GPU at start: do the kernels give back every byte, and are they faster than the bus?
+
+Takes a second or two, most of it for Triton, which compiles the kernels that the copier uses later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kvbm.transfer.kernel_copies import UNPACK_WARPS, tile_constants
+from kvbm.transfer.kernels import Launcher
+from kvbm.transfer.layout import BlockLayout
+from kvbm.transfer.packed_stores import PACK_WARPS
+from kvbm.transfer.packing_kernels import pack_pieces, unpack_pieces
+
+_TRIAL_BYTES = 16 << 20  # four times as much of the GPU's memory in all: the engine may have left little
+_REPEATS = 4  # of a measurement, so that the time of a launch matters less
+_PROGRAMS = 264  # as many as unpack a long load
+# An H200 behind PCIe 5 unpacks eight times as fast as the bus brings packed bytes. Ranks must come to one answer, so
+# the bound is far from that.
+_MIN_FACTOR = 2.5
+
+
+class Trial(NamedTuple):
+    is_exact: bool
+    bus: float  # bytes a second, from pinned memory to the device
+    unpacked: float  # raw bytes a second
+
+    def wins(self, layout: BlockLayout) -> bool:
+        return self.unpacked * layout.block_bytes >= _MIN_FACTOR * self.bus * layout.raw_bytes
+
+
+def try_packing(layout: BlockLayout, device: torch.device) -> Trial:
+    """Pack and unpack values on the device, in pieces like those of the packed ``layout``."""
+    segment = layout.segments[0]
+    blocks = max(1, _TRIAL_BYTES // segment.size)
+    with torch.cuda.device(device):
+        chance = torch.Generator(device).manual_seed(0)  # the engine's own generator stays as it is
+        values = torch.randn(blocks, segment.size // 2, generator=chance, dtype=torch.bfloat16, device=device)
+        values[:, ::500] *= 2.0**-30
+        back = torch.zeros_like(values)
+        rows = torch.empty(blocks, segment.packed, dtype=torch.uint8, device=device)
+        flags = torch.zeros(blocks, dtype=torch.int32, pin_memory=True)
+        host = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, pin_memory=True)
+        pairs = torch.arange(blocks, device=device).repeat(2)
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        source, target = (
+            torch.tensor([[tensor.data_ptr(), segment.size, 0, 0]], device=device) for tensor in (values, back)
+        )
+        constants = tile_constants(segment, layout.tile_values)
+        row = rows.data_ptr(), segment.packed
+        packer, unpacker = Launcher(pack_pieces, PACK_WARPS), Launcher(unpack_pieces, UNPACK_WARPS)
+        packer.start(blocks, (source, pairs), (0, blocks, *row, flags.data_ptr(), 0, 1, blocks), constants)
+
+        def unpack() -> None:
+            programs = min(_PROGRAMS, blocks)
+            unpacker.start(programs, (target, pairs, arrived), (0, blocks, *row, 0, 1, blocks), (*constants, False))
+
+        unpacked = values.nbytes / _seconds(unpack)
+        on_device = torch.empty_like(host, device=device)
+        bus = host.nbytes / _seconds(lambda: on_device.copy_(host, non_blocking=True))
+        is_exact = torch.equal(values.view(torch.int16), back.view(torch.int16)) and not flags.any()
+    return Trial(bool(is_exact), bus, unpacked)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """By the GPU's clock, the best of five measurements."""
+    took = []
+    for _ in range(6):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        for _ in range(_REPEATS):
+            work()
+        ended.record()
+        ended.synchronize()
+        took.append(float(began.elapsed_time(ended)) / 1e3 / _REPEATS)
+    return min(took[1:])
