@@ -162,9 +162,13 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         """The catalog of so many numbered slots, for :meth:`open_catalog` and, with a clock of its own, `kvbm
         simulate`."""
         from kvbm.core.policy import make_policy
+        from kvbm.core.policy.shares import Shares
         from kvbm.core.pool import Pool
 
-        return Pool(slots, make_policy(self.eviction_policy(config), slots, clock), journal)
+        name, shares = self.eviction_policy(config), dict(enumerate(config.tenants.values(), 1))
+        if shares:
+            return Pool(slots, Shares(slots, shares, lambda size: make_policy(name, size, clock)), journal)
+        return Pool(slots, make_policy(name, slots, clock), journal)
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""
