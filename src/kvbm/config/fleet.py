@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvbm.config.eviction import EvictionSettings
+import msgspec
+
 from kvbm.config.kinds import Choice, FilePath, Number, Switch, Text
 from kvbm.config.setting import PEERS, Setting
 
@@ -11,7 +12,7 @@ _ADDRESS = r"(\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+):\d{1,5}"
 _PEER = rf"({_ADDRESS}|file:/[^,]+|etcd)"
 
 
-class FleetSettings(EvictionSettings, frozen=True, kw_only=True):
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     # fmt: off
     peers_enabled: Annotated[bool, Setting(
         "KVBM_PEERS_ENABLED", PEERS, Switch(),

@@ -18,7 +18,7 @@ from math import inf
 from typing import NamedTuple
 
 import kvbm
-from kvbm.config import Config
+from kvbm.config import Config, split_shares
 from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
@@ -148,7 +148,7 @@ class Session:
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
         self._used = used
-        self._tenants = {name: number for number, name in enumerate(config.tenants, 1)}
+        self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
 
     # -- start and end ------------------------------------------------------------------------------------------------
 

@@ -41,8 +41,9 @@ class Place(NamedTuple):
 
 
 def sessions(trace: Trace) -> list[Place]:
-    """A request goes on with the session of the latest request whose whole prompt it begins with. The first block of a
-    prompt alone makes no session: prompts share it that have nothing else in common."""
+    """A request goes on with the session of the latest request whose prompt it begins with, but for the last block,
+    which may have been partly filled. The first block of a prompt alone makes no session: prompts share it that have
+    nothing else in common."""
     ends: dict[Key, int] = {}  # last block of a request -> the request
     session: list[int] = []
     comes_back = [False] * len(trace.requests)
@@ -53,8 +54,8 @@ def sessions(trace: Trace) -> list[Place]:
         else:
             session.append(session[before])
             comes_back[before] = True
-        if request.keys:
-            ends[request.keys[-1]] = number
+        for key in request.keys[1:][-2:]:
+            ends[key] = number
     return [Place(one, not back) for one, back in zip(session, comes_back, strict=True)]
 
 

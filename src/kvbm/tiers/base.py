@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from kvbm.config import Config, slots_for
+from kvbm.config import Config, slots_for, split_shares
 from kvbm.core.catalog import Catalog
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello, TierName
@@ -165,7 +165,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         from kvbm.core.policy.shares import Shares
         from kvbm.core.pool import Pool
 
-        name, shares = self.eviction_policy(config), dict(enumerate(config.tenants.values(), 1))
+        name, shares = self.eviction_policy(config), dict(enumerate(split_shares(config.tenant_shares).values(), 1))
         if shares:
             return Pool(slots, Shares(slots, shares, lambda size: make_policy(name, size, clock)), journal)
         return Pool(slots, make_policy(name, slots, clock), journal)

@@ -32,6 +32,7 @@ _MIN_BATCH = 64  # slots of a group that are looked at together
 _MIN_GHOSTS = 4096
 _RUNNING_SECONDS = 60.0
 _MAX_AWAITED = 16384
+_MAX_SESSIONS = 65536
 _AGING_SECONDS = 1.0
 
 
@@ -55,6 +56,7 @@ class SessionAware(EvictionPolicy):
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
         self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
+        self._sessions: dict[int, int] = {}  # turns of those that callers name, the longest unused first
         self._turns = 0
         self._aged_at = clock()
 
@@ -224,21 +226,21 @@ class SessionAware(EvictionPolicy):
                 self._forget(group)
         end = len(keys)
         new = end - max(turn.found, shared_end)
-        level = level_said(turn, shared_end)
+        level, seconds = level_said(turn, shared_end)
+        expires = now + seconds
+        if turn.session:
+            number = max(number, self._sessions.pop(turn.session, 0) + 1)
+            self._sessions[turn.session] = number
+            if len(self._sessions) > _MAX_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
         if shared_end < end - 1:
-            parent = self._make(
-                keys,
-                slots,
-                shared_end,
-                end - 1,
-                of_private(level, number, new, turn.output_tokens),
-                number,
-                now,
-                parent,
-            )
+            kind = of_private(level, number, new, turn.output_tokens)
+            parent = self._make(keys, slots, shared_end, end - 1, kind, number, now, parent)
+            parent.expires = expires
             shared_end = end - 1
         if shared_end < end:
             last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, parent)
+            last.expires = expires
             if parent is not None and last.live:
                 parent.last = last
         # Every block of the request is in a group that the turn has used.

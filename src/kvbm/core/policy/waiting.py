@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from heapq import heappop, heappush
+from math import inf
 
 import numpy as np
 
+from kvbm.core.policy.classes import without_level
 from kvbm.core.policy.group import Group
 from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
 
@@ -46,6 +48,8 @@ class Waiting:
             for cell in range(first + group.bucket, first + bucket):
                 self._returns.exposed[cell] += 1
             group.bucket = bucket
+        if group.expires <= now:
+            group.kind, group.expires = without_level(group.kind), inf
 
     def advance(self, now: float) -> None:
         """Move the groups on that have outgrown their buckets."""
