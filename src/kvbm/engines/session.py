@@ -456,7 +456,8 @@ class Session:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
                     self.leader.touch(self._used(keys, stored), turn._replace(found=found, output_tokens=output_tokens))
                     if found:
-                        self.leader.used(self._used(keys, found))
+                        goes_on = self._config.disk_filter == "session" and 2 * found >= stored
+                        self.leader.used(self._used(keys, stored if goes_on else found))
                         self.uses += 1
                 if self.observer.log.is_recording:
                     self.observer.log.hinted(name, turn)

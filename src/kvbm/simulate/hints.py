@@ -7,6 +7,7 @@ False ones show what they can cost: each says the opposite of the truth, or has 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
@@ -103,6 +104,23 @@ def _false(number: int, request: Request, place: Place) -> Request:
     return request._replace(session=name, final=not place.is_last, priority=priority, ttl=1e300)
 
 
+def _random(number: int, request: Request, place: Place) -> Request:
+    drawn = random.Random(number)
+    return request._replace(
+        session=str(drawn.randrange(50)), final=drawn.random() < 0.5, priority=drawn.choice((LOW, 0, HIGH)), ttl=60.0
+    )
+
+
+def _greedy(number: int, request: Request, place: Place) -> Request:
+    """Every caller wants all of its blocks to stay."""
+    return request._replace(session="me", priority=HIGH, ttl=1e9)
+
+
+def _turncoat(number: int, request: Request, place: Place) -> Request:
+    """True until they are believed, then false, and so on."""
+    return (_false if number // 1500 % 2 else _true)(number, request, place)
+
+
 KINDS: dict[str, Callable[[Trace], Trace]] = {
     "given": lambda trace: trace,
     "none": _without,
@@ -111,4 +129,7 @@ KINDS: dict[str, Callable[[Trace], Trace]] = {
     "priorities": _with(_with_priorities),
     "true": _with(_true),
     "false": _with(_false),
+    "random": _with(_random),
+    "greedy": _with(_greedy),
+    "turncoat": _with(_turncoat),
 }

@@ -32,7 +32,9 @@ class Turn(NamedTuple):
 
     found: int = 0  # blocks from the front that the request did not have to compute
     output_tokens: int = 0
-    session: int = 0  # names the conversation or agent that the request belongs to; 0: unknown
+    # Names the conversation or agent that the request belongs to; 0: unknown. Recorded, and used by no policy: a prefix
+    # tells as much (docs/policies.md).
+    session: int = 0
     is_final: bool = False  # the session does not come back
     retention: tuple[Retention, ...] = ()
 

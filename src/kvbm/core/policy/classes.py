@@ -73,12 +73,12 @@ def level_said(turn: Turn, start: int) -> tuple[int, float]:
 
 
 def level_of(kind: int) -> int:
-    return _LEVEL[kind]
+    return _LEVELS[kind][0]
 
 
 def without_level(kind: int) -> int:
     """The class if the caller had said nothing."""
-    return _PLAIN[kind]
+    return _LEVELS[kind][1]
 
 
 def _levels() -> Iterator[tuple[int, int]]:
@@ -88,4 +88,4 @@ def _levels() -> Iterator[tuple[int, int]]:
             yield at // each, family.first + at % each
 
 
-_LEVEL, _PLAIN = zip(*_levels(), strict=True)
+_LEVELS = list(_levels())  # of each class: the level, and the class without it

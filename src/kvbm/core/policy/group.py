@@ -11,8 +11,8 @@ from kvbm.core.keys import Key
 class Group:
     """Consecutive blocks of a prefix that the same requests have used."""
 
-    __slots__ = ("bucket", "children", "end", "expires", "head", "id", "kind", "last", "live", "parent", "placed", "slots", "time",
-                 "touches", "turn", "version")  # fmt: skip
+    __slots__ = ("bucket", "children", "end", "expires", "head", "id", "kind", "last", "live", "parent", "placed",
+                 "slots", "time", "touches", "turn", "version")  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.id = number

@@ -15,13 +15,13 @@ _FIRST_SECONDS = 1.0
 _GROWTH = 1.2
 BUCKETS = 56
 _EDGES = [0.0, *(_FIRST_SECONDS * _GROWTH**i for i in range(BUCKETS - 1))]  # where each bucket begins
+_ENDS = [*_EDGES[1:], *[float("inf")] * BUCKETS]  # and beyond the last
 _WIDTHS = np.diff([*_EDGES, _EDGES[-1] * _GROWTH])
 _PAST = np.where(np.tri(BUCKETS, k=-1, dtype=bool), np.inf, 0.0)  # horizons that end before the bucket
 # Classes with about the same chance of a return share a score: two scores double the chance.
 SCORES = 16
 _MIDDLE = 9
-_STEPS = 2
-_FACTORS = 2.0 ** ((np.arange(SCORES) - _MIDDLE) / _STEPS)
+_FACTORS = 2.0 ** ((np.arange(SCORES) - _MIDDLE) / 2)
 # A value of a feature, and a class, count for what they are after so many returns.
 _FEATURE_WEIGHT = 3.0
 _CLASS_WEIGHT = 100.0
@@ -39,7 +39,7 @@ def bucket_of(seconds: float) -> int:
 
 def end_of(bucket: int) -> float:
     """The age at which a block leaves this bucket."""
-    return _EDGES[bucket + 1] if bucket + 1 < BUCKETS else float("inf")
+    return _ENDS[bucket]
 
 
 class _Model:
@@ -117,7 +117,7 @@ class Returns:
         number, self._next = self._next, (self._next + 1) % len(FAMILIES)
         model, family = self._models[number], FAMILIES[number]
         hazard = model.fit()
-        scores = np.clip(np.rint(_STEPS * np.log2(model.ratios)) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
+        scores = np.clip(np.rint(2 * np.log2(model.ratios)) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
         first = number * SCORES
         self.rows[family.first : family.first + family.classes] = array(
             "i", (first + scores).astype(np.int32).tobytes()

@@ -32,7 +32,6 @@ _MIN_BATCH = 64  # slots of a group that are looked at together
 _MIN_GHOSTS = 4096
 _RUNNING_SECONDS = 60.0
 _MAX_AWAITED = 16384
-_MAX_SESSIONS = 65536
 _AGING_SECONDS = 1.0
 
 
@@ -56,7 +55,6 @@ class SessionAware(EvictionPolicy):
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
         self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
-        self._sessions: dict[int, int] = {}  # turns of those that callers name, the longest unused first
         self._turns = 0
         self._aged_at = clock()
 
@@ -85,7 +83,7 @@ class SessionAware(EvictionPolicy):
         some = np.asarray(slots, np.int32)
         idle = self._idle[some]
         mine = some[idle]
-        if len(np.unique(mine)) < len(mine):
+        if len(set(mine.tolist())) < len(mine):
             raise KeyError("a slot that is named twice")
         self._open.pinned(some[~idle])
         self._busy(mine)
@@ -106,7 +104,7 @@ class SessionAware(EvictionPolicy):
         self._idle[some] = True
         self._idle_count += len(some)
         owners = self._group[some]
-        for number in np.unique(owners).tolist():
+        for number in set(owners.tolist()):
             group = self._groups[number]
             group.end = max(group.end, int(self._at[some[owners == number]].max()) + 1)
             if not group.placed:
@@ -228,11 +226,6 @@ class SessionAware(EvictionPolicy):
         new = end - max(turn.found, shared_end)
         level, seconds = level_said(turn, shared_end)
         expires = now + seconds
-        if turn.session:
-            number = max(number, self._sessions.pop(turn.session, 0) + 1)
-            self._sessions[turn.session] = number
-            if len(self._sessions) > _MAX_SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
         if shared_end < end - 1:
             kind = of_private(level, number, new, turn.output_tokens)
             parent = self._make(keys, slots, shared_end, end - 1, kind, number, now, parent)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvbm.core.policy.classes import without_level
 from kvbm.core.policy.group import Group
-from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
+from kvbm.core.policy.returns import BUCKETS, Returns, end_of
 
 
 class Waiting:
@@ -20,17 +20,28 @@ class Waiting:
     def __init__(self, returns: Returns) -> None:
         self._returns = returns
         self._queues: defaultdict[int, deque[tuple[int, Group]]] = defaultdict(deque)
-        self._due: list[tuple[float, int]] = []  # heap: when the first group of a cell outgrows it; once for each cell
+        self._due: list[tuple[float, int]] = []  # heap: when the first group of a cell moves on; once for each cell
         self._scheduled: set[int] = set()
 
-    def add(self, group: Group) -> int:
-        """Returns the cell."""
+    def add(self, group: Group) -> None:
+        self._append(group, (group.version, group))
+
+    def _append(self, group: Group, entry: tuple[int, Group]) -> None:
         cell = self._returns.rows[group.kind] * BUCKETS + group.bucket
-        self._queues[cell].append((group.version, group))
-        if cell not in self._scheduled:
-            self._scheduled.add(cell)
-            heappush(self._due, (group.time + end_of(group.bucket), cell))
-        return cell
+        queue = self._queues[cell]
+        if not queue:
+            self._begun(cell)
+            if cell not in self._scheduled:
+                self._schedule(cell, group)
+        queue.append(entry)
+
+    def _begun(self, cell: int) -> None:
+        """The cell gets its first group."""
+        return
+
+    def _schedule(self, cell: int, first: Group) -> None:
+        self._scheduled.add(cell)
+        heappush(self._due, (first.time + end_of(cell % BUCKETS), cell))
 
     def first(self, cell: int) -> Group | None:
         queue = self._queues[cell]
@@ -42,12 +53,12 @@ class Waiting:
         return None
 
     def age(self, group: Group, now: float) -> None:
-        bucket = bucket_of(now - group.time)
-        if bucket > group.bucket:
-            first = group.kind * BUCKETS + 1
-            for cell in range(first + group.bucket, first + bucket):
-                self._returns.exposed[cell] += 1
-            group.bucket = bucket
+        """The group has reached the age that it has now."""
+        bucket, age = group.bucket, now - group.time
+        while age >= end_of(bucket):
+            bucket += 1
+            self._returns.exposed[group.kind * BUCKETS + bucket] += 1
+        group.bucket = bucket
         if group.expires <= now:
             group.kind, group.expires = without_level(group.kind), inf
 
@@ -56,15 +67,17 @@ class Waiting:
         while self._due and self._due[0][0] <= now:
             cell = heappop(self._due)[1]
             self._scheduled.discard(cell)
-            end = end_of(cell % BUCKETS)
+            latest = now - end_of(cell % BUCKETS)
             queue = self._queues[cell]
-            while (group := self.first(cell)) is not None and group.time + end <= now:
+            while queue:
+                version, group = queue[0]
+                if version == group.version:
+                    if group.time > latest:
+                        self._schedule(cell, group)
+                        break
+                    self.age(group, now)
+                    self._append(group, queue[0])
                 queue.popleft()
-                self.age(group, now)
-                self.add(group)
-            if group is not None and cell not in self._scheduled:
-                self._scheduled.add(cell)
-                heappush(self._due, (group.time + end, cell))
 
 
 class Candidates(Waiting):
@@ -75,10 +88,8 @@ class Candidates(Waiting):
         self._values = returns.values.ravel()  # the same memory
         self._rank = np.full(self._values.size, np.inf)  # the values of cells with groups
 
-    def add(self, group: Group) -> int:
-        cell = super().add(group)
+    def _begun(self, cell: int) -> None:
         self._rank[cell] = self._values[cell]
-        return cell
 
     def revalue(self) -> None:
         """There is a new table of values."""
