@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from kvbm.core.keys import KEY_BYTES, KeyChain, Namespace
 from kvbm.core.manager import BlockManager
+from kvbm.core.policy import POLICIES, Turn, make_policy
 from kvbm.core.pool import Pool
 from kvbm.tiers import disk, host
 
@@ -37,6 +38,7 @@ LIMITS = {
     "lookup": 6.0,  # ms: a prompt of 131,072 tokens costs an engine's step no more than this, hashing included
     "publish": 3.0,  # µs a block
     "evict": 3.0,  # µs a block
+    "policy-session": 1.5,  # times what a block costs with LRU
     "linearity": 2.0,  # cost a block of a prompt eight times as long: caches count for something, squares for 8
 }
 
@@ -113,6 +115,53 @@ def vllm_style(tokens: list[int], block_size: int) -> list[bytes]:
         parent = hashlib.sha256(pickle.dumps(block, protocol=pickle.HIGHEST_PROTOCOL)).digest()
         digests.append(parent)
     return digests
+
+
+class Requests:
+    """Conversations of one engine with a tier of its own. Time passes: a second with each request."""
+
+    def __init__(self, policy: str, slots: int, prompt: int) -> None:
+        self.now = 0.0
+        self.pool = Pool(slots, make_policy(policy, slots, lambda: self.now))
+        self.manager = BlockManager({HOST: self.pool})
+        self.random = random.Random(0)
+        self.prompt = prompt
+        self.engine = range(slots)
+        self.talks: list[list[bytes]] = []
+        while not self.pool.evictions:
+            self.serve(self.draw())
+        self.run(2 * slots // prompt)
+
+    def draw(self) -> list[bytes]:
+        self.now += 1.0
+        if self.talks and self.random.random() < 0.5:
+            keys = self.talks.pop(self.random.randrange(len(self.talks)))
+            keys = keys + self.new(self.prompt // 8)
+        else:
+            keys = self.new(self.prompt)
+        if len(keys) < 2 * self.prompt:
+            self.talks.append(keys)
+            del self.talks[: -self.pool.size // self.prompt]
+        return keys
+
+    def new(self, blocks: int) -> list[bytes]:
+        return [self.random.randbytes(KEY_BYTES) for _ in range(blocks)]
+
+    def serve(self, keys: list[bytes]) -> None:
+        match = self.manager.lookup(keys, 0, len(keys) - 1)
+        found = match.blocks
+        if found:
+            plan = self.manager.load(match, "request", self.engine[:found], in_step=True, after=[])
+            self.manager.finish_load(plan.id)
+        stored = self.manager.store(keys[found:], self.engine[found : len(keys)])
+        if stored is not None:
+            self.manager.finish_store(stored.id, ok=True)
+        self.manager.touch(keys, Turn(found, 100))
+
+    def run(self, requests: int) -> float:
+        """Seconds a block."""
+        drawn = [self.draw() for _ in range(requests)]
+        return sum(clock(lambda k=keys: self.serve(k)) for keys in drawn) / sum(map(len, drawn))
 
 
 class Bench:
@@ -238,6 +287,29 @@ class Bench:
             timed("load", "lookup, load and finish_load, a block", "µs", loads, self.prompt_blocks),
         ]
 
+    # -- policies -----------------------------------------------------------------------------------------------------
+
+    def policies(self) -> list[Row]:
+        """Requests through the manager and a full tier: lookup, load, store, end. Half of them go on with an earlier
+        conversation. Rounds of all policies alternate, so that a busy machine is busy for all of them."""
+        prompt = 768  # blocks: 12,288 tokens, the mean of the Mooncake conversation trace
+        clients = {name: Requests(name, max(self.blocks // 10, 16 * prompt), prompt) for name in POLICIES}
+        rounds: dict[str, list[float]] = {name: [] for name in clients}
+        for _ in range(self.rounds):
+            for name, client in clients.items():
+                rounds[name].append(client.run(8))
+        rows = [
+            timed(f"request-{name}", f"requests of {prompt} blocks and more, a block: {name}", "µs", seconds)
+            for name, seconds in rounds.items()
+        ]
+        times = {name: (row.best, row.median) for name, row in zip(rounds, rows, strict=True)}
+        best, middle = times.pop("lru")
+        rows += [
+            Row(f"policy-{name}", f"  {name} over lru", "times", own[0] / best, own[1] / middle)
+            for name, own in times.items()
+        ]
+        return rows
+
     # -- longer prompts -----------------------------------------------------------------------------------------------
 
     def linearity(self) -> list[Row]:
@@ -272,7 +344,7 @@ class Bench:
 
     def run(self) -> list[Row]:
         # Memory first: the resident set only tells something while nothing has been freed yet.
-        return [*self.memory(), *self.lookups(), *self.turnover(), *self.plans(), *self.linearity()]
+        return [*self.memory(), *self.lookups(), *self.turnover(), *self.plans(), *self.policies(), *self.linearity()]
 
 
 def table(rows: list[Row]) -> str:

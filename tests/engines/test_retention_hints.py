@@ -31,7 +31,8 @@ def test_ranges_of_tensorrt_llm():
         SimpleNamespace(token_start=64, token_end=None, priority=5, duration_ms=None),
         SimpleNamespace(token_start=0, token_end=64, priority=35, duration_ms=None),
     ]
-    assert from_retention(ranges, 16) == (Retention(1, 2.0, 0, 4), Retention(-1, float("inf"), 4, 2**31 - 1))
+    config = SimpleNamespace(token_range_retention_configs=ranges)
+    assert from_retention(config, 16) == (Retention(1, 2.0, 0, 4), Retention(-1, float("inf"), 4, 2**31 - 1))
 
 
 @given(params=anything | st.builds(lambda mine: {"kvbm": mine}, hints), session=anything, priority=anything)
@@ -49,4 +50,4 @@ def test_no_value_does_harm(params, session, priority):
     )
 )
 def test_no_range_does_harm(ranges):
-    from_retention(ranges, 16)
+    from_retention(SimpleNamespace(token_range_retention_configs=ranges), 16)

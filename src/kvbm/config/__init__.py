@@ -14,6 +14,7 @@ from kvbm.config.kinds import (
     Number,
     Switch,
     Text,
+    split_shares,
 )
 from kvbm.config.load import ENVIRONMENT, EXTRA_CONFIG, load
 from kvbm.config.setting import GROUPS, Setting
@@ -50,4 +51,5 @@ __all__ = [
     "load",
     "require_tier",
     "slots_for",
+    "split_shares",
 ]

@@ -3,16 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
-
 from kvbm.config.kinds import Choice, FilePath, Number, Switch, Text
+from kvbm.config.objects import ObjectSettings
 from kvbm.config.setting import PEERS, Setting
 
 _ADDRESS = r"(\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+):\d{1,5}"
 _PEER = rf"({_ADDRESS}|file:/[^,]+|etcd)"
 
 
-class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
+class FleetSettings(ObjectSettings, frozen=True, kw_only=True):
     # fmt: off
     peers_enabled: Annotated[bool, Setting(
         "KVBM_PEERS_ENABLED", PEERS, Switch(),

@@ -177,6 +177,23 @@ class FilePath(Kind, frozen=True):
             raise RejectedError(str(error)) from error
 
 
+class Shares(Kind, frozen=True):
+    """Names with a fraction each, which add up to 1 at most."""
+
+    most: int = 16
+
+    def accepts(self) -> str:
+        return f"at most {self.most} times NAME=SHARE, separated by commas, with shares that add up to at most 1"
+
+    def parse(self, raw: object) -> str:
+        if not isinstance(raw, str):
+            raise RejectedError
+        shares = split_shares(raw)
+        if len(shares) > self.most or sum(shares.values()) > 1 + 1e-9:
+            raise RejectedError
+        return raw.strip()
+
+
 class Backends(Kind, frozen=True):
     """Switches by backend name: one variable for each in the environment, one table of all in TOML and JSON."""
 
@@ -187,6 +204,19 @@ class Backends(Kind, frozen=True):
         if not isinstance(raw, Mapping):
             raise RejectedError
         return raw  # The loader parses the switches one by one, because it merges the tables of all sources.
+
+
+def split_shares(text: str) -> dict[str, float]:
+    """The fraction of each name in the text of a `Shares` setting."""
+    share = Number(low=0, high=1, above=True, whole=False)
+    found: dict[str, float] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.rpartition("=")
+        name = name.strip()
+        if not name or name in found:
+            raise RejectedError("a name is missing" if not name else f"{name} is there twice")
+        found[name] = float(share.parse(value))
+    return found
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvbm.config.fleet import FleetSettings
-from kvbm.config.kinds import Backends, Choice, FilePath, Host, Number, Switch, Text
+from kvbm.config.kinds import Backends, Choice, FilePath, Host, Number, Shares, Switch, Text
 from kvbm.config.setting import (
     BACKENDS,
     CONTROL,
@@ -22,7 +22,6 @@ from kvbm.config.setting import (
     LEADER,
     METRICS,
     MOVING,
-    OBJECTS,
     Setting,
     settings_of,
 )
@@ -35,7 +34,7 @@ DEFAULT = "default"  # the source of a setting that no file, variable or JSON se
 _SWITCH = Switch()
 _PRESENCE = Switch(presence=True)
 _TEXT = Text()
-_POLICY = Choice(words=("lru", "session", "arc", "s3fifo"))
+_POLICY = Choice(words=("session", "lru", "arc", "s3fifo"))
 _ON_OFF = (("1", "on"), ("true", "on"), ("yes", "on"), ("0", "off"), ("false", "off"), ("no", "off"))
 _GIGABYTES = Number(unit="gigabytes (1 GB = 1e9 bytes)", whole=False, example="20 or 0.5")
 _BLOCKS = Number(unit="blocks", high=2**31 - 1, example="10000")  # slot numbers fit in 31 bits
@@ -78,10 +77,15 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "KVBM_HOST_PERSIST_DIR", HOST, FilePath(example="/dev/shm"),
         "Directory of the persistent host tier. It must be on a memory filesystem (tmpfs) with room for the host tier.",
     )] = Path("/dev/shm")
-    host_policy: Annotated[Literal["lru", "session", "arc", "s3fifo"], Setting(
+    host_policy: Annotated[Literal["session", "lru", "arc", "s3fifo"], Setting(
         "KVBM_HOST_POLICY", HOST, _POLICY,
         "Which block the host tier evicts when it is full. session learns when conversations go on (docs/policies.md).",
-    )] = "lru"
+    )] = "session"
+    tenant_shares: Annotated[str, Setting(
+        "KVBM_TENANT_SHARES", HOST, Shares(example="acme=0.3,beta=0.2"),
+        "Parts of the host tier, and of the disk tier, that belong to tenants. A tenant is the cache salt of its "
+        "requests. In a full tier no other request evicts blocks within its share (docs/policies.md).",
+    )] = ""
     disable_numa: Annotated[bool, Setting(
         "DYN_MEMORY_DISABLE_NUMA", HOST, _SWITCH,
         "Allocate host memory on any NUMA node instead of the node closest to the GPU.",
@@ -120,14 +124,20 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "On filesystems without fallocate, fill the file with zeros instead of leaving it sparse. Any value except "
         "those that mean off turns it on.",
     )] = False
-    disk_policy: Annotated[Literal["lru", "session", "arc", "s3fifo"], Setting(
+    disk_policy: Annotated[Literal["session", "lru", "arc", "s3fifo"], Setting(
         "KVBM_DISK_POLICY", DISK, _POLICY,
         "Which block the disk tier evicts when it is full; see KVBM_HOST_POLICY.",
-    )] = "lru"
+    )] = "session"
     disable_disk_offload_filter: Annotated[bool, Setting(
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", DISK, _SWITCH,
         "Write every block of the host tier to disk, without the frequency filter (KVBM_DISK_FILTER_THRESHOLD).",
     )] = False
+    disk_filter: Annotated[Literal["frequency", "session"], Setting(
+        "KVBM_DISK_FILTER", DISK, Choice(words=("frequency", "session")),
+        "Which blocks count as hit for the filter: those that a request has found (frequency), or all blocks of a "
+        "request that found at least half of them, because its conversation goes on (session). session writes more, "
+        "and finds more on disk.",
+    )] = "frequency"
     disk_filter_threshold: Annotated[int, Setting(
         "KVBM_DISK_FILTER_THRESHOLD", DISK, Number(low=1, high=256, example="2"),
         "Minimum frequency of a block that KVBM writes from host memory to disk. The frequency of a block starts at 1 "
@@ -160,66 +170,6 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "Time in seconds without progress after which KVBM cancels a load from disk. The engine then recomputes the "
         "missing blocks.",
     )] = 3.0
-
-    # ---- Object store ----
-    object_enabled: Annotated[bool, Setting(
-        "DYN_KVBM_OBJECT_ENABLED", OBJECTS, _SWITCH,
-        "Keep blocks in an S3-compatible object store, where every engine of the same model finds them. Needs a host "
-        "tier and the extra `objects`: `pip install 'kvbm[objects]'`.",
-    )] = False
-    object_bucket: Annotated[str, Setting(
-        "DYN_KVBM_OBJECT_BUCKET", OBJECTS,
-        Text(noun="a bucket name without spaces or slashes", pattern=r"[^\s/]+", example="kvbm-{worker_id}"),
-        "Name of the bucket, which must exist. `{worker_id}` in it is replaced by the rank of the worker.",
-    )] = ""
-    object_endpoint: Annotated[str, Setting(
-        "DYN_KVBM_OBJECT_ENDPOINT", OBJECTS,
-        Text(noun="an http or https URL", pattern=r"https?://[^\s/]+(/\S*)?", example="http://127.0.0.1:9000"),
-        "URL of the object store. Empty: AWS S3 in DYN_KVBM_OBJECT_REGION.",
-    )] = ""
-    object_region: Annotated[str, Setting(
-        "DYN_KVBM_OBJECT_REGION", OBJECTS,
-        Text(noun="a region name", pattern=r"[A-Za-z0-9_-]+", example="us-east-1"),
-        "Region of the bucket.",
-    )] = ""
-    object_access_key: Annotated[str, Setting(
-        "DYN_KVBM_OBJECT_ACCESS_KEY", OBJECTS, _TEXT,
-        "Access key of the object store. Without it KVBM uses AWS's variables, credentials file or role. KVBM never "
-        "prints it.", secret=True,
-    )] = ""
-    object_secret_key: Annotated[str, Setting(
-        "DYN_KVBM_OBJECT_SECRET_KEY", OBJECTS, _TEXT,
-        "Secret key of the object store. KVBM never prints it.", secret=True,
-    )] = ""
-    object_num_blocks: Annotated[int, Setting(
-        "DYN_KVBM_OBJECT_NUM_BLOCKS", OBJECTS, _BLOCKS,
-        "Maximum number of blocks of one cache in the object store; the oldest are deleted. 0 means no limit: give the "
-        "bucket a lifecycle rule.",
-    )] = 0
-    object_encryption_secret: Annotated[str, Setting(
-        "KVBM_OBJECT_ENCRYPTION_SECRET", OBJECTS, _TEXT,
-        "Secret from which KVBM derives the keys that encrypt objects (AES-GCM) and hide their names. Every engine "
-        "that shares the bucket needs the same one. Empty: no encryption. KVBM never prints it.", secret=True,
-    )] = ""
-    object_timeout_secs: Annotated[float, Setting(
-        "KVBM_OBJECT_TIMEOUT_SECS", OBJECTS,
-        Number(unit="seconds", low=0, high=3600, whole=False, above=True, example="3"),
-        "Time in seconds after which KVBM gives up one request to the object store. The engine then recomputes the "
-        "missing blocks.",
-    )] = 3.0
-    object_lookup_secs: Annotated[float, Setting(
-        "KVBM_OBJECT_LOOKUP_SECS", OBJECTS, Number(unit="seconds", low=0, high=60, whole=False, example="0.25"),
-        "Maximum time in seconds that a request waits until KVBM knows which of its blocks are in the object store. "
-        "0: a request never waits, and uses what is known at that moment.",
-    )] = 0.25
-    object_concurrency: Annotated[int, Setting(
-        "KVBM_OBJECT_CONCURRENCY", OBJECTS, Number(unit="requests", low=1, high=256, example="32"),
-        "Maximum number of requests of one kind (reads, writes, existence checks) that a rank has under way.",
-    )] = 32
-    object_memory_mb: Annotated[int, Setting(
-        "KVBM_OBJECT_MEMORY_MB", OBJECTS, Number(unit="MiB", low=1, high=65536, example="256"),
-        "Host memory of a rank, in MiB, for objects on their way to and from the object store.",
-    )] = 256
 
     # ---- Offloading and onboarding ----
     onboard: Annotated[Literal["auto", "sync", "async"], Setting(

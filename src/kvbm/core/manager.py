@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.keys import Key
-from kvbm.core.policy import NO_HINTS, Turn
+from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.core.pool import Pool
 from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan, TierName
 
@@ -209,6 +209,7 @@ class BlockManager:
         layered: bool = False,
         tokens: int = 0,
         deadline_seconds: float = 0.0,
+        tenant: int = COMMON,
     ) -> LoadPlan:
         """Plan to fill the engine's ``blocks`` from a match of the same length, and pin its slots until the end.
 
@@ -230,7 +231,7 @@ class BlockManager:
                 copies.append(Copy(tier, slots, mine))
             else:
                 keys = list(match.keys[match.start + at : match.start + at + len(slots)])
-                via, stays = self._reserve_staging(keys)
+                via, stays = self._reserve_staging(keys, tenant)
                 held.append(_Held(run, via, stays))
                 copies.append(Copy(tier, slots, mine, via, self._tags(keys)))
             at += len(slots)
@@ -238,11 +239,12 @@ class BlockManager:
         self._loads[plan.id] = held
         return plan
 
-    def _reserve_staging(self, keys: list[Key]) -> tuple[list[int], bool]:
+    def _reserve_staging(self, keys: list[Key], tenant: int) -> tuple[list[int], bool]:
         """(near slots to stage blocks through, whether the blocks stay in them)"""
         near = self.near
         # A block that another load is staging right now has its slot already, and must not get a second one.
-        if not any(map(near.holds, keys)) and (slots := near.reserve(keys)) is not None:
+        tenants = [tenant] * len(keys) if tenant != COMMON else None
+        if not any(map(near.holds, keys)) and (slots := near.reserve(keys, tenants)) is not None:
             return slots, True
         return near.lend(min(len(keys), self._staging_slots)), False
 
@@ -307,10 +309,13 @@ class BlockManager:
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[Key], blocks: Sequence[int]) -> StorePlan | None:
+    def store(
+        self, keys: Sequence[Key], blocks: Sequence[int], tenants: Sequence[int] | None = None
+    ) -> StorePlan | None:
         """Plan to keep the engine's ``blocks`` under ``keys`` in the near tier, except those that it holds already.
 
-        Takes as many as there is room for, first blocks first; None when nothing is left to do.
+        Takes as many as there is room for, first blocks first; None when nothing is left to do. ``tenants``: of each
+        block; None: the common one.
         """
         pool = self.near
         if len(pool.match(keys)) == len(keys):
@@ -329,7 +334,8 @@ class BlockManager:
             return None
         pool.touch(keys)
         fresh = list(wanted)
-        slots = pool.reserve(fresh)
+        owners = None if tenants is None else dict(zip(keys, tenants, strict=True))
+        slots = pool.reserve(fresh, None if owners is None else [owners[key] for key in fresh])
         if slots is None:
             return None
         tags = self._tags(fresh) if self.tags_stores else []
@@ -369,10 +375,12 @@ class BlockManager:
         if source != self.near_tier:
             room = min(room, self.staging_room)
         wanted = [key for key in dict.fromkeys(keys) if key in here and not far.holds(key)][:room]
-        targets = far.reserve(wanted) if wanted and self.suspended.isdisjoint((source, target)) else None
-        if targets is None:
+        if not wanted or not self.suspended.isdisjoint((source, target)):
             return None
         slots = here.match(wanted)  # all of them are there
+        targets = far.reserve(wanted, here.tenants_of(slots))
+        if targets is None:
+            return None
         here.pin(slots)
         via = [] if source == self.near_tier else self.near.lend(len(slots))
         plan = MovePlan(self._new_id(), source, target, slots, targets, self._tags(wanted), via)
@@ -405,7 +413,7 @@ class BlockManager:
 
     # -- fetching ahead -----------------------------------------------------------------------------------------------
 
-    def fetch(self, match: Match, max_blocks: int) -> list[MovePlan]:
+    def fetch(self, match: Match, max_blocks: int, tenant: int = COMMON) -> list[MovePlan]:
         """Plan to bring the blocks of remote tiers in a match to the near tier, before the engine has room for them: up
         to so many, first blocks first. One plan for each tier."""
         self._check(match)
@@ -419,7 +427,7 @@ class BlockManager:
         plans: list[MovePlan] = []
         for tier, found in places.items():
             keys = list(found)[: min(max_blocks, self.near.available)]
-            targets = self.near.reserve(keys) if keys else None
+            targets = self.near.reserve(keys, [tenant] * len(keys)) if keys else None
             if targets is None:
                 continue
             slots = [found[key] for key in keys]

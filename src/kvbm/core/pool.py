@@ -21,14 +21,16 @@ collection.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 
 from kvbm.core.catalog import Catalog, Journal
 from kvbm.core.keys import Key
-from kvbm.core.policy import LRU, EvictionPolicy, Turn
+from kvbm.core.policy import COMMON, LRU, EvictionPolicy, Turn
 
 _MAX_PASSED_OVER = 256  # slots that one reservation passes over because they are being read from outside
 _ONE = np.int32(1)  # int32: a Python int takes ufunc.at's slow path
@@ -127,7 +129,7 @@ class Pool(Catalog):
         held = not (self._published.keys().isdisjoint(keys) and self._writing.keys().isdisjoint(keys))
         if held or len(set(keys)) < len(keys):
             raise ValueError("reserve() of a block that the pool already holds")
-        if len(keys) > self.available:
+        if len(keys) > self.available or (tenants is not None and not self._has_room(tenants)):
             return None
         self._make_room(len(keys), tenants)
         slots: list[int] = []
@@ -136,9 +138,13 @@ class Pool(Catalog):
             self._keys[slot] = key
             self._writing[key] = slot
             slots.append(slot)
-        if tenants is not None:
-            self._policy.assigned(slots, tenants)
+        self._policy.assigned(slots, tenants)
         return slots
+
+    def _has_room(self, tenants: Sequence[int]) -> bool:
+        """Whether each tenant may have so many slots."""
+        free, room_for = len(self._free), self._policy.room_for
+        return all(count <= free + room_for(tenant) for tenant, count in Counter(tenants).items())
 
     def commit(self, slots: Sequence[int], journaled: bool = True) -> None:
         """The slots have been written on every rank: they can be found from now on.
@@ -200,22 +206,30 @@ class Pool(Catalog):
 
     def _make_room(self, slots: int, tenants: Sequence[int] | None = None) -> None:
         """Evict until so many are free. ``tenants``: of the blocks that need the room."""
-        gone: list[Key] = []
-        evict, evict_for = self._policy.evict, self._policy.evict_for
+        lacking = slots - len(self._free)
+        if lacking <= 0:
+            return
+        wanted = [(COMMON, lacking)]
+        if tenants is not None:
+            wanted = [(tenant, len(list(same))) for tenant, same in groupby(tenants[-lacking:])]
         evicted: list[int] = []
         passed_over = 0
-        while len(self._free) < slots:
-            slot = evict() if tenants is None else evict_for(tenants[len(self._free) - slots])
-            if self.mirror is not None and passed_over < _MAX_PASSED_OVER and self.mirror.is_read(slot):
-                self._policy.inserted((slot,), (self._keys[slot],))
-                passed_over += 1
-                continue
-            key = self._keys.pop(slot)
+        for tenant, count in wanted:
+            end = len(evicted) + count
+            while len(evicted) < end:
+                run = self._policy.evict_run(end - len(evicted), tenant)
+                if self.mirror is not None and passed_over < _MAX_PASSED_OVER:
+                    read = [slot for slot in run if self.mirror.is_read(slot)][: _MAX_PASSED_OVER - passed_over]
+                    for slot in read:
+                        self._policy.inserted((slot,), (self._keys[slot],))
+                    passed_over += len(read)
+                    run = [slot for slot in run if slot not in read] if read else run
+                evicted += run
+        gone = list(map(self._keys.pop, evicted))
+        for key in gone:
             del self._published[key]
-            self._free.append(slot)
-            gone.append(key)
-            evicted.append(slot)
-        if self.mirror is not None and evicted:
+        self._free.extend(evicted)
+        if self.mirror is not None:
             self.mirror.withdrawn(evicted)
         self.evictions += len(gone)
         self._gone(gone)
@@ -260,22 +274,24 @@ class Pool(Catalog):
         self._policy.released(idle[::-1], used)
 
     def touch(self, keys: Iterable[Key]) -> None:
-        self._touch(np.array([slot for slot in map(self._published.get, keys) if slot is not None], np.int32))
+        some = np.array([slot for slot in map(self._published.get, keys) if slot is not None], np.int32)
+        self._policy.hit(self._idle(some))
 
     def end_turn(self, keys: Sequence[Key], turn: Turn) -> None:
         get = self._published.get
         slots = np.array([get(key, -1) for key in keys], np.int32)
-        self._touch(slots[slots >= 0])
-        self._policy.turned(keys, slots, turn)
+        self._policy.turned(keys, slots, self._idle(slots[slots >= 0]), turn)
 
     def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:
         return self._policy.tenants_of(places)
 
-    def _touch(self, some: np.ndarray) -> None:
+    def _idle(self, some: np.ndarray) -> np.ndarray:
+        """Those of used slots that may be evicted, the last first; the others are noted as used."""
         unpinned = self._all_pins[some] == 0
-        self._policy.hit(some[unpinned][::-1])
         if not unpinned.all():
             self._hit_while_pinned.update(some[~unpinned].tolist())
+        idle: np.ndarray = some[unpinned][::-1]
+        return idle
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 

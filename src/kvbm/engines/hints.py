@@ -5,11 +5,17 @@ A hint never pins a block, and no value of one may raise: what cannot be read is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cache
 from math import isfinite
+from typing import Any
 
 from kvbm.core.policy import NO_HINTS, Retention, Turn
 
+logger = logging.getLogger("kvbm")
+
+KEYS = ("ttl", "priority", "session", "final")  # of kv_transfer_params.kvbm
 _USUAL_PRIORITY = 35  # of TensorRT-LLM's retention ranges, from 0 to 100
 _MAX_RANGES = 8
 
@@ -30,6 +36,8 @@ def from_params(params: object, session: object = None, priority: object = None)
     important and 0 is usual."""
     mine = params.get("kvbm") if isinstance(params, Mapping) else None
     said = mine if isinstance(mine, Mapping) else {}
+    if not said.keys() <= set(KEYS):
+        _refuse_unknown()
     name = said.get("session", session)
     important = number(said.get("priority"))
     if important is None:
@@ -46,8 +54,29 @@ def from_params(params: object, session: object = None, priority: object = None)
     return NO_HINTS if turn == NO_HINTS else turn
 
 
-def from_retention(ranges: object, block_size: int) -> tuple[Retention, ...]:
-    """TensorRT-LLM's ``token_range_retention_configs``: ranges of tokens with a priority and a duration."""
+@cache  # once: callers of the engine's HTTP port choose the words
+def _refuse_unknown() -> None:
+    logger.warning("kv_transfer_params.kvbm of a request has entries that KVBM ignores. It knows %s.", ", ".join(KEYS))
+
+
+def from_priorities(first: int, priorities: Sequence[Any]) -> tuple[Retention, ...]:
+    """TensorRT-LLM's priorities of a request's blocks, from block ``first`` on."""
+    made: list[Retention] = []
+    for at, value in enumerate(priorities, first):
+        priority = number(value)
+        if priority is None or priority == _USUAL_PRIORITY:
+            continue
+        sign = 1 if priority > _USUAL_PRIORITY else -1
+        if made and made[-1].end == at and made[-1].priority == sign:
+            made[-1] = made[-1]._replace(end=at + 1)
+        elif len(made) < _MAX_RANGES:
+            made.append(Retention(sign, start=at, end=at + 1))
+    return tuple(made)
+
+
+def from_retention(config: object, block_size: int) -> tuple[Retention, ...]:
+    """TensorRT-LLM's ``KvCacheRetentionConfig``: ranges of tokens with a priority and a duration."""
+    ranges = getattr(config, "token_range_retention_configs", None)
     made = []
     for each in list(ranges)[:_MAX_RANGES] if isinstance(ranges, (list, tuple)) else ():
         priority = number(getattr(each, "priority", None))

@@ -18,7 +18,7 @@ from math import inf
 from typing import NamedTuple
 
 import kvbm
-from kvbm.config import Config
+from kvbm.config import Config, split_shares
 from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
@@ -40,6 +40,8 @@ logger = logging.getLogger("kvbm")
 # The shortest deadline of a load from a staged tier. Estimates of steps of milliseconds are not exact enough to end a
 # load earlier.
 MIN_DEADLINE_SECONDS = 1.0
+
+DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo puts this in front of a caller's salt
 
 # The reason of a load that the engine allows in no other place.
 OUTSIDE_ONLY = "loaded outside of the step (the only place with this engine or model)"
@@ -76,7 +78,7 @@ class RequestState:
         self.keep = True  # False: its blocks may depend on KV that is gone or wrong, and are not stored
         self.stored = 0  # blocks from the front that need no store
         self.found: int | None = None  # blocks that it did not have to compute when it was first scheduled
-        self.tenant = COMMON
+        self.tenant = COMMON  # as tenant_of says
         self.turn = NO_HINTS  # what the caller says of the request
 
 
@@ -147,6 +149,7 @@ class Session:
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
         self._used = used
+        self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -261,6 +264,12 @@ class Session:
             if self.manager is not None:
                 self.manager.close(seconds)
 
+    def tenant_of(self, salt: object) -> int:
+        """The tenant of requests with this cache salt; the common one unless it has a share (KVBM_TENANT_SHARES)."""
+        if not self._tenants or not isinstance(salt, str):
+            return COMMON
+        return self._tenants.get(salt.removeprefix(DYNAMO_SALT), COMMON)
+
     # -- lookup, decide, load -----------------------------------------------------------------------------------------
 
     def skip(self, state: RequestState, tokens: int, computed: int) -> None:
@@ -359,7 +368,9 @@ class Session:
         match is out of date. Every rank must get the plan.
         """
         assert self.leader is not None
-        plan = self.leader.onboard(match, state.name, targets, state.in_step, layered, left, state.deadline_seconds)
+        plan = self.leader.onboard(
+            match, state.name, targets, state.in_step, layered, left, state.deadline_seconds, state.tenant
+        )
         self.withdraw(state)
         self.counts.matched_tokens += blocks * self.block_size
         for copy in plan.copies:
@@ -402,16 +413,26 @@ class Session:
             state.stored = first
         return end if self._config.offload_decode else min(end, prompt_tokens // self.block_size)
 
-    def store(self, parts: Sequence[Completed], keys: Sequence[Key], blocks: Sequence[int]) -> StorePlan | None:
+    def store(
+        self,
+        parts: Sequence[Completed],
+        keys: Sequence[Key],
+        blocks: Sequence[int],
+        counts: Sequence[int] | None = None,
+    ) -> StorePlan | None:
         """Plan to store the engine's ``blocks`` under ``keys``, which are those of all the parts; None when no plan is
-        needed, or the leader refuses one."""
+        needed, or the leader refuses one. ``counts``: how many of the keys each part has, if not one for each block."""
         assert self.leader is not None
         pool = self.leader.manager.near
         if pool.free < len(keys):
             # The store evicts other blocks, but not those in front of its own.
             for part in parts:
                 pool.touch(self._used(part.keys, part.first))
-        plan = self.leader.offload(keys, blocks)
+        tenants = None
+        if self._tenants:
+            counts = counts or [part.end - part.first for part in parts]
+            tenants = [part.state.tenant for part, count in zip(parts, counts, strict=True) for _ in range(count)]
+        plan = self.leader.offload(keys, blocks, tenants)
         for part in parts:
             part.state.stored = part.end
         if self.observer.log.is_recording:
@@ -438,7 +459,8 @@ class Session:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
                     self.leader.touch(self._used(keys, stored), turn._replace(found=found, output_tokens=output_tokens))
                     if found:
-                        self.leader.used(self._used(keys, found))
+                        goes_on = self._config.disk_filter == "session" and 2 * found >= stored
+                        self.leader.used(self._used(keys, stored if goes_on else found))
                         self.uses += 1
                 if self.observer.log.is_recording:
                     self.observer.log.hinted(name, turn)

@@ -22,7 +22,7 @@ from kvbm.core.cost import CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
-from kvbm.core.policy import NO_HINTS, Turn
+from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.core.policy.admission import AdmissionRule
 from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
 from kvbm.runtime.unpackable import Unpackable
@@ -142,16 +142,19 @@ class Leader:
         layered: bool = False,
         tokens: int = 0,
         deadline_seconds: float = 0.0,
+        tenant: int = COMMON,
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, even if the request ends."""
         fences = self.fences(blocks)
-        plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds)
+        plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant)
         self._loads[plan.id] = _Load(plan, self.ranks)
         if in_step:
             self._in_step.add(plan.id)
         return plan
 
-    def offload(self, keys: Sequence[Key], blocks: Sequence[int]) -> StorePlan | None:
+    def offload(
+        self, keys: Sequence[Key], blocks: Sequence[int], tenants: Sequence[int] | None = None
+    ) -> StorePlan | None:
         """Plan a store of blocks that this step completes; None when there is nothing to do or too much under way.
 
         The caller plans the loads of a step before its stores.
@@ -160,7 +163,7 @@ class Leader:
             # A bounded queue: under pressure a block is not kept, the engine is not slowed down.
             self.counts.refused_store_blocks += len(keys)
             return None
-        plan = self.manager.store(keys, blocks)
+        plan = self.manager.store(keys, blocks, tenants)
         if plan is None:
             return None
         self._stores[plan.id] = _Store(plan, self.ranks, self._in_step)

@@ -58,12 +58,6 @@ class _Running(NamedTuple):
     state: RequestState
 
 
-def _start(name: str, request: Request) -> _Running:
-    state = RequestState(name)
-    state.turn = hints.turn_of(request)
-    return _Running(request, state)
-
-
 class SimulatedEngine:
     """``sizes``: slots of each tier, the near one first."""
 
@@ -98,6 +92,11 @@ class SimulatedEngine:
         self.found: list[dict[TierName, int]] = []  # by each lookup, in blocks
         self.loaded: list[int] = []
 
+    def _start(self, name: str, request: Request) -> _Running:
+        state = RequestState(name)
+        state.turn, state.tenant = hints.turn_of(request), self.session.tenant_of(request.tenant)
+        return _Running(request, state)
+
     def _clock(self) -> float:
         return self._now
 
@@ -126,7 +125,7 @@ class SimulatedEngine:
 
     def _serve(self, name: str, request: Request) -> None:
         self._now = request.at
-        running = _start(name, request)
+        running = self._start(name, request)
         computed = self._found_on_device(request) * self._trace.block_tokens
         self._arrive(running, request.tokens, computed, 0, False)
         self._settle()
@@ -151,7 +150,7 @@ class SimulatedEngine:
 
     def _run_record(self, exact: bool, progress: Callable[[int], None] | None) -> None:
         """Replay operations in their order."""
-        running = {number: _start(str(number), request) for number, request in enumerate(self._trace.requests)}
+        running = {number: self._start(str(number), request) for number, request in enumerate(self._trace.requests)}
         ended = 0
         plans: dict[int, int] = {}  # plan of the record -> that of the replay
         for operation in _operations(self._trace, exact):

@@ -7,6 +7,7 @@ False ones show what they can cost: each says the opposite of the truth, or has 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
@@ -41,8 +42,9 @@ class Place(NamedTuple):
 
 
 def sessions(trace: Trace) -> list[Place]:
-    """A request goes on with the session of the latest request whose whole prompt it begins with. The first block of a
-    prompt alone makes no session: prompts share it that have nothing else in common."""
+    """A request goes on with the session of the latest request whose prompt it begins with, but for the last block,
+    which may have been partly filled. The first block of a prompt alone makes no session: prompts share it that have
+    nothing else in common."""
     ends: dict[Key, int] = {}  # last block of a request -> the request
     session: list[int] = []
     comes_back = [False] * len(trace.requests)
@@ -53,8 +55,8 @@ def sessions(trace: Trace) -> list[Place]:
         else:
             session.append(session[before])
             comes_back[before] = True
-        if request.keys:
-            ends[request.keys[-1]] = number
+        for key in request.keys[1:][-2:]:
+            ends[key] = number
     return [Place(one, not back) for one, back in zip(session, comes_back, strict=True)]
 
 
@@ -102,6 +104,23 @@ def _false(number: int, request: Request, place: Place) -> Request:
     return request._replace(session=name, final=not place.is_last, priority=priority, ttl=1e300)
 
 
+def _random(number: int, request: Request, place: Place) -> Request:
+    drawn = random.Random(number)
+    return request._replace(
+        session=str(drawn.randrange(50)), final=drawn.random() < 0.5, priority=drawn.choice((LOW, 0, HIGH)), ttl=60.0
+    )
+
+
+def _greedy(number: int, request: Request, place: Place) -> Request:
+    """Every caller wants all of its blocks to stay."""
+    return request._replace(session="me", priority=HIGH, ttl=1e9)
+
+
+def _turncoat(number: int, request: Request, place: Place) -> Request:
+    """True until they are believed, then false, and so on."""
+    return (_false if number // 1500 % 2 else _true)(number, request, place)
+
+
 KINDS: dict[str, Callable[[Trace], Trace]] = {
     "given": lambda trace: trace,
     "none": _without,
@@ -110,4 +129,7 @@ KINDS: dict[str, Callable[[Trace], Trace]] = {
     "priorities": _with(_with_priorities),
     "true": _with(_true),
     "false": _with(_false),
+    "random": _with(_random),
+    "greedy": _with(_greedy),
+    "turncoat": _with(_turncoat),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from kvbm.config import Config, slots_for
+from kvbm.config import Config, slots_for, split_shares
 from kvbm.core.catalog import Catalog
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello, TierName
@@ -162,9 +162,13 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         """The catalog of so many numbered slots, for :meth:`open_catalog` and, with a clock of its own, `kvbm
         simulate`."""
         from kvbm.core.policy import make_policy
+        from kvbm.core.policy.shares import Shares
         from kvbm.core.pool import Pool
 
-        return Pool(slots, make_policy(self.eviction_policy(config), slots, clock), journal)
+        name, shares = self.eviction_policy(config), dict(enumerate(split_shares(config.tenant_shares).values(), 1))
+        if shares:
+            return Pool(slots, Shares(slots, shares, lambda size: make_policy(name, size, clock)), journal)
+        return Pool(slots, make_policy(name, slots, clock), journal)
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""

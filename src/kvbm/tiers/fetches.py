@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvbm.core.breaker import Breaker
 from kvbm.core.counts import Counts, add
 from kvbm.core.manager import BlockManager, Match
+from kvbm.core.policy import COMMON
 from kvbm.plans import MovePlan, MoveResult, TierName
 from kvbm.tiers.edges import Move
 
@@ -40,9 +41,9 @@ class Fetches:
         self.pending_blocks = 0
         self.max_blocks = manager.near.size // MAX_SHARE
 
-    def start(self, match: Match) -> int:
+    def start(self, match: Match, tenant: int = COMMON) -> int:
         """Begin to fetch the blocks of a match that lie in remote tiers; returns how many."""
-        plans = self._manager.fetch(match, self.max_blocks - self.pending_blocks)
+        plans = self._manager.fetch(match, self.max_blocks - self.pending_blocks, tenant)
         for plan in plans:
             self._fetches[plan.id] = Move(plan, self._ranks)
             self.pending_blocks += len(plan.slots)

@@ -32,7 +32,9 @@ class Turn(NamedTuple):
 
     found: int = 0  # blocks from the front that the request did not have to compute
     output_tokens: int = 0
-    session: int = 0  # names the conversation or agent that the request belongs to; 0: unknown
+    # Names the conversation or agent that the request belongs to; 0: unknown. Recorded, and used by no policy: a prefix
+    # tells as much (docs/policies.md).
+    session: int = 0
     is_final: bool = False  # the session does not come back
     retention: tuple[Retention, ...] = ()
 
@@ -48,8 +50,9 @@ class EvictionPolicy(ABC):
     over the blocks of a prefix back to front, because a block is worth nothing without those before it.
     """
 
-    def assigned(self, slots: Sequence[int], tenants: Sequence[int]) -> None:
-        """The pool has reserved these slots for blocks of these tenants; :meth:`inserted` or nothing follows."""
+    def assigned(self, slots: Sequence[int], tenants: Sequence[int] | None) -> None:
+        """The pool has reserved these slots for blocks of these tenants (None: the common one); :meth:`inserted` or
+        nothing follows."""
         return
 
     def tenants_of(self, slots: Sequence[int]) -> Sequence[int] | None:
@@ -63,12 +66,12 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def hit(self, slots: Slots) -> None:
         """A request uses the blocks in these slots, which may be evicted before and after. A request says so several
-        times while it runs, and once when it ends: see :meth:`turned`, which comes once for each request."""
+        times while it runs; :meth:`turned` comes once, when it ends."""
 
-    def turned(self, keys: Sequence[Key], slots: np.ndarray, turn: Turn) -> None:
-        """A request has ended that used the prefix ``keys``, the front first. ``slots[i]`` holds ``keys[i]``, evictable
-        or not; -1: the pool does not have it. :meth:`hit` has come before, for those that may be evicted."""
-        return
+    def turned(self, keys: Sequence[Key], slots: np.ndarray, idle: np.ndarray, turn: Turn) -> None:
+        """A request has ended that used the prefix ``keys``, the front first. ``slots[i]`` holds ``keys[i]``; -1: the
+        pool does not have it. ``idle``: those of the slots that may be evicted, in the order of :meth:`hit`."""
+        self.hit(idle)
 
     @abstractmethod
     def pinned(self, slots: Slots) -> None:
@@ -88,9 +91,13 @@ class EvictionPolicy(ABC):
     def evict(self) -> int:
         """Remove and return the slot that goes first. Raises KeyError when there is none."""
 
-    def evict_for(self, tenant: int) -> int:
-        """As :meth:`evict`, to make room for a block of this tenant."""
-        return self.evict()
+    def evict_run(self, count: int, tenant: int = COMMON) -> list[int]:
+        """As :meth:`evict`, up to ``count`` slots at once and at least one, to make room for blocks of this tenant."""
+        return [self.evict() for _ in range(min(count, len(self)) or 1)]
+
+    def room_for(self, tenant: int) -> int:
+        """How many slots :meth:`evict_run` can make free for a tenant."""
+        return len(self)
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -6,7 +6,9 @@ return times; each value of a feature multiplies the chance of a return (:mod:`k
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from kvbm.core.policy.base import Turn
@@ -58,18 +60,32 @@ def is_shared(kind: int) -> bool:
     return SHARED.first <= kind < OVERTAKEN.first
 
 
-def level_said(turn: Turn, start: int) -> int:
-    """What the caller of a request says of its blocks from ``start`` on. It is one more feature, and learning finds out
-    what it is worth: callers that promise a return and break the promise lose their influence."""
+def level_said(turn: Turn, start: int) -> tuple[int, float]:
+    """What the caller of a request says of its blocks from ``start`` on, and for how many seconds. It is one more
+    feature, and learning finds out what it is worth: callers that promise a return and break the promise lose their
+    influence."""
     if turn.is_final:
-        return 3
-    said = [hint.priority for hint in turn.retention if hint.seconds > 0 and hint.end > max(start, hint.start)]
-    top = max(said, default=0)
-    return 1 if top > 0 else 2 if said and top < 0 else 0
+        return 3, inf
+    said = [hint for hint in turn.retention if hint.seconds > 0 and hint.end > max(start, hint.start)]
+    top = max((hint.priority for hint in said), default=0)
+    seconds = max((hint.seconds for hint in said if hint.priority == top), default=inf)
+    return (1 if top > 0 else 2 if top < 0 else 0), seconds
 
 
 def level_of(kind: int) -> int:
-    for family in FAMILIES[:4]:
-        if kind < family.first + family.classes:
-            return (kind - family.first) * len(LEVELS) // family.classes
-    return 0
+    return _LEVELS[kind][0]
+
+
+def without_level(kind: int) -> int:
+    """The class if the caller had said nothing."""
+    return _LEVELS[kind][1]
+
+
+def _levels() -> Iterator[tuple[int, int]]:
+    for family in FAMILIES:
+        each = family.classes // len(LEVELS) if family.features[0] == len(LEVELS) else family.classes
+        for at in range(family.classes):
+            yield at // each, family.first + at % each
+
+
+_LEVELS = list(_levels())  # of each class: the level, and the class without it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from math import inf
 
 from kvbm.core.keys import Key
 
@@ -10,8 +11,8 @@ from kvbm.core.keys import Key
 class Group:
     """Consecutive blocks of a prefix that the same requests have used."""
 
-    __slots__ = ("bucket", "children", "end", "head", "id", "kind", "last", "live", "parent", "placed", "slots", "time",
-                 "touches", "turn", "version")  # fmt: skip
+    __slots__ = ("bucket", "children", "end", "expires", "head", "id", "kind", "last", "live", "parent", "placed",
+                 "slots", "time", "touches", "turn", "version")  # fmt: skip
 
     def __init__(self, number: int) -> None:
         self.id = number
@@ -26,6 +27,7 @@ class Group:
         self.kind = 0
         self.time = 0.0  # of the last turn
         self.bucket = 0  # of its age
+        self.expires = inf  # when what the caller said is void
         self.turn = 1  # of the conversation
         self.touches = 1
         self.parent: Group | None = None

@@ -120,7 +120,8 @@ class ARC(_TwoQueues):
             return True
         return False
 
-    def turned(self, keys: Sequence[Key], slots: np.ndarray, turn: Turn) -> None:
+    def turned(self, keys: Sequence[Key], slots: np.ndarray, idle: np.ndarray, turn: Turn) -> None:
+        self.hit(idle)
         found = slots[: max(turn.found, 0)]
         self._used_again(found[found >= 0])
 
@@ -155,7 +156,8 @@ class S3FIFO(_TwoQueues):
     def _is_known(self, name: int) -> bool:
         return self._gone.take(name)
 
-    def turned(self, keys: Sequence[Key], slots: np.ndarray, turn: Turn) -> None:
+    def turned(self, keys: Sequence[Key], slots: np.ndarray, idle: np.ndarray, turn: Turn) -> None:
+        self.hit(idle)
         found = slots[: max(turn.found, 0)]
         found = found[found >= 0]
         self._all_uses[found] = np.minimum(self._all_uses[found] + 1, self._MAX_USES)

@@ -15,7 +15,9 @@ _FIRST_SECONDS = 1.0
 _GROWTH = 1.2
 BUCKETS = 56
 _EDGES = [0.0, *(_FIRST_SECONDS * _GROWTH**i for i in range(BUCKETS - 1))]  # where each bucket begins
+_ENDS = [*_EDGES[1:], *[float("inf")] * BUCKETS]  # and beyond the last
 _WIDTHS = np.diff([*_EDGES, _EDGES[-1] * _GROWTH])
+_PAST = np.where(np.tri(BUCKETS, k=-1, dtype=bool), np.inf, 0.0)  # horizons that end before the bucket
 # Classes with about the same chance of a return share a score: two scores double the chance.
 SCORES = 16
 _MIDDLE = 9
@@ -37,7 +39,7 @@ def bucket_of(seconds: float) -> int:
 
 def end_of(bucket: int) -> float:
     """The age at which a block leaves this bucket."""
-    return _EDGES[bucket + 1] if bucket + 1 < BUCKETS else float("inf")
+    return _ENDS[bucket]
 
 
 class _Model:
@@ -125,16 +127,16 @@ class Returns:
 
 def _best_rates(hazard: np.ndarray) -> np.ndarray:
     """For each score and age: the largest ratio, over all horizons, of the chance of a return within the horizon to
-    the time that the block is held for it."""
-    best = np.zeros_like(hazard)
-    chance = np.zeros_like(hazard)
-    held = np.zeros_like(hazard)
-    stays = np.ones_like(hazard)
-    for ahead in range(BUCKETS):
-        reach = BUCKETS - ahead
-        now, left = hazard[:, ahead:], stays[:, :reach]
-        chance[:, :reach] += left * now
-        held[:, :reach] += left * (1 - 0.5 * now) * _WIDTHS[ahead:]
-        left *= 1 - now
-        np.maximum(best[:, :reach], chance[:, :reach] / held[:, :reach], out=best[:, :reach])
-    return best
+    the time that the block is held for it. Both are differences of sums over later ages, so that nothing is lost where
+    few blocks are left."""
+    stays = np.ones((len(hazard), BUCKETS + 1))  # those of all blocks that reach the bucket
+    np.cumprod(1 - hazard, axis=1, out=stays[:, 1:])
+    later = np.zeros_like(stays)  # seconds for which blocks are held from the bucket on
+    held = stays[:, :-1] * (1 - 0.5 * hazard) * _WIDTHS
+    later[:, :-1] = np.cumsum(held[:, ::-1], axis=1)[:, ::-1]
+    returned = stays[:, :-1, None] - stays[:, None, 1:]
+    seconds = later[:, :-1, None] - later[:, None, 1:]
+    seconds += _PAST
+    returned /= seconds
+    rates: np.ndarray = returned.max(axis=2)
+    return rates

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvbm.core.keys import Key
-from kvbm.core.policy.base import Clock, EvictionPolicy, Slots, Turn
+from kvbm.core.policy.base import COMMON, Clock, EvictionPolicy, Slots, Turn
 from kvbm.core.policy.classes import (
     LOOSE,
     OVERTAKEN,
@@ -23,11 +23,12 @@ from kvbm.core.policy.classes import (
 )
 from kvbm.core.policy.group import Group
 from kvbm.core.policy.lru import LRU
-from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of, end_of
+from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of
+from kvbm.core.policy.waiting import Candidates, Waiting
 
 _NONE = -1
-_MAX_RUN = 32  # blocks that are evicted from one group before the values are compared again
 _TABLE_TURNS = 12  # turns between two tables of values, of one family each
+_MIN_BATCH = 64  # slots of a group that are looked at together
 _MIN_GHOSTS = 4096
 _RUNNING_SECONDS = 60.0
 _MAX_AWAITED = 16384
@@ -38,31 +39,22 @@ class SessionAware(EvictionPolicy):
     def __init__(self, size: int, clock: Clock) -> None:
         self._clock = clock
         self._open = LRU(size)  # blocks of running requests, and those of which no turn has told
-        self._used_at = array("d", [0.0]) * size
-        self._all_used_at = np.frombuffer(self._used_at, np.float64)
-        self._group = array("i", [_NONE]) * size
-        self._all_group = np.frombuffer(self._group, np.int32)
-        self._at = array("i", [0]) * size  # place in its group
-        self._all_at = np.frombuffer(self._at, np.int32)
-        self._idle = bytearray(size)  # 1: in its group and evictable
-        self._all_idle = np.frombuffer(self._idle, np.uint8)
-        self._turned = bytearray(size)  # 1: a turn ended while the slot was pinned
-        self._all_turned = np.frombuffer(self._turned, np.uint8)
+        self._used_at = np.zeros(size)
+        self._group = np.full(size, _NONE, np.int32)
+        self._at = np.zeros(size, np.int32)  # place in its group
+        self._idle = np.zeros(size, bool)  # in its group and evictable
+        self._turned = np.zeros(size, bool)  # a turn ended while the slot was pinned
         self._idle_count = 0
         self._groups: list[Group] = []
         self._unused: list[Group] = []
         self._returns = Returns()
         self._values = self._returns.values.ravel()  # the same memory; one for each cell
-        self._cells: defaultdict[int, deque[tuple[int, Group]]] = defaultdict(deque)
-        self._ghost_cells: defaultdict[int, deque[tuple[int, Group]]] = defaultdict(deque)
-        self._rank = np.full(self._values.size, np.inf)
+        self._candidates = Candidates(self._returns)
         self._ghosts: dict[Key, Group] = {}
+        self._waiting_ghosts = Waiting(self._returns)
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
         self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
-        self._victim: Group | None = None
-        self._victim_left = 0
-        self._loose_left, self._loose_time = 0, 0.0
         self._turns = 0
         self._aged_at = clock()
 
@@ -70,8 +62,8 @@ class SessionAware(EvictionPolicy):
 
     def inserted(self, slots: Slots, keys: Sequence[Key]) -> None:
         self._open.inserted(slots, keys)
-        self._all_used_at[slots] = self._clock()
-        if self._awaited:
+        self._used_at[slots] = self._clock()
+        if not self._awaited.keys().isdisjoint(keys):
             for slot, key in zip(slots, keys, strict=True):
                 version, group, parent = self._awaited.pop(key, (0, None, None))
                 if group is not None and group.version == version:
@@ -79,146 +71,143 @@ class SessionAware(EvictionPolicy):
 
     def hit(self, slots: Slots) -> None:
         some = np.asarray(slots, np.int32)
-        self._busy(some[self._all_idle[some] == 1])
+        self._busy(some[self._idle[some]])
         self._open.hit(slots)
-        self._all_used_at[some] = self._clock()
+        self._used_at[some] = self._clock()
 
     def _busy(self, slots: np.ndarray) -> None:
-        self._all_idle[slots] = 0
+        self._idle[slots] = False
         self._idle_count -= len(slots)
 
     def pinned(self, slots: Slots) -> None:
         some = np.asarray(slots, np.int32)
-        idle = self._all_idle[some] == 1
+        idle = self._idle[some]
         mine = some[idle]
-        if len(np.unique(mine)) < len(mine):
+        if len(set(mine.tolist())) < len(mine):
             raise KeyError("a slot that is named twice")
         self._open.pinned(some[~idle])
         self._busy(mine)
 
     def released(self, slots: Slots, used: bool) -> None:
         some = np.asarray(slots, np.int32)
-        back = self._all_group[some] != _NONE
+        back = self._group[some] != _NONE
         if used:
-            back &= self._all_turned[some] == 1
-        self._all_turned[some] = 0
+            back &= self._turned[some]
+        self._turned[some] = False
         if used:
             self._open.hit(some[~back])
-            self._all_used_at[some] = self._clock()
+            self._used_at[some] = self._clock()
         else:
             self._open.released(some[~back], used=False)
-        for slot in some[back].tolist():
-            if not self._idle[slot]:
-                self._idle[slot] = 1
-                self._idle_count += 1
-                group = self._groups[self._group[slot]]
-                group.end = max(group.end, self._at[slot] + 1)
-                if not group.placed:
-                    self._place(group)
+        some = some[back]
+        some = some[~self._idle[some]]
+        self._idle[some] = True
+        self._idle_count += len(some)
+        owners = self._group[some]
+        for number in set(owners.tolist()):
+            group = self._groups[number]
+            group.end = max(group.end, int(self._at[some[owners == number]].max()) + 1)
+            if not group.placed:
+                self._place(group)
 
     def dropped(self, slots: Slots) -> None:
         self.pinned(slots)
-        for slot in slots:
-            self._leave(int(slot))
+        some = np.asarray(slots, np.int32)
+        owners = self._group[some]
+        self._turned[some] = False
+        self._group[some] = _NONE
+        for number, count in zip(*(each.tolist() for each in np.unique(owners, return_counts=True)), strict=True):
+            if number != _NONE:
+                self._shrink(self._groups[number], count)
+
+    def _shrink(self, group: Group, blocks: int) -> None:
+        """So many of its blocks are gone."""
+        group.live -= blocks
+        if not group.live:
+            self._bury(group)
 
     def evict(self) -> int:
-        if self._victim is not None:
-            slot = self._pop(self._victim) if self._victim_left else _NONE
-            if slot != _NONE:
-                self._victim_left -= 1
-                return slot
-            self._victim = None
-        elif self._loose_left and len(self._open):
-            slot = self._open.oldest()
-            if self._used_at[slot] == self._loose_time:  # used with the one before it
-                self._loose_left -= 1
-                self._open.evict()
-                self._leave(slot)
-                return slot
-        self._loose_left = 0
+        return self.evict_run(1)[0]
+
+    def evict_run(self, count: int, tenant: int = COMMON) -> list[int]:
         now = self._clock()
         self._advance(now)
         loose = np.inf
         if len(self._open) and (age := now - self._used_at[self._open.oldest()]) >= _RUNNING_SECONDS:
             loose = self._values[self._returns.rows[LOOSE] * BUCKETS + bucket_of(age)]
         while True:
-            cell = int(self._rank.argmin())
-            value = self._rank[cell]
-            if value == np.inf and self._stalled and loose == np.inf and (slot := self._pop_stalled()) != _NONE:
-                return slot
-            if loose <= value:
-                slot = self._open.evict()
-                self._loose_left, self._loose_time = _MAX_RUN, self._used_at[slot]
-                self._leave(slot)
-                return slot
-            queue = self._cells[cell]
-            while queue and queue[0][0] != queue[0][1].version:
-                queue.popleft()
-            if not queue:
-                self._rank[cell] = np.inf
-                continue
-            group = queue[0][1]
-            if not group.children and (slot := self._pop(group)) != _NONE:
-                self._victim, self._victim_left = group, _MAX_RUN
-                return slot
+            value, group = self._candidates.lowest()
+            if group is None and self._stalled and loose == np.inf and (run := self._pop_stalled(count)):
+                return run
+            if group is None or loose <= value:
+                return self._pop_loose(count)
+            if not group.children and (run := self._pop(group, count)):
+                return run
             # Its blocks go after those that are worth nothing without them, or are in use.
             self._unplace(group)
             self._stalled[group.id] = group
 
-    def _pop_stalled(self) -> int:
+    def _pop_stalled(self, count: int) -> list[int]:
         for group in list(self._stalled.values()):
-            if (slot := self._pop(group)) != _NONE:
-                return slot
+            if run := self._pop(group, count):
+                return run
             self._stalled.pop(group.id, None)
-        return _NONE
+        return []
 
-    def _pop(self, group: Group) -> int:
-        """Evict the last block of a group that may be evicted; -1: there is none."""
-        slots, owner, at, idle, end = group.slots, self._group, self._at, self._idle, group.end
-        while end:
-            end -= 1
-            slot = slots[end]
-            if idle[slot] and owner[slot] == group.id and at[slot] == end:
-                group.end = end
-                idle[slot] = 0
-                self._idle_count -= 1
-                self._leave(slot)
-                return slot
-        group.end = 0
-        return _NONE
+    def _pop_loose(self, count: int) -> list[int]:
+        """Evict blocks that were used together with the one that has gone unused for longest."""
+        run = [self._open.evict()]
+        while len(run) < count and len(self._open) and self._used_at[self._open.oldest()] == self._used_at[run[0]]:
+            run.append(self._open.evict())
+        for slot in run:
+            self._turned[slot] = False
+            if (number := self._group[slot]) != _NONE:
+                self._group[slot] = _NONE
+                self._shrink(self._groups[number], 1)
+        return run
 
-    def _leave(self, slot: int) -> None:
-        """The block in this slot is gone."""
-        self._turned[slot] = 0
-        if (number := self._group[slot]) != _NONE:
-            self._group[slot] = _NONE
-            group = self._groups[number]
-            group.live -= 1
-            if not group.live:
-                self._bury(group)
+    def _pop(self, group: Group, count: int) -> list[int]:
+        """Evict the last blocks of a group, as far as they may be evicted."""
+        while group.end:
+            start = max(0, group.end - max(count, _MIN_BATCH))
+            last = np.frombuffer(group.slots, np.int32)[start : group.end]
+            places = np.arange(start, group.end, dtype=np.int32)
+            mine = np.flatnonzero((self._group[last] == group.id) & (self._at[last] == places) & self._idle[last])
+            mine = mine[-count:]
+            group.end = start + int(mine[0]) if len(mine) else start
+            if len(mine):
+                gone = last[mine]
+                self._idle[gone] = False
+                self._turned[gone] = False
+                self._group[gone] = _NONE
+                self._idle_count -= len(gone)
+                self._shrink(group, len(gone))
+                run: list[int] = gone[::-1].tolist()
+                return run
+        return []
 
     def __len__(self) -> int:
         return len(self._open) + self._idle_count
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._open or (isinstance(slot, int) and 0 <= slot < len(self._idle) and self._idle[slot] == 1)
+        return slot in self._open or (isinstance(slot, int) and 0 <= slot < len(self._idle) and bool(self._idle[slot]))
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
-    def turned(self, keys: Sequence[Key], slots: np.ndarray, turn: Turn) -> None:
-        if not len(keys):
-            return
+    def turned(self, keys: Sequence[Key], slots: np.ndarray, idle: np.ndarray, turn: Turn) -> None:
+        if len(set(keys)) < max(len(keys), 1):
+            return self.hit(idle)  # nothing to learn: no prompt has a block twice
         now = self._clock()
         self._advance(now)
         self._turns += 1
         if self._turns % _TABLE_TURNS == 0:
             self._returns.update()
-            self._rank = np.where(self._rank < np.inf, self._values, np.inf)
+            self._candidates.revalue()
         path = self._path(keys, slots)
         parent, shared_end, number = None, 0, 1
         shared = self._shared(path)
         for i, (group, start, stop) in enumerate(path):
-            self._age(group, now)
+            self._candidates.age(group, now)
             self._returns.returned[group.kind * BUCKETS + group.bucket] += 1
             if i <= shared:
                 if not group.live:
@@ -235,31 +224,34 @@ class SessionAware(EvictionPolicy):
                 self._forget(group)
         end = len(keys)
         new = end - max(turn.found, shared_end)
-        level = level_said(turn, shared_end)
+        level, seconds = level_said(turn, shared_end)
+        expires = now + seconds
         if shared_end < end - 1:
-            parent = self._make(
-                keys,
-                slots,
-                shared_end,
-                end - 1,
-                of_private(level, number, new, turn.output_tokens),
-                number,
-                now,
-                parent,
-            )
+            kind = of_private(level, number, new, turn.output_tokens)
+            parent = self._make(keys, slots, shared_end, end - 1, kind, number, now, parent)
+            parent.expires = expires
             shared_end = end - 1
         if shared_end < end:
             last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, parent)
+            last.expires = expires
             if parent is not None and last.live:
                 parent.last = last
+        # Every block of the request is in a group that the turn has used.
+        opened = idle[self._open.contains(idle)]
+        self._open.dropped(opened[::-1])
+        self._idle[opened] = True
+        self._idle_count += len(opened)
+        some = slots[slots >= 0]
+        self._turned[some] = ~self._idle[some]
+        return None
 
     def _path(self, keys: Sequence[Key], slots: np.ndarray) -> list[tuple[Group, int, int]]:
         """The groups that a request has come back to, each with the range of its blocks in the request."""
-        was = np.where(slots >= 0, self._all_group[slots], _NONE)
-        if self._ghosts:
-            for i, ghost in enumerate(map(self._ghosts.get, keys)):
-                if ghost is not None and was[i] == _NONE:
-                    was[i] = ghost.id
+        was = np.where(slots >= 0, self._group[slots], _NONE)
+        ghosts = self._ghosts
+        for i in np.flatnonzero(was == _NONE).tolist() if ghosts else ():
+            if keys[i] in ghosts:
+                was[i] = ghosts[keys[i]].id
         breaks = (np.flatnonzero(was[1:] != was[:-1]) + 1).tolist()
         path: dict[int, tuple[Group, int, int]] = {}
         for start, stop in zip([0, *breaks], [*breaks, len(was)], strict=True):
@@ -284,7 +276,7 @@ class SessionAware(EvictionPolicy):
 
     def _overtake(self, last: Group) -> None:
         """The conversation has gone on without this block: it was not full, or the answer was made anew."""
-        self._age(last, self._clock())
+        self._candidates.age(last, self._clock())
         self._orphan(last)
         last.kind = OVERTAKEN.first
         self._place(last)
@@ -327,8 +319,8 @@ class SessionAware(EvictionPolicy):
         some = slots[slots >= 0]
         group.slots = array("i", some.tobytes())
         group.live = len(some)
-        self._all_group[some] = group.id
-        self._all_at[some] = np.arange(len(some), dtype=np.int32)
+        self._group[some] = group.id
+        self._at[some] = np.arange(len(some), dtype=np.int32)
 
     def _touch(self, group: Group, now: float, parent: Group | None) -> None:
         """A turn has used every block of the group."""
@@ -339,13 +331,6 @@ class SessionAware(EvictionPolicy):
                 parent.children += 1
         group.time, group.bucket = now, 0
         self._returns.exposed[group.kind * BUCKETS] += 1
-        some = np.frombuffer(group.slots, np.int32)
-        some = some[self._all_group[some] == group.id]
-        opened = some[self._open.contains(some)]
-        self._open.dropped(opened[::-1])
-        self._all_idle[opened] = 1
-        self._idle_count += len(opened)
-        self._all_turned[some] = self._all_idle[some] == 0
         group.end = len(group.slots)
         self._place(group)
 
@@ -362,7 +347,7 @@ class SessionAware(EvictionPolicy):
         self._group[slot], self._at[slot] = group.id, len(group.slots)
         group.slots.append(slot)
         group.live += 1
-        self._idle[slot] = 1
+        self._idle[slot] = True
         self._idle_count += 1
         group.end = len(group.slots)
         if not group.placed:
@@ -407,22 +392,9 @@ class SessionAware(EvictionPolicy):
     def _place(self, group: Group) -> None:
         """Make the group a candidate for eviction, by its class and age."""
         self._unplace(group)
-        self._age(group, self._clock())
+        self._candidates.age(group, self._clock())
         group.placed = True
-        cell = self._cell_of(group)
-        self._cells[cell].append((group.version, group))
-        self._rank[cell] = self._values[cell]
-
-    def _cell_of(self, group: Group) -> int:
-        return self._returns.rows[group.kind] * BUCKETS + group.bucket
-
-    def _age(self, group: Group, now: float) -> None:
-        bucket = bucket_of(now - group.time)
-        if bucket > group.bucket:
-            first = group.kind * BUCKETS + 1
-            for cell in range(first + group.bucket, first + bucket):
-                self._returns.exposed[cell] += 1
-            group.bucket = bucket
+        self._candidates.add(group)
 
     def _bury(self, group: Group) -> None:
         """The last block is gone: remember the group for a while, to learn whether it would have been used again."""
@@ -432,9 +404,8 @@ class SessionAware(EvictionPolicy):
             self._forget(group)
             return
         self._ghosts[group.head] = group
-        entry = (group.version, group)
-        self._ghost_order.append(entry)
-        self._ghost_cells[self._cell_of(group)].append(entry)
+        self._ghost_order.append((group.version, group))
+        self._waiting_ghosts.add(group)
         limit = _MIN_GHOSTS + 4 * (len(self._groups) - len(self._unused) - len(self._ghosts))
         while len(self._ghost_order) > limit:
             version, old = self._ghost_order.popleft()
@@ -443,34 +414,7 @@ class SessionAware(EvictionPolicy):
 
     def _advance(self, now: float) -> None:
         """Move the groups on that have grown older than their buckets."""
-        if now - self._aged_at < _AGING_SECONDS:
-            return
-        self._aged_at = now
-        for cell in np.flatnonzero(self._rank < np.inf)[::-1].tolist():
-            queue = self._cells[cell]
-            for entry in self._due(cell, queue, now):
-                to = self._cell_of(entry[1])
-                self._cells[to].append(entry)
-                self._rank[to] = self._values[to]
-            if not queue:
-                self._rank[cell] = np.inf
-        for cell in sorted(self._ghost_cells, reverse=True):
-            queue = self._ghost_cells[cell]
-            for entry in self._due(cell, queue, now):
-                self._ghost_cells[self._cell_of(entry[1])].append(entry)
-            if not queue:
-                del self._ghost_cells[cell]
-
-    def _due(self, cell: int, queue: deque[tuple[int, Group]], now: float) -> list[tuple[int, Group]]:
-        """Take the groups from the front of a queue that have outgrown its bucket."""
-        latest = now - end_of(cell % BUCKETS)
-        due = []
-        while queue:
-            version, group = queue[0]
-            if version == group.version:
-                if group.time > latest:
-                    break
-                self._age(group, now)
-                due.append((version, group))
-            queue.popleft()
-        return due
+        if now - self._aged_at >= _AGING_SECONDS:
+            self._aged_at = now
+            self._candidates.advance(now)
+            self._waiting_ghosts.advance(now)

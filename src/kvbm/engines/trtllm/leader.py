@@ -15,6 +15,7 @@ from kvbm.config import Config
 from kvbm.core.keys import KeyChain, Namespace, Scope
 from kvbm.engines import session
 from kvbm.engines.guard import Faults
+from kvbm.engines.hints import from_priorities, from_retention
 from kvbm.engines.session import Completed, Session
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
@@ -202,6 +203,9 @@ class LeaderAdapter:
             return 0, False
         number, tokens, scope = compat.needed(request, "request_id"), compat.tokens_of(request), scope_of(request)
         state = _Request(number, None if scope is None else KeyChain(self._namespace, scope), tokens, scope)
+        state.tenant = self.session.tenant_of(getattr(request, "cache_salt", None))
+        retention = from_retention(getattr(request, "kv_cache_retention_config", None), self._size)
+        state.turn = state.turn._replace(retention=retention)
         if (before := self._requests.get(number)) is not None:
             self.session.withdraw(before)
         self._requests[number] = state
@@ -397,6 +401,8 @@ class LeaderAdapter:
             priorities = step.priorities or [compat.DEFAULT_PRIORITY] * len(step.blocks)
             low = next((i for i, priority in enumerate(priorities) if priority < minimum), None)
             state.limit = None if low is None else len(state.blocks) + low
+        if step.priorities and not state.turn.retention:  # releases do not pass on the ranges, or not yet
+            state.turn = state.turn._replace(retention=from_priorities(len(state.blocks), step.priorities))
         state.blocks += step.blocks
 
     def _plan_store(self, step: compat.Step) -> StorePlan | None:

@@ -67,7 +67,7 @@ class QueuedFetches:
         if found.pending:
             return  # again in the next step
         wanted = self._decide(request, found).blocks
-        state.fetched = self._leader.fetches.start(found.cut(min(wanted, room))) if wanted else 0
+        state.fetched = self._leader.fetches.start(found.cut(min(wanted, room)), state.tenant) if wanted else 0
 
     def _span(self, request: Any) -> tuple[int, int]:
         """The blocks to look for, from the first that vLLM's prefix cache lacks. vLLM evicts a prefix from its end, so

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbm.core.catalog import Hint
+from kvbm.core.policy import COMMON
 from kvbm.engines import session
 from kvbm.engines.vllm.groups import Offer
 
@@ -18,8 +19,9 @@ class RequestState(session.RequestState):
         "put_off_since", "refused", "request", "tables", "waits_since",
     )  # fmt: skip
 
-    def __init__(self, request: Any, hint: Hint | None = None) -> None:
+    def __init__(self, request: Any, tenant: int = COMMON, hint: Hint | None = None) -> None:
         super().__init__(request.request_id)
+        self.tenant = tenant
         self.request = request
         self.hint = hint  # where a router says that its prefix lies
         # The engine's block tables, one a group of layers, kept here because releases hand them over differently; None

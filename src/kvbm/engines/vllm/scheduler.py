@@ -151,11 +151,14 @@ class SchedulerAdapter:
         if self._keys is not None:
             self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
         hint = None if self._hints is None else self._hints.take(request)
-        self._requests[request.request_id] = RequestState(request, hint)
+        self._requests[request.request_id] = RequestState(request, self._tenant_of(request), hint)
         if self._queue is not None:
             self._queue.arrived(request, hint)
         if self._prefetcher is not None:
             self._prefetcher.arrived(request, alone=not self._active)
+
+    def _tenant_of(self, request: Any) -> int:
+        return self.session.tenant_of(getattr(request, "cache_salt", None))
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
@@ -167,7 +170,7 @@ class SchedulerAdapter:
                 return 0, False
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = RequestState(request)
+            state = self._requests[request.request_id] = RequestState(request, self._tenant_of(request))
         stuck = self._is_stuck(state)
         state.match, state.local_tokens, state.deferred = None, computed_tokens, False
         lora = getattr(request, "lora_request", None)

@@ -92,12 +92,14 @@ class Stores:
             return []
         keys: list[Key] = []
         blocks: list[int] = []
+        counts: list[int] = []
         for state, (_, known, first, end, computed) in grown:
             assert state.tables is not None
             fresh, places = self._groups.completed(known, state.tables, first, end, computed, state.offers)
             keys += fresh
             blocks += places
-        plan = self._session.store([part for _, part in grown], keys, blocks)
+            counts.append(len(fresh))
+        plan = self._session.store([part for _, part in grown], keys, blocks, counts)
         for state, (_, known, first, end, _) in grown:
             self._told(state.request, known, first, end)
         if plan is None:
