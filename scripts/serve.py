@@ -274,13 +274,19 @@ def cache_settings(cpu_cache_gb: str) -> tuple[float, int]:
     return config.cpu_cache_gb, port
 
 
+def log_of(port: int) -> Path:
+    """Two servers must not write into one file."""
+    return Path(f"demo-results/serve-{port}.log")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="a folder or a Hugging Face name (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--cpu-cache-gb", default="", help="default: DYN_KVBM_CPU_CACHE_GB, or 2")
-    parser.add_argument("--log", type=Path, default=Path("demo-results/serve.log"))
+    parser.add_argument("--log", type=Path, help="default: demo-results/serve-PORT.log, one for each server")
     args = parser.parse_args()
+    args.log = args.log or log_of(args.port)
     leave_on_signals()
     try:
         size, metrics_port = cache_settings(args.cpu_cache_gb)

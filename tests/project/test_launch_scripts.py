@@ -243,3 +243,7 @@ def test_make_serve_heeds_the_users_settings(serve, monkeypatch):
     assert serve.cache_settings("") == (0.5, 0)
     with pytest.raises(settings.ConfigError, match="DYN_KVBM_CPU_CACHE_GB='2GB'"):
         serve.cache_settings("2GB")
+
+
+def test_every_server_of_make_serve_has_a_log_of_its_own(serve):
+    assert serve.log_of(8000) != serve.log_of(8001)

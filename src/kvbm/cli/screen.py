@@ -7,10 +7,11 @@ import os
 import select
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -91,8 +92,8 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
     ranks = f"{engine.ranks} rank{'' if engine.ranks == 1 else 's'}"
     title = f" {engine.kvbm}   {engine.model} on {engine.engine} {engine.engine_version}, {ranks}, up "
     lines = [_line(("KVBM", "bold"), title + seconds(now.at - now.started))]
-    low = 0 < height < 30
-    for finding in now.findings[: 1 if low else 3]:
+    low = 0 < height < 24
+    for finding in now.findings[: 1 if 0 < height < 30 else 3]:
         lines.append(Text(finding.text, _LEVELS[finding.level], no_wrap=low, overflow="ellipsis" if low else None))
     rates = ", ".join(f"{tier.tier} {window.rate(tier.tier):.0%}" for tier in now.tiers)
     net = seconds(saved.saved_seconds - saved.lost_seconds)
@@ -120,17 +121,30 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
         lines += [_served(served) for served in now.served if served.tier == tier.tier]
     # The wrapped lines of findings, the table's header and empty lines take room too.
     used = sum(1 if line.no_wrap else -(-len(line.plain) // width) or 1 for line in lines) + 3
-    latest = now.requests[: max(0, height - used)] if height else now.requests
-    shown = _COLUMNS if width >= _NARROW else _FEW_COLUMNS
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in shown:
-        table.add_column(name, justify="right", min_width=8 if width >= _NARROW or name == "when" else 6, no_wrap=True)
-    table.add_column("why", no_wrap=True, overflow="ellipsis")
-    for request in latest:
-        cells = dict(zip((*_COLUMNS, "why"), _request(request), strict=True))
-        table.add_row(*(cells[name] for name in (*shown, "why")))
     end = [_line((_QUIT, "dim"))] if height else []
-    return Group(*lines, Text(), table if now.requests else Text("no request yet", "dim"), *end)
+    return Group(*lines, Text(), *_requests(now.requests, width, height - used if height else None), *end)
+
+
+def _requests(requests: Sequence[Request], width: int, height: int | None) -> Iterator[RenderableType]:
+    """The latest requests, in at most so many lines. The reason wraps: it is the only column without a bound."""
+    if not requests:
+        yield Text("no request yet", "dim")
+        return
+    shown = _COLUMNS if width >= _NARROW else _FEW_COLUMNS
+    rows = [dict(zip((*_COLUMNS, "why"), _request(request), strict=True)) for request in requests]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    left = width
+    for name in shown:
+        least = 8 if width >= _NARROW or name == "when" else 6
+        table.add_column(name, justify="right", min_width=least, no_wrap=True)
+        left -= max(least, *(len(row[name]) for row in rows)) + 2
+    table.add_column("why")
+    for row in rows:
+        why = textwrap.wrap(row["why"], max(10, left)) or [""]
+        if height is not None and (height := height - len(why)) < 0:
+            break
+        table.add_row(*(row[name] for name in shown), "\n".join(why))
+    yield table
 
 
 def _line(*parts: str | Text | tuple[str, str]) -> Text:
