@@ -338,6 +338,8 @@ def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path, capsys
         (["--base-url", "http://127.0.0.1:1", "--model", "m", "--warm-up", "1"], "does not answer"),
         (["--base-url", "http://127.0.0.1:1", "--qps", "1", "0"], "--qps 0.0"),
         (["--base-url", "http://127.0.0.1:1", "--num-rounds", "0"], "--num-rounds 0"),
+        (["--base-url", "http://127.0.0.1:1", "--time", "inf"], "--time inf: expected a number above 0 and up to"),
+        (["--base-url", "http://127.0.0.1:1", "--num-users", "99999999999"], "and up to 100,000"),
         (["--base-url", "http://127.0.0.1:port"], "'http://127.0.0.1:port': Port could not"),
         (["--target", "a/b=x"], "must not contain a slash"),
         (["--base-url", "http://127.0.0.1:1", "--warm-up", "-1"], "--warm-up -1: expected a number of at least 0"),

@@ -74,6 +74,9 @@ def test_serve_sets_up_a_disk_tier_and_keeps_the_users_own_settings(run, monkeyp
         (["m", "--cpu-gb", "20GB"], "--cpu-gb '20GB': expected a number"),
         (["m", "--cpu-gb", "1", "--disk-dir", "/mnt/x"], "add --disk-gb"),
         (["m", "--cpu-gb", "1000000", f"--port={free_port()}"], "add --force"),
+        (["", "--cpu-gb", "1"], "MODEL is empty"),
+        (["m", "--cpu-gb", "1", "--disk-gb", "5", "--disk-dir", ""], "--disk-dir is empty"),
+        (["m", "--cpu-gb", "1", "--port", "-5"], "--port -5: expected a whole number"),
         (["m", "--cpu-gb", "1", "--port", "80a"], "--port 80a: expected a whole number"),
         (["m", "--cpu-gb", "1", "--host", "192.0.2.1"], "with --host"),  # an address of no machine
         (["--tensor-parallel-size", "2", "m"], "MODEL comes first"),

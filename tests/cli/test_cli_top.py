@@ -178,9 +178,10 @@ def test_an_answer_without_an_end_is_given_up():
     listening.close()
 
 
-def test_what_is_no_address_is_said_too(capsys):
-    assert main(["top", "--once", "host:port"]) == 1
-    assert "http://host:port: nonnumeric port: 'port'. Expected a port, host:port or a URL" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["host:port", "99999", "http://", "ftp://host", "http://[::1"])
+def test_what_is_no_address_is_said_too(text, capsys):
+    assert main(["top", "--once", text]) == 1
+    assert "Expected a port, host:port or a URL, for example 6880" in capsys.readouterr().err
 
 
 def test_what_does_not_speak_http_is_said_too(stranger, capsys):

@@ -56,6 +56,9 @@ class Workload(Protocol):
         ...
 
 
+_MAX_USERS, _MAX = 100_000, 10_000_000  # more users, words or seconds than any run can have
+
+
 class Shape(NamedTuple):
     """Parameters of the multi-round workload. Lengths are in words, which most tokenizers turn into one token each. The
     defaults are those of LMBenchmark's long_input_short_output_run.sh, which guides to KVBM use."""
@@ -70,9 +73,10 @@ class Shape(NamedTuple):
     def check(self) -> None:
         for name, value in self._asdict().items():
             least = 1 if name in ("num_users", "num_rounds", "answer_len") else 0
-            if not value >= least or (name == "time" and not value):  # or NaN
+            most = _MAX_USERS if name == "num_users" else _MAX
+            if not least <= value <= most or (name == "time" and not value):  # or NaN
                 above = "above 0" if name == "time" else f"of at least {least}"
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number {above}")
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected a number {above} and up to {most:,}")
 
 
 def opening(user: int, shape: Shape) -> str:
@@ -216,7 +220,7 @@ def read_trace(path: Path, most: int | None = None) -> list[Line]:
                 lines.append(_line(row))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise TraceError(
-                f"{path}, line {number}: {error!r}; expected an object with timestamp (in ms), input_length, "
+                f"{path}, line {number}: {error or type(error).__name__}; expected an object with timestamp (in ms), input_length, "
                 "output_length and hash_ids"
             ) from error
         if len(lines) == most:

@@ -51,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.argv[1] != args.model:  # or the value of one of vLLM's options would pass for it
         return _fail(f"MODEL comes first, and {args.argv[1]!r} is in its place: `kvbm serve MODEL [options]`")
+    for name, value in (("MODEL", args.model), ("--disk-dir", args.disk_dir)):
+        if value is not None and not value.strip():
+            return _fail(f"{name} is empty")
     if on_command_line(args.rest) is not None:
         return _fail(f"{OPTION} is what this command adds; leave it out, or use `vllm serve` itself")
     flags = {name: flag for name, flag in _FLAGS.items() if _value(args, flag) is not None}
@@ -150,7 +153,7 @@ def _option(words: Sequence[str], name: str) -> str | None:
     for at, word in enumerate(words):
         option, sign, value = word.partition("=")
         if option.replace("_", "-") == name:
-            found = value if sign else next((each for each in words[at + 1 : at + 2] if not each.startswith("-")), "")
+            found = value if sign else next((each for each in words[at + 1 : at + 2] if not each.startswith("--")), "")
     return found
 
 

@@ -10,7 +10,7 @@ def size(number: float) -> str:
     """Bytes, in powers of ten."""
     for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= one:
-            return f"{number / one:.3g} {unit}" if number < 1000 * one else f"{number / one:.0f} {unit}"
+            return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:.0f} {unit}"
     return f"{number:.0f} B"
 
 

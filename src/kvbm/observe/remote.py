@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,10 +27,10 @@ class NotReachableError(Exception):
 
 def normal_url(text: str) -> str:
     """The URL of `6880`, `host:6880` or `http://host:6880/`."""
-    text = text.strip().rstrip("/")
+    text = text.strip()
     if text.isdigit():
         return f"http://127.0.0.1:{text}"
-    return text if "://" in text else f"http://{text}"
+    return (text if "://" in text else f"http://{text}").rstrip("/")
 
 
 def _read(response: http.client.HTTPResponse, timeout: float) -> bytes:
@@ -54,9 +55,20 @@ def _printable(value: Any) -> Any:
     return value
 
 
+def _check_address(url: str) -> None:
+    """Raise InvalidURL for an address that no server can have."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("not an address")
+    except ValueError as error:
+        raise http.client.InvalidURL(str(error)) from error
+
+
 def fetch(url: str, requests: int = 0, timeout: float = 5.0) -> Snapshot:
     """The state of the engine with its metrics port at ``url``; raises `NotReachableError`."""
     try:
+        _check_address(url)
         with _OPENER.open(f"{url}/api/state?requests={requests}", timeout=timeout) as response:
             return from_json(msgspec.json.encode(_printable(msgspec.json.decode(_read(response, timeout)))))
     except urllib.error.HTTPError as error:
