@@ -210,7 +210,11 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "name", "words"), CASES, ids=[case.__name__ for case, _, _ in CASES])
 def test_the_cause_is_named(ask, tmp_path, monkeypatch, mount, versions, request, case, name, words):
-    arguments, broken = case(Bench(tmp_path, monkeypatch, mount, versions, request))
+    assert_named(ask, case, Bench(tmp_path, monkeypatch, mount, versions, request), name, words)
+
+
+def assert_named(ask, case, bench, name, words):
+    arguments, broken = case(bench)
     code, found = ask("--quick", *arguments, **{**GOOD, **broken})
     assert name in found, {each: finding["text"] for each, finding in found.items()}
     text = f"{found[name]['text']} {found[name]['cure']}"

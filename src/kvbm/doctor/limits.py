@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,12 @@ from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
 
 MIN_OPEN_FILES = 1024
+MIN_PROCESSES = 1024
+MIN_ADDRESS_SPACE = 1e12  # an engine maps more than it uses: torch and CUDA reserve ranges of hundreds of GB
+MIN_SHARED_MEMORY = 1e9
+MAX_SOCKET_PATH = 107  # bytes
+SHARED_MEMORY = Path("/dev/shm")
+PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
 _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 
@@ -27,6 +35,23 @@ class Limits:
                 f"This shell allows a process {files} open files; an engine and its cache need more.",
                 f"ulimit -n 65536 (at least {MIN_OPEN_FILES}), or --ulimit nofile=65536 for a container.",
             )
+        yield from _processes()
+        space, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if space != resource.RLIM_INFINITY and space < MIN_ADDRESS_SPACE:
+            yield bad(
+                "address-space-limit",
+                f"This shell limits a process to {size(space)} of address space (ulimit -v); an engine maps far more "
+                "than the memory it uses.",
+                "ulimit -v unlimited where the engine is started.",
+            )
+        shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+        if shared < MIN_SHARED_MEMORY:
+            yield note(
+                "shared-memory-small",
+                f"{SHARED_MEMORY} has {size(shared)}: the processes of an engine with several GPUs exchange data there.",
+                "docker run --shm-size=8g or --ipc=host; in Kubernetes a volume emptyDir with medium Memory.",
+            )
+        yield from _temporary(case.environ.get("TMPDIR", ""))
         config = case.config
         if config is None:
             return
@@ -51,6 +76,37 @@ class Limits:
                 "write the host tier to a disk.",
                 "Set it to a filesystem in memory: /dev/shm.",
             )
+
+
+def _processes() -> Iterator[Finding]:
+    """The limits of this user and of the control group. The kernel does not apply the first to root."""
+    limits = [] if os.geteuid() == 0 else [("ulimit -u", resource.getrlimit(resource.RLIMIT_NPROC)[0])]
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(("the container's pids limit", int(PIDS_MAX.read_text())))
+    for where, most in limits:
+        if most != resource.RLIM_INFINITY and most < MIN_PROCESSES:
+            yield bad(
+                "process-limit",
+                f"{where} allows {most} processes and threads; an engine and its cache need hundreds.",
+                f"ulimit -u {16 * MIN_PROCESSES}, or --pids-limit {16 * MIN_PROCESSES} for a container.",
+            )
+
+
+def _temporary(folder: str) -> Iterator[Finding]:
+    """Compilers of the engine use TMPDIR, and sockets between engines and their workers."""
+    if not folder:
+        return
+    if not Path(folder).is_dir():
+        yield bad("tmpdir", f"TMPDIR={folder} is not a directory.", "Create it, or unset TMPDIR.")
+    elif problem := _not_writable(Path(folder)):
+        yield bad("tmpdir", f"TMPDIR={folder} {problem}.", "Set TMPDIR to a directory of your own.")
+    socket = f"{folder}/kvbm-{os.geteuid()}/leader-65535"
+    if len(os.fsencode(socket)) > MAX_SOCKET_PATH:
+        yield bad(
+            "tmpdir",
+            f"TMPDIR={folder} is too long: the path of a socket in it has more than {MAX_SOCKET_PATH} bytes.",
+            "Set TMPDIR to a shorter path.",
+        )
 
 
 def _not_writable(folder: Path) -> str:

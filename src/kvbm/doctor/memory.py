@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import shutil
@@ -21,6 +22,7 @@ from kvbm.tiers.host.slab import available_memory
 from kvbm.tiers.lock import is_locked
 
 PROBE = 256 << 20
+MIN_TIER = 50e6  # bytes
 READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0
 
 
@@ -36,10 +38,11 @@ class HostMemory:
                 yield good("memory", f"The running engine's host tier takes {size(taken)}; {left} are available.")
             return
         if config.cpu_cache_override_num_blocks:
+            unused = f"; DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} has no effect" if config.cpu_cache_gb else ""
             yield note(
                 "memory-unknown",
-                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks}: its size in memory "
-                "depends on the model.",
+                f"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS={config.cpu_cache_override_num_blocks} sets the size in "
+                f"blocks{unused}. Its size in memory depends on the model.",
                 "If it does not fit, the engine refuses to start and reports the size that fits.",
             )
             return
@@ -54,15 +57,22 @@ class HostMemory:
             available += kept
             yield from self._room_to_keep(config, wanted, kept)
         fits = 0.95 * available
-        asked = f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:g} asks for {size(wanted)}"
+        asked = f"DYN_KVBM_CPU_CACHE_GB={config.cpu_cache_gb:.15g} asks for {size(wanted)}"
         beside = f" beside the {size(taken)} of the running engine's host tier" if taken else ""
         if wanted > fits + taken:
             yield bad(
                 "host-memory-short",
                 f"{asked}, and {size(available)} are available here{beside}.",
-                f"Set it to at most {gigabytes(fits)}, or raise the container's memory limit.",
+                f"Set it to at most {gigabytes(fits)}, or raise the container's memory limit."
+                + (" The size is in GB, not in bytes." if wanted > 1e15 else ""),
             )
             return
+        if wanted < MIN_TIER:
+            yield bad(
+                "host-tier-tiny",
+                f"{asked}, which is a few blocks of a model: most have blocks of 0.5 to 5 MB.",
+                "Set it to the number of GB that the cache may take, for example 20. `kvbm size MODEL` helps to choose.",
+            )
         if wanted > fits:
             yield note(
                 "memory-second",
@@ -87,6 +97,8 @@ class HostMemory:
         folder = config.host_persist_dir
         try:
             os.close(open_trusted(folder, "KVBM_HOST_PERSIST_DIR"))
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             room = shutil.disk_usage(folder).free + kept
         except OSError as error:
             yield bad(

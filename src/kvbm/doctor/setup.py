@@ -159,18 +159,30 @@ class Ports:
             return
         if config.metrics:
             yield self._metrics(case, config)
+        yield from self._leader(config)
+
+    def _leader(self, config: Config) -> Iterator[Finding]:
+        host = config.leader_zmq_host
+        refusal = None if local.path_of(config.leader_pub_url) else _refusal(host, 0)
+        if refusal is not None:
+            yield note(
+                "leader-elsewhere",
+                f"DYN_KVBM_LEADER_ZMQ_HOST={host} is not an address of this machine ({refusal.strerror or refusal}).",
+                "vLLM does not use it. For other engines, only workers can start here, with their leader there.",
+            )
+            return
         taken = [
             (env, port)
             for env, port, url in (
                 ("DYN_KVBM_LEADER_ZMQ_PUB_PORT", config.leader_zmq_pub_port, config.leader_pub_url),
                 ("DYN_KVBM_LEADER_ZMQ_ACK_PORT", config.leader_zmq_ack_port, config.leader_ack_url),
             )
-            if not _leader_may_have(config.leader_zmq_host, port, url)
+            if not _leader_may_have(host, port, url)
         ]
         for env, port in taken:
             yield note(
                 "leader-port-taken",
-                f"{env}={port} is taken on {config.leader_zmq_host}.",
+                f"{env}={port} is taken on {host}.",
                 "vLLM does not use it. Every engine whose leader talks to its workers over ZeroMQ needs its own "
                 "pair of ports.",
             )

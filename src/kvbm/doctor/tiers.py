@@ -59,7 +59,7 @@ class Disk:
         if not where.is_dir():
             yield bad("disk-not-writable", f"{_DIRECTORY}={folder}: {where} is not a directory.", _ELSEWHERE)
             return
-        is_missing = where != folder.absolute()
+        is_missing = where != Path(os.path.realpath(folder))
         what = f"{_DIRECTORY}={folder} " + (f"does not exist, and {where} " if is_missing else "")
         if os.statvfs(where).f_flag & os.ST_RDONLY:
             yield bad(
@@ -72,17 +72,12 @@ class Disk:
             yield bad(
                 "disk-not-writable",
                 f"{what}is not writable for this user" + (": the engine cannot create it." if is_missing else "."),
-                f"Change its owner, or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
+                ("See `lsattr -d` for an immutable directory" if os.geteuid() == 0 else "Change its owner")
+                + f", or choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
             return
         if is_missing:
-            mount, kind = mount_of(where)
-            yield note(
-                "disk-dir-missing",
-                f"{_DIRECTORY}={folder} does not exist. The engine creates it in {where}, on the filesystem of {mount} "
-                f"({kind}).",
-                "If a drive belongs there, mount it first.",
-            )
+            yield from _will_be_made(folder, where)
         try:
             os.close(open_trusted(where))
         except CacheRefused as error:
@@ -219,9 +214,29 @@ class Disk:
             yield good("disk-speed", f"{text}{how}.")
 
 
+def _will_be_made(folder: Path, where: Path) -> Iterator[Finding]:
+    if "$" in str(folder):
+        yield bad(
+            "disk-dir-variable",
+            f"{_DIRECTORY}={folder} contains a $: the shell or the service manager has not replaced the variable.",
+            "Write the path without variables.",
+        )
+        return
+    mount, kind = mount_of(where)
+    real = os.path.realpath(folder)
+    means = f", which is {real}," if real != str(folder) else ""
+    relative = "The path is relative to the directory that the engine starts in. " if not folder.is_absolute() else ""
+    yield note(
+        "disk-dir-missing",
+        f"{_DIRECTORY}={folder}{means} does not exist. The engine creates it in {where}, on the filesystem of {mount} "
+        f"({kind}).",
+        f"{relative}If a drive belongs there, mount it first.",
+    )
+
+
 def _existing(folder: Path) -> Path:
-    """The folder, or its closest parent that exists. Raises OSError where the path can never exist."""
-    folder = folder.absolute()
+    """The folder that the path leads to, or its closest parent that exists. Raises OSError where it can never exist."""
+    folder = Path(os.path.realpath(folder))
     while True:
         try:
             os.stat(folder)
