@@ -53,7 +53,7 @@ def test_the_screen_has_tiers_flows_rates_and_requests():
     assert re.search(r"host +█+░+ 300 MB of 400 MB \(75%\), 7 evicted", text)
     assert re.search(r"↑ host → device +20\.0 blocks/s +2 GB/s", text)
     assert re.search(r"↓ host → disk +0\.0 blocks/s", text)
-    assert re.search(r"330 +16 +240 +10 ms +200 ms  loaded in the step \(no other requests\n +running\)", text)
+    assert re.search(r"330 +16 +240 +10 ms +200 ms  loaded in the step \(no other requests running\)", text)
 
 
 def test_the_screen_has_sources_and_what_others_read():

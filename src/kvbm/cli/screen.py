@@ -135,7 +135,7 @@ def _requests(requests: Sequence[Request], width: int, height: int | None) -> It
     table = Table(box=None, pad_edge=False, header_style="dim")
     left = width
     for name in shown:
-        least = 8 if width >= _NARROW or name == "when" else 6
+        least = 8 if name == "when" else 6
         table.add_column(name, justify="right", min_width=least, no_wrap=True)
         left -= max(least, *(len(row[name]) for row in rows)) + 2
     table.add_column("why")

@@ -162,7 +162,7 @@ function drawFlow(source, target, sign) {
 }
 
 // What has come from each source of a tier that has several, and what others have read here.
-function drawSources(state, tier) {
+function drawPeers(state, tier) {
   const refusals = (each) => Object.values(each.refused).reduce((sum, n) => sum + n, 0);
   const lines = state.sources.filter((s) => s.tier === tier).sort((a, b) => b.blocks - a.blocks).slice(0, 16).map((s) => {
     const speed = s.bytes_per_second ? `, ${bytes(s.bytes_per_second)}/s` : "";
@@ -201,7 +201,7 @@ function drawTiers(state) {
       "div", { class: "tier", "data-tier": tier.tier },
       make("div", { class: "names" }, make("b", {}, NAMES[tier.tier] || tier.tier), make("span", {}, `${size}${evicted}`)),
       bar(["pinned", "idle", "writing", "free"].map((kind) => [kind, tier[kind]]), label),
-    ), ...drawSources(state, tier.tier));
+    ), ...drawPeers(state, tier.tier));
     above.push(tier.tier);
   }
   $("tiers").replaceChildren(...nodes);
@@ -253,7 +253,7 @@ function drawHistory(state) {
   $("history").replaceChildren(...plots);
 }
 
-function drawSources(state) {
+function drawLegend(state) {
   const key = (kind, text) => make("span", {}, make("i", { class: `key ${kind}` }), text);
   $("sources").replaceChildren(
     make("span", {}, "tokens of the prompt:"), key("device", "the engine had them"),
@@ -295,7 +295,7 @@ function draw(state) {
   drawTiles(state);
   drawTiers(state);
   drawHistory(state);
-  drawSources(state);
+  drawLegend(state);
   $("requests").replaceChildren(...state.requests.map((request) => drawRequest(state, request)));
   $("none").hidden = state.requests.length > 0;
 }
@@ -314,6 +314,16 @@ async function get(path) {
   return answer.json();
 }
 
+// A fault of this page is not one of the engine.
+function tryToDraw(state) {
+  try {
+    draw(state);
+    return "";
+  } catch (error) {
+    return `this page has a fault, please report it: ${error.message}`;
+  }
+}
+
 async function ask() {
   try {
     const state = await get(`/api/state?requests=${REQUESTS}`);
@@ -328,12 +338,14 @@ async function ask() {
       states.push(state);
     }
     while (states.length && state.at - states[0].at > HISTORY_S) states.shift();
-    draw(state);
+    const fault = tryToDraw(state);
     for (const old of states.slice(0, -1)) delete old.requests;
     const silent = performance.now() - changed;
     if (silent > SILENT_MS) {
       drawBanner(`It has been silent for ${seconds(silent / 1000)}.`);
       say("lost", "no answer");
+    } else if (fault) {
+      say("lost", fault);
     } else {
       say("live", "live");
     }
