@@ -34,6 +34,7 @@ def versions(monkeypatch, tmp_path):
 
     monkeypatch.setattr(config.table, "SYSTEM_FILE", tmp_path / "missing.toml")
     monkeypatch.setattr(gpu, "gpus", lambda: ())
+    monkeypatch.setattr(gpu, "_nvidia_smi", lambda: ((), ""))
     monkeypatch.setattr(setup, "gpus", lambda: ())
     monkeypatch.setattr(metadata, "version", version)
     # Others on this machine may have the usual ones.

@@ -8,10 +8,12 @@ import resource
 import subprocess
 
 import pytest
-from test_broken_setups import GOOD, Bench, assert_named
+from test_broken_setups import CARD, GOOD, Bench, assert_named
 
-from kvbm.doctor import limits
+from kvbm.doctor import gpu, limits
 from kvbm.engines.vllm.transfer_config import EXAMPLE, TRANSFER
+
+REAL_NVIDIA_SMI = gpu._nvidia_smi
 
 
 def limit(b, which, value):
@@ -153,11 +155,66 @@ def host_for_cpu(b):
     return [], {"DYN_KVBM_HOST_CACHE_GB": "10"}
 
 
+def disk_directory_without_a_size(b):
+    return [], {"DYN_KVBM_DISK_CACHE_DIR": b.folder, "DYN_KVBM_METRICS": "1"}
+
+
+def disk_tier_smaller_than_a_block(b):
+    return [], b.disk(b.folder, "0.0001")
+
+
+def disk_directory_in_s3(b):
+    return [], b.disk("s3://bucket/kvbm")
+
+
+def two_disk_directories(b):
+    return [], b.disk("/mnt/a:/mnt/b")
+
+
+def port_of_the_peers_in_use(b):
+    address = f"127.0.0.1:{b.listen()}"
+    return [], {"KVBM_PEERS_ENABLED": "1", "KVBM_PEER_LISTEN": address, "KVBM_PEER_SECRET": "0123456789abcdef"}
+
+
+def peers_named_and_off(b):
+    return [], {"KVBM_PEERS": "10.0.0.1:23280"}
+
+
+def bucket_named_and_off(b):
+    return [], {"DYN_KVBM_OBJECT_BUCKET": "cache"}
+
+
+def word_for_a_number_of_vllm(b):
+    return ["--kv-transfer-config", json.dumps({**TRANSFER, "kv_parallel_size": "two"})], {}
+
+
+def driver_that_does_not_fit_its_library(b):
+    program = b.folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    b.patch.setenv("PATH", f"{b.folder}:{os.environ['PATH']}")
+    b.patch.setattr(gpu, "_nvidia_smi", REAL_NVIDIA_SMI)
+    REAL_NVIDIA_SMI.cache_clear()
+    b._request.addfinalizer(REAL_NVIDIA_SMI.cache_clear)
+    return [], {}
+
+
+def gpu_that_is_not_there(b):
+    b.versions["vllm"] = "0.31.0"
+    b.patch.setattr(gpu, "gpus", lambda: (CARD,))
+    return [], {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def records_on_a_full_filesystem(b):
+    folder = b.mount("tmpfs", "size=64k,mode=700")
+    return [], {"DYN_KVBM_ENABLE_RECORD": "1", "KVBM_RECORD_DIR": folder}
+
+
 CASES = [
     (settings_path_is_a_directory, "setting-refused", ["KVBM_CONFIG_PATH", "Is a directory"]),
     (settings_file_with_a_section, "setting-misspelt", ["put cpu_cache_gb at the top", "[kvbm]"]),
     (settings_file_not_in_utf8, "setting-refused", ["kvbm.toml", "utf-8"]),
-    (variable_in_a_path, "disk-dir-variable", ["DYN_KVBM_DISK_CACHE_DIR=$NO_SUCH_VARIABLE", "contains a $"]),
+    (variable_in_a_path, "disk-dir-not-a-path", ["DYN_KVBM_DISK_CACHE_DIR=$NO_SUCH_VARIABLE", "contains a $"]),
     (relative_disk_directory, "disk-dir-missing", ["DYN_KVBM_DISK_CACHE_DIR=cache/kvbm", "is relative"]),
     (disk_directory_is_a_dangling_link, "disk-dir-missing", ["gone/away", "does not exist"]),
     (disk_directory_of_another_user, "disk-not-private", ["belongs to uid 65534", "DYN_KVBM_DISK_CACHE_DIR"]),
@@ -176,11 +233,22 @@ CASES = [
     (extra_config_as_text, "transfer-field", ["kv_connector_extra_config", "It takes an object"]),
     (misspelt_key_in_the_extra_config, "setting-misspelt", ["did you mean cpu_cache_gb?"]),
     (connector_of_another_cache, "connector-name", ["kvbm.vllm_integration.connector"]),
-    (host_tier_of_a_few_blocks, "host-tier-tiny", ["DYN_KVBM_CPU_CACHE_GB=0.001", "a few blocks"]),
+    (host_tier_of_a_few_blocks, "tier-tiny", ["DYN_KVBM_CPU_CACHE_GB=0.001", "1 MB"]),
     (size_in_blocks_beside_one_in_gigabytes, "memory-unknown", ["DYN_KVBM_CPU_CACHE_GB=100 has no effect"]),
     (bytes_for_gigabytes, "host-memory-short", ["DYN_KVBM_CPU_CACHE_GB=100000000000", "not in bytes"]),
     (kept_memory_on_a_read_only_mount, "memory-not-kept", ["KVBM_HOST_PERSIST_DIR", "Read-only"]),
     (prefix_with_two_letters_swapped, "setting-misspelt", ["did you mean DYN_KVBM_DISK_CACHE_GB?"]),
+    (disk_directory_without_a_size, "setting-without-effect", ["DYN_KVBM_DISK_CACHE_DIR without effect"]),
+    (disk_tier_smaller_than_a_block, "tier-tiny", ["DYN_KVBM_DISK_CACHE_GB=0.0001", "100 kB"]),
+    (disk_directory_in_s3, "disk-dir-not-a-path", ["DYN_KVBM_DISK_CACHE_DIR=s3:/bucket", "DYN_KVBM_OBJECT_BUCKET"]),
+    (two_disk_directories, "disk-dir-not-a-path", ["DYN_KVBM_DISK_CACHE_DIR=/mnt/a:/mnt/b", "one path"]),
+    (port_of_the_peers_in_use, "peer-listen", ["KVBM_PEER_LISTEN=127.0.0.1:", "in use"]),
+    (peers_named_and_off, "setting-without-effect", ["KVBM_PEERS without effect", "KVBM_PEERS_ENABLED"]),
+    (bucket_named_and_off, "setting-without-effect", ["DYN_KVBM_OBJECT_BUCKET", "DYN_KVBM_OBJECT_ENABLED"]),
+    (word_for_a_number_of_vllm, "transfer-field", ["\"kv_parallel_size\" is 'two'", "number"]),
+    (driver_that_does_not_fit_its_library, "driver-broken", ["Driver/library version mismatch"]),
+    (gpu_that_is_not_there, "gpu-hidden", ["CUDA_VISIBLE_DEVICES='0,1'", "this machine has 1"]),
+    (records_on_a_full_filesystem, "record-dir", ["KVBM_RECORD_DIR", "full"]),
     (host_for_cpu, "setting-misspelt", ["did you mean DYN_KVBM_CPU_CACHE_GB?"]),
 ]
 
@@ -191,5 +259,5 @@ def test_the_cause_is_named(ask, tmp_path, monkeypatch, mount, versions, request
 
 
 def test_the_good_set_up_has_none_of_these(ask):
-    _, found = ask("--quick", "--kv-transfer-config", EXAMPLE, **GOOD)
+    _, found = ask("--quick", "--kv-transfer-config", EXAMPLE, DYN_KVBM_METRICS="1", **GOOD)
     assert not {name for _, name, _ in CASES if name != "shared-memory-small"} & set(found)

@@ -89,8 +89,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             return f"{cached:,} prompt tokens from a cache" if cached else "the server reports no hits"
         own, loaded = self.server[_OWN_HITS], self.server.get(_TIER_HITS, 0.0)
         return (
-            f"of {prompt:,.0f} prompt tokens, {loaded:,.0f} ({loaded / prompt:.0%}) were loaded by the KV connector and "
-            f"{own:,.0f} ({own / prompt:.0%}) were in the engine's own cache"
+            f"of {prompt:,.0f} prompt tokens, {loaded:,.0f} ({loaded / prompt:.0%}) were loaded by the KV connector "
+            f"and {own:,.0f} ({own / prompt:.0%}) were in the engine's own cache"
         )
 
 

@@ -220,8 +220,8 @@ def read_trace(path: Path, most: int | None = None) -> list[Line]:
                 lines.append(_line(row))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise TraceError(
-                f"{path}, line {number}: {error or type(error).__name__}; expected an object with timestamp (in ms), input_length, "
-                "output_length and hash_ids"
+                f"{path}, line {number}: {error or type(error).__name__}; expected an object with timestamp (in ms), "
+                "input_length, output_length and hash_ids"
             ) from error
         if len(lines) == most:
             break

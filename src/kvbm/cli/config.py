@@ -208,8 +208,8 @@ vllm serve Qwen/Qwen3-0.6B --kv-transfer-config '{{
   not matter.
 - Numbers have no unit and no sign. Sizes are in GB (1 GB = 1e9 bytes) and can be fractions: `0.5` is half a GB.
 - An empty environment variable counts as not set, unless the setting is a switch. `null` in JSON counts as not set.
-- KVBM ignores an unknown name that resembles a setting, and logs a warning with the closest name. `kvbm doctor` calls it
-  a fault, and `kvbm serve` does not start with it.
+- KVBM ignores an unknown name that resembles a setting, and logs a warning with the closest name. `kvbm doctor` calls
+  it a fault, and `kvbm serve` does not start with it.
 - The size of a tier is the sum over all ranks of an engine: `int(GB * 1e9 / bytes of a block on all ranks)` blocks.
 - A host tier that is smaller than the engine's KV cache on the GPU rarely helps, because it evicts blocks before the
   GPU does.

@@ -17,7 +17,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,6 +125,8 @@ def _by_flags(text: str, flags: Mapping[str, str]) -> str:
 
 def _port_problem(rest: Sequence[str]) -> str:
     """Why vLLM could not listen on its port: it tries only after it has loaded the weights, or ends in a traceback."""
+    from kvbm.doctor.base import refusal
+
     if any(_option(rest, name) is not None for name in ("--uds", "--headless")):
         return ""
     text, host = _option(rest, "--port"), _option(rest, "--host") or ""
@@ -134,17 +135,13 @@ def _port_problem(rest: Sequence[str]) -> str:
     if text is not None and (not text.isdecimal() or int(text) > 65535):
         return f"--port {text}: expected a whole number up to 65535"
     port = int(text or _DEFAULT_PORT)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            cure = "Choose an address of this machine with --host, and a port of 1024 or above with --port"
-            if error.errno == errno.EADDRINUSE:
-                other = port + 1 if port < 65535 else port - 1
-                cure = f"`ss -ltnp 'sport = :{port}'` shows its program. Stop that, or choose another port: --port {other}"
-            return f"cannot listen on port {port} of {host or 'this machine'}: {error.strerror or error}. {cure}"
-    return ""
+    if (error := refusal(host, port)) is None:
+        return ""
+    cure = "Choose an address of this machine with --host, and a port of 1024 or above with --port"
+    if error.errno == errno.EADDRINUSE:
+        other = port + 1 if port < 65535 else port - 1
+        cure = f"`ss -ltnp 'sport = :{port}'` shows its program. Stop that, or choose another port: --port {other}"
+    return f"cannot listen on port {port} of {host or 'this machine'}: {error.strerror or error}. {cure}"
 
 
 def _option(words: Sequence[str], name: str) -> str | None:

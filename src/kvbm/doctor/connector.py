@@ -18,6 +18,7 @@ FIELDS = frozenset({
     "kv_connector_extra_config", "kv_connector_module_path", "kv_ip", "kv_load_failure_policy", "kv_parallel_size",
     "kv_port", "kv_rank", "kv_role",
 })  # fmt: skip
+_NUMBERS = ("kv_buffer_size", "kv_parallel_size", "kv_port", "kv_rank")
 POLICIES = ("recompute", "fail")
 _OURS = {name for row in SETTINGS for name in (row.key, row.env)}
 _EXTRA = "kv_connector_extra_config"
@@ -83,6 +84,9 @@ def _fields(config: dict[str, Any]) -> Iterator[Finding]:
     ours = our_part(config)
     for part in (config,) if ours is config else (config, ours):
         for name in part:
+            if name in _NUMBERS and not isinstance(part[name], (int, float)):
+                text = f'"{name}" is {part[name]!r}, and vLLM takes a number.'
+                yield bad("transfer-field", text, "Correct or remove it.")
             if name in FIELDS:
                 continue
             if name in _OURS:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvbm.doctor.base import Examination, bad, good, installed_version, note
-from kvbm.observe.format import size
+from kvbm.observe.format import printable, size
 from kvbm.observe.snapshot import Finding
 
 SLOW, VERY_SLOW = 20e9, 6e9  # bytes a second; PCIe 4 x16 carries 25 GB/s, PCIe 5 x16 55
@@ -24,16 +24,26 @@ class Card(NamedTuple):
     most_width: int
 
 
-@cache
 def gpus() -> tuple[Card, ...]:
     """The GPUs that nvidia-smi lists, without an import of torch, which takes seconds; empty without a driver."""
+    return _nvidia_smi()[0]
+
+
+@cache
+def _nvidia_smi() -> tuple[tuple[Card, ...], str]:
+    """(the GPUs, why nvidia-smi failed). Without the program there is no reason to give."""
     query = "name,memory.total,driver_version,pcie.link.width.current,pcie.link.width.max"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(_card(line) for line in done.stdout.splitlines() if line.count(",") >= 4)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return (), ""
+    except (OSError, subprocess.SubprocessError) as error:
+        return (), str(error)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return (), printable(said[0] if said else f"exit code {done.returncode}")
+    return tuple(_card(line) for line in done.stdout.splitlines() if line.count(",") >= 4), ""
 
 
 def _card(line: str) -> Card:
@@ -51,6 +61,13 @@ class Gpu:
     def run(self, case: Examination) -> Iterator[Finding]:
         cards = gpus()
         if not cards:
+            if problem := _nvidia_smi()[1]:
+                yield bad(
+                    "driver-broken",
+                    f"nvidia-smi is installed and fails: {problem}.",
+                    "Load the driver's kernel module, or restart the machine after an update of the driver.",
+                )
+                return
             cpu_engine = "cpu" in installed_version("vllm")
             yield note(
                 "no-gpu",
@@ -76,6 +93,13 @@ class Gpu:
         hidden = case.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
             yield bad("gpu-hidden", f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU from the engine.", "Unset it.")
+        elif any(each.strip().isdecimal() and int(each) >= len(cards) for each in (hidden or "").split(",")):
+            yield bad(
+                "gpu-hidden",
+                f"CUDA_VISIBLE_DEVICES={hidden!r} names a GPU that is not there: this machine has {len(cards)}, "
+                "counted from 0.",
+                "Correct or unset it.",
+            )
         elif not case.quick:
             yield from self._torch()
 

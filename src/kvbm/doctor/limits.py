@@ -48,7 +48,7 @@ class Limits:
         if shared < MIN_SHARED_MEMORY:
             yield note(
                 "shared-memory-small",
-                f"{SHARED_MEMORY} has {size(shared)}: the processes of an engine with several GPUs exchange data there.",
+                f"{SHARED_MEMORY} has {size(shared)}: processes of an engine with several GPUs exchange data there.",
                 "docker run --shm-size=8g or --ipc=host; in Kubernetes a volume emptyDir with medium Memory.",
             )
         yield from _temporary(case.environ.get("TMPDIR", ""))
@@ -115,4 +115,6 @@ def _not_writable(folder: Path) -> str:
         folder = folder.parent
     if not folder.is_dir():
         return f"lies below {folder}, which is not a directory"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else "is not writable for this user"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "is not writable for this user"
+    return "" if shutil.disk_usage(folder).free >= 1 << 20 else "is on a full filesystem"

@@ -22,7 +22,6 @@ from kvbm.tiers.host.slab import available_memory
 from kvbm.tiers.lock import is_locked
 
 PROBE = 256 << 20
-MIN_TIER = 50e6  # bytes
 READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0
 
 
@@ -67,12 +66,6 @@ class HostMemory:
                 + (" The size is in GB, not in bytes." if wanted > 1e15 else ""),
             )
             return
-        if wanted < MIN_TIER:
-            yield bad(
-                "host-tier-tiny",
-                f"{asked}, which is a few blocks of a model: most have blocks of 0.5 to 5 MB.",
-                "Set it to the number of GB that the cache may take, for example 20. `kvbm size MODEL` helps to choose.",
-            )
         if wanted > fits:
             yield note(
                 "memory-second",

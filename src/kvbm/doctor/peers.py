@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import kvbm
-from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.base import Examination, bad, good, note, refusal
 from kvbm.observe.snapshot import Finding
 from kvbm.tiers.peers import doctor as fleet
 
@@ -38,8 +38,18 @@ class Peers:
         except ValueError as error:
             yield bad("peers-secret", f"{error}.", "Until then, the engine does not start with peers.")
             return
+        if case.snapshot is None and (problem := _cannot_listen(config.peer_listen)):
+            yield bad(
+                "peer-listen",
+                f"KVBM_PEER_LISTEN={config.peer_listen}: this machine cannot listen there ({problem}).",
+                "Choose an address of this machine and a free port. Every engine on a host needs its own.",
+            )
         for problem in problems:
-            yield bad("peers-list", f"A list of KVBM_PEERS cannot be read: {problem}.", "Correct KVBM_PEERS.")
+            yield bad(
+                "peers-list",
+                f"A list of KVBM_PEERS={config.peers} cannot be read: {problem}.",
+                "Correct KVBM_PEERS, or ETCD_ENDPOINTS if it names etcd.",
+            )
         for address, kind, why in unreached:
             yield bad("peer-unreachable", f"{address}: {why}.", _CURES.get(kind, "See the log of that engine."))
         for member in reached:
@@ -55,6 +65,12 @@ class Peers:
         yield from _compare(reached)
         if not reached and not unreached and not problems:
             yield note("peers-none", "No other engine is known: no neighbour runs here, and KVBM_PEERS names none.")
+
+
+def _cannot_listen(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    refused = refusal(host.strip("[]"), int(port)) if port.isdecimal() else None
+    return "" if refused is None else refused.strerror or str(refused)
 
 
 def _compare(members: list[fleet.Reached]) -> Iterator[Finding]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import errno
 import platform
-import socket
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 
 import kvbm
-from kvbm.config import SETTINGS, Config, ConfigError, require_tier
-from kvbm.doctor.base import Examination, bad, good, installed_version, note
+from kvbm.config import DEFAULT, SETTINGS, Config, ConfigError, require_tier
+from kvbm.doctor.base import Examination, bad, good, installed_version, note, refusal
 from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES, is_supported, is_too_old
 from kvbm.engines.vllm import shortcuts
 from kvbm.observe.format import printable, size
 from kvbm.observe.snapshot import Finding
 from kvbm.runtime.channel import local
+
+MIN_TIER = 5e6  # bytes
 
 
 class Versions:
@@ -55,6 +56,7 @@ class Settings:
             else:
                 yield note("setting-odd", warning)
         yield from _doubtful(config)
+        yield from _without_effect(config)
         if config.unused:
             yield note("setting-unused", f"Accepted, not used: {', '.join(config.unused)}.")
         if case.snapshot is not None and not (config.has_host_tier or config.has_disk_tier):
@@ -87,6 +89,24 @@ def _doubtful(config: Config) -> Iterator[Finding]:
             f"KVBM_METRICS_HOST={config.metrics_host} opens the metrics port to the network, without authentication.",
             "Let only your Prometheus reach it: a firewall, a NetworkPolicy.",
         )
+
+
+def _without_effect(config: Config) -> Iterator[Finding]:
+    """Settings whose switch, or whose tier, is off."""
+    switches = [
+        (config.has_disk_tier, "DYN_KVBM_DISK_CACHE_GB", ("disk_cache_dir",)),
+        (config.has_host_tier, "DYN_KVBM_CPU_CACHE_GB", ("host_persist",)),
+        (config.host_persist, "KVBM_HOST_PERSIST", ("host_persist_dir",)),
+        (config.metrics, "DYN_KVBM_METRICS", ("metrics_port", "metrics_host")),
+        (config.enable_record, "DYN_KVBM_ENABLE_RECORD", ("record_dir",)),
+        (config.object_enabled, "DYN_KVBM_OBJECT_ENABLED", ("object_bucket", "object_endpoint")),
+        (config.peers_enabled, "KVBM_PEERS_ENABLED", ("peers", "peer_listen")),
+    ]
+    for is_on, needed, keys in switches:
+        given = [row.env for row in SETTINGS if row.key in keys and config.sources[row.key] != DEFAULT]
+        if given and not is_on:
+            text = f"{' and '.join(given)} without effect: {needed} is not set."
+            yield note("setting-without-effect", text, f"Set {needed}, or remove it.")
 
 
 def _shown(config: Config, key: str) -> str:
@@ -163,11 +183,11 @@ class Ports:
 
     def _leader(self, config: Config) -> Iterator[Finding]:
         host = config.leader_zmq_host
-        refusal = None if local.path_of(config.leader_pub_url) else _refusal(host, 0)
-        if refusal is not None:
+        refused = None if local.path_of(config.leader_pub_url) else refusal(host, 0)
+        if refused is not None:
             yield note(
                 "leader-elsewhere",
-                f"DYN_KVBM_LEADER_ZMQ_HOST={host} is not an address of this machine ({refusal.strerror or refusal}).",
+                f"DYN_KVBM_LEADER_ZMQ_HOST={host} is not an address of this machine ({refused.strerror or refused}).",
                 "vLLM does not use it. For other engines, only workers can start here, with their leader there.",
             )
             return
@@ -190,15 +210,15 @@ class Ports:
             yield good("leader-ports", "The leader's ports are free.")
 
     def _metrics(self, case: Examination, config: Config) -> Finding:
-        refusal = _refusal(config.metrics_host, config.metrics_port)
-        if refusal and refusal.errno != errno.EADDRINUSE:
+        refused = refusal(config.metrics_host, config.metrics_port)
+        if refused and refused.errno != errno.EADDRINUSE:
             return bad(
                 "metrics-host",
                 f"KVBM_METRICS_HOST={config.metrics_host}, DYN_KVBM_METRICS_PORT={config.metrics_port}: this machine "
-                f"cannot listen there ({refusal.strerror or refusal}). The engine would start without metrics.",
+                f"cannot listen there ({refused.strerror or refused}). The engine would start without metrics.",
                 "Use 127.0.0.1, an address of this machine or 0.0.0.0, and a port of 1024 or above.",
             )
-        if refusal is None:
+        if refused is None:
             return good("metrics-port", f"Port {config.metrics_port} for metrics is free.")
         if case.snapshot is not None and case.url.endswith(f":{config.metrics_port}"):
             model, port = printable(case.snapshot.identity.model), config.metrics_port
@@ -218,22 +238,7 @@ class Ports:
 
 def _leader_may_have(host: str, port: int, url: str) -> bool:
     path = local.path_of(url)
-    return _is_free(host, port) if path is None else not local.is_claimed(path)
-
-
-def _is_free(host: str, port: int) -> bool:
-    return _refusal(host, port) is None
-
-
-def _refusal(host: str, port: int) -> OSError | None:
-    """Why a program cannot listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
+    return refusal(host, port) is None if path is None else not local.is_claimed(path)
 
 
 class Sizes:
@@ -246,6 +251,13 @@ class Sizes:
         if config is None or case.snapshot is not None:  # another check reports the sizes of a running engine
             return
         host, disk = _tier_bytes(config)
+        for amount, name in ((host, "DYN_KVBM_CPU_CACHE_GB"), (disk, "DYN_KVBM_DISK_CACHE_GB")):
+            if 0 < amount < MIN_TIER:
+                yield bad(
+                    "tier-tiny",
+                    f"{name}={amount / 1e9:g} asks for {size(amount)}: most models have blocks of 0.5 to 5 MB.",
+                    "Set it to the GB that the cache may take, for example 20. `kvbm size MODEL` helps to choose.",
+                )
         if host and disk and disk < host:
             yield bad(
                 "disk-smaller-than-host",

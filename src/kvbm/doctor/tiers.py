@@ -215,11 +215,12 @@ class Disk:
 
 
 def _will_be_made(folder: Path, where: Path) -> Iterator[Finding]:
-    if "$" in str(folder):
+    if "$" in str(folder) or ":/" in str(folder):
+        what = "a $: the shell or the service manager has not replaced a variable" if "$" in str(folder) else '":/"'
         yield bad(
-            "disk-dir-variable",
-            f"{_DIRECTORY}={folder} contains a $: the shell or the service manager has not replaced the variable.",
-            "Write the path without variables.",
+            "disk-dir-not-a-path",
+            f"{_DIRECTORY}={folder} contains {what}.",
+            "It takes one path, without variables, and no URL. For S3, set DYN_KVBM_OBJECT_BUCKET.",
         )
         return
     mount, kind = mount_of(where)
