@@ -176,6 +176,22 @@ def port_of_the_peers_in_use(b):
     return [], {"KVBM_PEERS_ENABLED": "1", "KVBM_PEER_LISTEN": address, "KVBM_PEER_SECRET": "0123456789abcdef"}
 
 
+def home_of_nobody(b):
+    return [], b.disk("~no-such-user/kvbm")
+
+
+def tier_turned_off_in_the_extra_config(b):
+    return ["--kv-transfer-config", json.dumps({**TRANSFER, "kv_connector_extra_config": {"cpu_cache_gb": 0}})], {}
+
+
+def transfer_config_wrapped_in_its_name(b):
+    return ["--kv-transfer-config", json.dumps({"kv_transfer_config": TRANSFER})], {}
+
+
+def disk_tier_without_a_host_tier(b):
+    return [], {**b.disk(b.folder), "DYN_KVBM_CPU_CACHE_GB": "0"}
+
+
 def peers_named_and_off(b):
     return [], {"KVBM_PEERS": "10.0.0.1:23280"}
 
@@ -243,6 +259,10 @@ CASES = [
     (disk_directory_in_s3, "disk-dir-not-a-path", ["DYN_KVBM_DISK_CACHE_DIR=s3:/bucket", "DYN_KVBM_OBJECT_BUCKET"]),
     (two_disk_directories, "disk-dir-not-a-path", ["DYN_KVBM_DISK_CACHE_DIR=/mnt/a:/mnt/b", "one path"]),
     (port_of_the_peers_in_use, "peer-listen", ["KVBM_PEER_LISTEN=127.0.0.1:", "in use"]),
+    (home_of_nobody, "setting-refused", ["DYN_KVBM_DISK_CACHE_DIR='~no-such-user/kvbm'", "home directory"]),
+    (tier_turned_off_in_the_extra_config, "no-tier", ["cpu_cache_gb is 0 in kv_connector_extra_config"]),
+    (transfer_config_wrapped_in_its_name, "transfer-field", ['Leave out "kv_transfer_config"']),
+    (disk_tier_without_a_host_tier, "disk-without-host", ["experimental", "DYN_KVBM_CPU_CACHE_GB"]),
     (peers_named_and_off, "setting-without-effect", ["KVBM_PEERS without effect", "KVBM_PEERS_ENABLED"]),
     (bucket_named_and_off, "setting-without-effect", ["DYN_KVBM_OBJECT_BUCKET", "DYN_KVBM_OBJECT_ENABLED"]),
     (word_for_a_number_of_vllm, "transfer-field", ["\"kv_parallel_size\" is 'two'", "number"]),

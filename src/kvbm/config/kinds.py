@@ -169,11 +169,12 @@ class FilePath(Kind, frozen=True):
         return "a path"
 
     def parse(self, raw: object) -> Path:
-        if isinstance(raw, Path):
-            return raw.expanduser()
-        if not isinstance(raw, str) or not raw.strip() or "\0" in raw:
+        if not isinstance(raw, (str, Path)) or not str(raw).strip() or "\0" in str(raw):
             raise RejectedError
-        return Path(raw.strip()).expanduser()
+        try:
+            return Path(str(raw).strip()).expanduser()
+        except RuntimeError as error:  # ~ of a user that this machine does not have
+            raise RejectedError(str(error)) from error
 
 
 class Backends(Kind, frozen=True):

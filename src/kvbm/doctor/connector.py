@@ -95,6 +95,8 @@ def _fields(config: dict[str, Any]) -> Iterator[Finding]:
             else:
                 near = closest(name, FIELDS)
                 cure = f'Did you mean "{near}"?' if near else f"It takes {', '.join(sorted(FIELDS))}."
+                if isinstance(part[name], dict) and "kv_connector" in part[name]:
+                    cure = f'Leave out "{name}" and give the object in it.'
                 yield bad("transfer-field", f'vLLM does not know "{name}" and refuses to start.', cure)
     if ours is not config and isinstance(extra, dict):
         for name in sorted(_OURS & extra.keys()):

@@ -65,7 +65,10 @@ class Settings:
         try:
             require_tier(config)
         except ConfigError as error:
-            yield bad("no-tier", str(error), "export DYN_KVBM_CPU_CACHE_GB=20 where the engine is started.")
+            sizes = ("cpu_cache_gb", "disk_cache_gb")
+            zeros = [f"{key} is 0 in {config.sources[key]}" for key in sizes if config.sources[key] != DEFAULT]
+            cure = "export DYN_KVBM_CPU_CACHE_GB=20 where the engine is started."
+            yield bad("no-tier", f"{error}. {', '.join(zeros)}", f"Correct it: {zeros[0]}." if zeros else cure)
             return
         given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]
         yield good("settings", f"Settings are valid: {', '.join(given)}.")
@@ -82,6 +85,12 @@ def _doubtful(config: Config) -> Iterator[Finding]:
     if config.load == "never":
         yield bad(
             "never-load", "KVBM_LOAD=never: KVBM stores blocks and loads none.", "Remove KVBM_LOAD, or set it to auto."
+        )
+    if config.has_disk_tier and not config.has_host_tier:
+        yield note(
+            "disk-without-host",
+            "There is a disk tier and no host tier, which is experimental: every load waits for the disk.",
+            "Set DYN_KVBM_CPU_CACHE_GB too.",
         )
     if config.metrics and config.metrics_host in ("0.0.0.0", "::"):
         yield note(
