@@ -68,7 +68,7 @@ class Settings:
             sizes = ("cpu_cache_gb", "disk_cache_gb")
             zeros = [f"{key} is 0 in {config.sources[key]}" for key in sizes if config.sources[key] != DEFAULT]
             cure = "export DYN_KVBM_CPU_CACHE_GB=20 where the engine is started."
-            yield bad("no-tier", f"{error}. {', '.join(zeros)}", f"Correct it: {zeros[0]}." if zeros else cure)
+            yield bad("no-tier", str(error), f"Correct it: {', '.join(zeros)}." if zeros else cure)
             return
         given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]
         yield good("settings", f"Settings are valid: {', '.join(given)}.")
