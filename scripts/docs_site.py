@@ -48,6 +48,7 @@ def stage() -> None:
     for page in sorted({page for pattern in PAGES for page in PROJECT.glob(pattern)}):
         text = LINK.sub(lambda link, page=page: _stage_link(page, link), page.read_text())
         _write(page, text)
+    shutil.copy(PROJECT / "docs" / "site.css", SOURCE / "docs")
 
 
 def _stage_link(page: Path, link: re.Match[str]) -> str:
