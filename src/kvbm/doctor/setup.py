@@ -86,7 +86,7 @@ def _doubtful(config: Config) -> Iterator[Finding]:
         yield bad(
             "never-load", "KVBM_LOAD=never: KVBM stores blocks and loads none.", "Remove KVBM_LOAD, or set it to auto."
         )
-    if config.has_disk_tier and not config.has_host_tier:
+    if config.has_disk_tier and not config.has_host_tier and not installed_version("sglang"):  # it has host memory
         yield note(
             "disk-without-host",
             "There is a disk tier and no host tier, which is experimental: every load waits for the disk.",
