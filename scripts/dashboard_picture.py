@@ -72,7 +72,12 @@ def draw_panel(
     box = f"left:{place['x'] * CELL}px;top:{place['y'] * ROW}px;width:{width}px;height:{height}px"
     title = f"<b>{escape(panel['title'])}</b>"
     if panel["type"] == "stat":
-        values = "".join(f'<p class="stat">{shown(points[-1][1], unit)}</p>' for _, points in series if points)
+        names = [f"{escape(name)} " if len(series) > 1 else "" for name, _ in series]
+        values = "".join(
+            f'<p class="stat">{name}{shown(points[-1][1], unit)}</p>'
+            for name, (_, points) in zip(names, series, strict=True)
+            if points
+        )
         return f'<div class="panel" style="{box}">{title}{values or "<p>No data</p>"}</div>'
     w, h, left = width - 24, height - 78, 64
     top = panel["fieldConfig"]["defaults"].get("max") or max((v for _, p in series for _, v in p), default=0) * 1.1 or 1

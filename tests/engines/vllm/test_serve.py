@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 
 import pytest
 from engines import prompt
 
 from kvbm.cli import model_kv
 from kvbm.engines.vllm.transfer_config import EXAMPLE
-from servers import PROJECT, start_server
+from servers import PROJECT, free_port, start_server
 
 pytestmark = pytest.mark.engine
 
@@ -72,3 +73,20 @@ def test_a_wrong_setting_ends_the_start_before_weights_load(start_process, model
     assert log.splitlines()[-2].startswith(f"KVBM cannot start: {problem}")
     assert "Traceback" not in log
     assert "EngineCore" not in log  # no process of the engine has started
+
+
+@pytest.mark.long
+def test_sigterm_ends_a_server_that_still_starts(start_process, model):
+    """While vLLM waits for its engine, it loses the signal."""
+    environment = {"PYTHONPATH": str(PROJECT / "src"), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "kvbm.cli.main", "serve", model, "--cpu-gb", "0.5", "--no-metrics", "--force"]
+    command += ["--port", str(free_port()), "--max-model-len", "512", "--enforce-eager"]
+    process = start_process(command, environment)
+    deadline = time.monotonic() + 180
+    while "(EngineCore pid=" not in process.log.read_text():
+        assert process.popen.poll() is None, process.log.read_text()[-5000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert "Application startup complete" not in process.log.read_text()
