@@ -154,7 +154,7 @@ def test_without_rich_it_says_what_to_install(server, capsys, monkeypatch):
     monkeypatch.delattr("kvbm.cli.screen")
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["top", "--once", str(server.port)]) == 1
-    assert capsys.readouterr().err == "kvbm top: the package rich is not installed; pip install 'kvbm[cli]'\n"
+    assert capsys.readouterr().err == "kvbm top: the package rich is not installed; pip install rich\n"
 
 
 @pytest.mark.timeout(60)

@@ -1,7 +1,7 @@
 """Watch a running KVBM in the terminal: tiers, blocks moving between them, hit rates, time saved, the latest requests.
 
 The engine must have been started with DYN_KVBM_METRICS=1; a web page at the same address shows the same.
-The key q, or Ctrl-C, quits. This command needs the package rich: pip install 'kvbm[cli]'.
+The key q, or Ctrl-C, quits. This command needs the package rich: pip install rich.
 
 examples:
   kvbm top                       the engine on this machine
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from kvbm.cli import screen
     except ImportError:
-        print("kvbm top: the package rich is not installed; pip install 'kvbm[cli]'", file=sys.stderr)
+        print("kvbm top: the package rich is not installed; pip install rich", file=sys.stderr)
         return 1
     url = normal_url(args.url or str(load().metrics_port))
     is_terminal = sys.stdout.isatty()

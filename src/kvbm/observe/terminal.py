@@ -1,7 +1,7 @@
 """Tables and progress bars: drawn by rich on a terminal, plain text in a pipe and where rich is not installed.
 
 Text is made printable here and is never read as rich's markup, so that no name from a file or a port can control the
-terminal. rich is optional: ``pip install 'kvbm[cli]'``.
+terminal. rich is optional: ``pip install rich``.
 """
 
 from __future__ import annotations
