@@ -38,6 +38,17 @@ def wait():
     except KeyboardInterrupt:
         print("caught", flush=True)
 
+if sys.argv[1] == "has served":
+    code = {"__name__": "uvicorn.server", "signal": signal}
+    exec("def end(): signal.raise_signal(15)", code)
+    for again in (code["end"], lambda: signal.raise_signal(15)):
+        try:
+            again()
+        except KeyboardInterrupt:
+            time.sleep(3 * start_signals.GRACE_SECONDS)
+            print("cleans up", flush=True)
+    below.kill()
+    os.killpg(0, signal.SIGKILL)
 while sys.argv[1] == "waits":
     wait()
 wait()
@@ -49,7 +60,7 @@ else:
 """
 
 
-def run(what: str) -> tuple[int, str]:
+def run(what: str, signalled: bool = True) -> tuple[int, str]:
     """(exit code, what was printed), when every process has ended."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, what], env={**os.environ, "PYTHONPATH": str(PROJECT / "src")},
@@ -57,7 +68,8 @@ def run(what: str) -> tuple[int, str]:
     )  # fmt: skip
     try:
         assert process.stdout.readline() == "on\n"
-        process.send_signal(signal.SIGTERM)
+        if signalled:
+            process.send_signal(signal.SIGTERM)
         code = process.wait(60)
         deadline = time.monotonic() + 60
         while _group(process.pid):
@@ -93,6 +105,10 @@ def test_processes_that_are_left_behind_are_ended():
 
 def test_a_server_that_runs_by_then_ends_in_order():
     assert run("serves") == (0, "caught\nin order\n")
+
+
+def test_a_server_that_has_served_is_left_alone():
+    assert run("has served", signalled=False) == (-signal.SIGKILL, "cleans up\ncleans up\n")
 
 
 @pytest.mark.parametrize("argv", [["python", "script.py"], ["vllm", "bench"]])

@@ -43,9 +43,11 @@ class _Handler:
     def __init__(self, vllms: Callable[[int, FrameType | None], Any]) -> None:
         self._vllms = vllms
         self._processes: dict[int, str] = {}
+        self._is_over = False  # the server has run
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
-        if not self._processes:
+        self._is_over = self._is_over or _is_in_uvicorn(frame)
+        if not self._is_over and not self._processes:
             self._processes = {os.getpid(): "", **_processes_below(os.getpid())}
             atexit.register(self._kill)
             threading.Thread(target=self._end, args=(number,), name="kvbm-end", daemon=True).start()
@@ -66,6 +68,16 @@ class _Handler:
             if pid != os.getpid() and began == _began(pid):  # a number can belong to another process by now
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _is_in_uvicorn(frame: FrameType | None) -> bool:
+    """Where vLLM leaves signals to uvicorn, that sets handlers of its own, puts these back when the server has ended, and
+    then raises the signal once more: the engine is about to end in order."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("uvicorn"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _processes_below(pid: int) -> dict[int, str]:
