@@ -55,7 +55,7 @@ def settings_for(config: Config, rank: int | None, environ: Mapping[str, str] | 
     environ = os.environ if environ is None else environ
     if not config.object_bucket:
         raise ValueError(
-            "DYN_KVBM_OBJECT_ENABLED is on, but DYN_KVBM_OBJECT_BUCKET is not set. Set it to the name of a bucket "
+            "The object store needs DYN_KVBM_OBJECT_BUCKET, which is not set. Set it to the name of a bucket "
             "that exists"
         )
     if bool(config.object_access_key) != bool(config.object_secret_key):
