@@ -54,10 +54,7 @@ def settings_for(config: Config, rank: int | None, environ: Mapping[str, str] | 
     cannot be used; the text says which and why."""
     environ = os.environ if environ is None else environ
     if not config.object_bucket:
-        raise ValueError(
-            "The object store needs DYN_KVBM_OBJECT_BUCKET, which is not set. Set it to the name of a bucket "
-            "that exists"
-        )
+        raise ValueError("DYN_KVBM_OBJECT_BUCKET is not set. Set it to the name of a bucket that exists")
     if bool(config.object_access_key) != bool(config.object_secret_key):
         given, lacks = ("ACCESS", "SECRET") if config.object_access_key else ("SECRET", "ACCESS")
         raise ValueError(
