@@ -71,8 +71,8 @@ class _Handler:
 
 
 def _is_in_uvicorn(frame: FrameType | None) -> bool:
-    """Where vLLM leaves signals to uvicorn, that sets handlers of its own, puts these back when the server has ended, and
-    then raises the signal once more: the engine is about to end in order."""
+    """Where vLLM leaves signals to uvicorn, uvicorn sets its own handlers and puts these back when the server has ended.
+    It then raises the signal once more, and the engine is about to end in order."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("uvicorn"):
             return True
