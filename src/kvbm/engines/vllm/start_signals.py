@@ -71,7 +71,7 @@ class _Handler:
 
 
 def _is_in_uvicorn(frame: FrameType | None) -> bool:
-    """Where vLLM leaves signals to uvicorn, uvicorn sets its own handlers and puts these back when the server has ended.
+    """Where vLLM leaves signals to uvicorn, uvicorn sets its own handlers and puts these back when the server ends.
     It then raises the signal once more, and the engine is about to end in order."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("uvicorn"):
