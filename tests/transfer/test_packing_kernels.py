@@ -19,8 +19,7 @@ BLOCKS, SEGMENTS, TILES = 3, 2, 2
 ORDER, SLOTS = [2, 0, 1], [4, 0, 9]
 
 
-@pytest.mark.parametrize("size", [1024, 4096])
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize(("size", "programs"), [(1024, 5), (4096, 1)])
 def test_the_kernels_write_the_bytes_that_numpy_does(size, programs):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", __file__, str(size), str(programs)]

@@ -212,7 +212,7 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "Pack bfloat16 KV without loss: blocks take 24 % less memory, disk space and bus time. KVBM does not keep a "
         "block that does not fit, and leaves KV of other types as it is. auto packs on a GPU that unpacks much faster "
         "than its bus carries bytes, in a measurement at start. Not for SGLang.",
-    )] = "auto"
+    )] = "off"
     fast_prompts: Annotated[bool, Setting(
         "KVBM_FAST_PROMPTS", MOVING, _SWITCH,
         "vLLM only: replace vLLM's loops that hash a long prompt, allocate and register its blocks and copy its tokens "

@@ -123,14 +123,14 @@ class _Pieces:
 
     def __init__(self, layout: BlockLayout, slab: Slab, segment: Segment) -> None:
         self.engine = view_rows(segment.address, layout.num_blocks, segment.stride, segment.size)
-        self.host = view_rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.slot_size)
+        self.slots = view_rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.slot_size)
 
     def load(self, slot: int, block: int, count: int) -> None:
-        self.engine[block : block + count] = self.host[slot : slot + count]
+        self.engine[block : block + count] = self.slots[slot : slot + count]
 
     def store(self, slot: int, block: int, count: int) -> Iterable[int]:
         """Returns the rows, from 0 on, that cannot be packed."""
-        self.host[slot : slot + count] = self.engine[block : block + count]
+        self.slots[slot : slot + count] = self.engine[block : block + count]
         return ()
 
 
@@ -139,7 +139,7 @@ class _PackedPieces(_Pieces):
         super().__init__(layout, slab, segment)
         tile = Tile(layout.tile_values)
         self._values = self.engine.view(np.uint16).reshape(layout.num_blocks, -1, tile.values)
-        self._packed = self.host.reshape(slab.slots, -1, tile.size)
+        self._packed = self.slots.reshape(slab.slots, -1, tile.size)
 
     def load(self, slot: int, block: int, count: int) -> None:
         for row in range(count):
