@@ -243,8 +243,7 @@ class BlockManager:
         """(near slots to stage blocks through, whether the blocks stay in them)"""
         near = self.near
         # A block that another load is staging right now has its slot already, and must not get a second one.
-        tenants = [tenant] * len(keys) if tenant != COMMON else None
-        if not any(map(near.holds, keys)) and (slots := near.reserve(keys, tenants)) is not None:
+        if not any(map(near.holds, keys)) and (slots := near.reserve(keys, [tenant] * len(keys))) is not None:
             return slots, True
         return near.lend(min(len(keys), self._staging_slots)), False
 
@@ -332,10 +331,12 @@ class BlockManager:
                     room -= 1
         if not wanted:
             return None
-        pool.touch(keys)
         fresh = list(wanted)
         owners = None if tenants is None else dict(zip(keys, tenants, strict=True))
+        present = [slot for key in dict.fromkeys(keys) if (slot := pool.find(key)) is not None]
+        pool.pin(present)
         slots = pool.reserve(fresh, None if owners is None else [owners[key] for key in fresh])
+        pool.unpin(present)
         if slots is None:
             return None
         tags = self._tags(fresh) if self.tags_stores else []
