@@ -4,9 +4,9 @@
 
 Parts: ``policies`` (prefix hits a block of every policy and of the offline optimum), ``hints`` (sessions, their ends
 and priorities: true and false, for traces, agents and chat), ``filters`` (bytes written to disk and the hits that they
-bring, for the same), ``quotas`` (a quiet tenant beside a loud one). A trace is a file in Mooncake's format; its last blocks count as full, as in figures of
-others. Generated workloads come without a file. Host memory has 3,000, 10,000 and 30,000 slots for a trace; for a
-generated workload, which is smaller, a fiftieth, a tenth and a third of its blocks.
+bring, for the same), ``quotas`` (a quiet tenant beside a loud one). A trace is a file in Mooncake's format; its last
+blocks count as full, as in figures of others. Generated workloads come without a file. Host memory has 3,000, 10,000
+and 30,000 slots for a trace; for a generated workload, which is smaller, a fiftieth, a tenth and a third of its blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ HOST, DISK = host.TIER.name, disk.TIER.name
 SLOTS = [3_000, 10_000, 30_000]
 PARTS_OF_BLOCKS = (50, 10, 3)
 GENERATED = ("agents", "batch", "chat", "mixed", "rag", "scan")
+
+# Names of sessions alone change nothing, and priorities say what ends say (docs/policies.md).
+HINTS = [kind for kind in hints.KINDS if kind not in ("given", "sessions", "priorities")]
 
 Figures = dict[str, object]
 
@@ -78,9 +81,7 @@ def told(options: argparse.Namespace) -> Figures:
     for name, source in few_sources(options).items():
         sizes = slots_for(source)
         rows: dict[str, list[float]] = {}
-        for kind in hints.KINDS:
-            if kind == "given":
-                continue
+        for kind in HINTS:
             variants = ["lru", "session"] if kind == "none" else ["session"]
             cases = [Case(known, policy(known), {HOST: slots}) for known in variants for slots in sizes]
             outcomes, _ = run(source._replace(hints=kind), cases, [], options.jobs)

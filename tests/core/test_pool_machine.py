@@ -333,13 +333,12 @@ class AnyPolicyMachine(PoolMachine):
 class SharesMachine(AnyPolicyMachine):
     """Two tenants have shares. None loses a block within its share to another."""
 
-    parts = {1: 0.4, 2: 0.3}
-
     def make(self, size):
         self.now = 0.0
         self.owner = {}
-        self.quota = {tenant: int(part * size) for tenant, part in {0: 1 - sum(self.parts.values()), **self.parts}.items()}
-        return Pool(size, Shares(size, self.parts, lambda slots: make_policy(self.name, slots, lambda: self.now)))
+        parts = {1: 0.4, 2: 0.3}
+        self.quota = {tenant: int(part * size) for tenant, part in {0: 1 - sum(parts.values()), **parts}.items()}
+        return Pool(size, Shares(size, parts, lambda slots: make_policy(self.name, slots, lambda: self.now)))
 
     def held(self, tenant):
         return [key for key in self.key if key is not None and self.owner.get(key, 0) == tenant]
