@@ -3,10 +3,10 @@
     python benchmarks/policies.py [--trace FILE ...] [--json FILE] [--html FILE] [--only PART ...] [--jobs N]
 
 Parts: ``policies`` (prefix hits a block of every policy and of the offline optimum), ``hints`` (sessions, their ends
-and priorities: true and false), ``filters`` (bytes written to disk and the hits that they bring), ``quotas`` (a quiet
-tenant beside a loud one). A trace is a file in Mooncake's format; its last blocks count as full, as in figures of
-others. Generated workloads come without a file. Host memory has 3,000, 10,000 and 30,000 slots for a trace; for a
-generated workload, which is smaller, a fiftieth, a tenth and a third of its blocks.
+and priorities: true and false, for traces, agents and chat), ``filters`` (bytes written to disk and the hits that they
+bring, for the same), ``quotas`` (a quiet tenant beside a loud one). A trace is a file in Mooncake's format; its last
+blocks count as full, as in figures of others. Generated workloads come without a file. Host memory has 3,000, 10,000
+and 30,000 slots for a trace; for a generated workload, which is smaller, a fiftieth, a tenth and a third of its blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import sys
 from pathlib import Path
 
-from kvbm.config import SETTINGS
 from kvbm.core.policy import POLICIES
 from kvbm.observe import charts
 from kvbm.observe.format import columns
@@ -30,7 +29,9 @@ HOST, DISK = host.TIER.name, disk.TIER.name
 SLOTS = [3_000, 10_000, 30_000]
 PARTS_OF_BLOCKS = (50, 10, 3)
 GENERATED = ("agents", "batch", "chat", "mixed", "rag", "scan")
-KNOWN = {name for row in SETTINGS for name in (row.key, row.env)}
+
+# Names of sessions alone change nothing, and priorities say what ends say (docs/policies.md).
+HINTS = [kind for kind in hints.KINDS if kind not in ("given", "sessions", "priorities")]
 
 Figures = dict[str, object]
 
@@ -42,6 +43,11 @@ def policy(name: str) -> dict[str, str]:
 def sources(options: argparse.Namespace) -> dict[str, Source]:
     found = {path.stem: Source((path,), whole_blocks=True) for path in options.trace}
     return found | {name: Source(synthetic=name) for name in options.generated}
+
+
+def few_sources(options: argparse.Namespace) -> dict[str, Source]:
+    """Without the workloads that have no sessions: hints and filters do little there."""
+    return {name: source for name, source in sources(options).items() if source.synthetic in ("", "agents", "chat")}
 
 
 def slots_for(source: Source) -> list[int]:
@@ -70,14 +76,12 @@ def policies(options: argparse.Namespace) -> Figures:
 
 
 def told(options: argparse.Namespace) -> Figures:
-    """The default policy with hints of every kind, beside LRU."""
+    """The session policy with hints of every kind, beside LRU."""
     figures: Figures = {}
-    for name, source in sources(options).items():
+    for name, source in few_sources(options).items():
         sizes = slots_for(source)
         rows: dict[str, list[float]] = {}
-        for kind in hints.KINDS:
-            if kind == "given":
-                continue
+        for kind in HINTS:
             variants = ["lru", "session"] if kind == "none" else ["session"]
             cases = [Case(known, policy(known), {HOST: slots}) for known in variants for slots in sizes]
             outcomes, _ = run(source._replace(hints=kind), cases, [], options.jobs)
@@ -90,20 +94,18 @@ def told(options: argparse.Namespace) -> Figures:
 
 FILTERS = {
     "every block": {"DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1"},
-    "frequency 2 (guide)": {"KVBM_DISK_FILTER": "frequency"},
-    "ours": {"KVBM_DISK_FILTER": "session"},
+    "frequency (guide)": {"KVBM_DISK_FILTER": "frequency"},
+    "session": {"KVBM_DISK_FILTER": "session"},
 }
 
 
 def filters(options: argparse.Namespace) -> Figures:
     """Bytes written to disk, and blocks found there for each block written."""
     figures: Figures = {}
-    for name, source in sources(options).items():
+    for name, source in few_sources(options).items():
         small, *larger = slots_for(source)
         sizes = [{HOST: small, DISK: count} for count in larger]
-        known = {word: given for word, given in FILTERS.items() if word != "ours" or KNOWN.issuperset(given)}
-        cases = [Case(word, {k: v for k, v in given.items() if k in KNOWN}, each) for word, given in known.items()
-                 for each in sizes]  # fmt: skip
+        cases = [Case(word, given, each) for word, given in FILTERS.items() for each in sizes]
         outcomes, _ = run(source, cases, [], options.jobs)
         rows = {}
         for one in outcomes:
@@ -130,8 +132,6 @@ def quotas(options: argparse.Namespace) -> Figures:
         ("beside a loud tenant", "tenants", {}),
         ("beside it, with a share of a half", "tenants", shares),
     ):
-        if not KNOWN.issuperset(given):
-            continue
         part = 2 if "half of" in word else 1
         cases = [Case(known, {**policy(known), **given}, {HOST: slots // part}) for known in ("lru", "session")
                  for slots in sizes]  # fmt: skip

@@ -124,6 +124,7 @@ GOOD = [
     ("KVBM_PACK", "0", "off"),
     ("KVBM_MAX_PENDING_OFFLOADS", "1", 1),
     ("KVBM_INJECT_FAULTS", "load:0.1", "load:0.1"),
+    ("KVBM_TENANT_SHARES", " acme=0.3, a=b=.7 ", "acme=0.3, a=b=.7"),
 ]
 
 
@@ -227,6 +228,7 @@ BAD = [
     ("KVBM_STAGING_MB", "65537", "a whole number of MiB from 0 to 65536"),
     ("KVBM_MAX_PENDING_OFFLOADS", "0", "a whole number of blocks >= 1"),
     ("KVBM_CONFIG_PATH", "a\0b", "a path"),
+    *[("KVBM_TENANT_SHARES", text, "NAME=SHARE") for text in ("acme", "=1", "a=0", "a=0.6,b=0.5", "a=.1,a=.1", "a=x")],
     ("DYN_KVBM_DISK_CACHE_DIR", "a\0b", "a path, for example /mnt/nvme/kvbm"),
     *[(name, "maybe", SWITCH) for name in SWITCHES],
     *[(name, text, "number") for name in WHOLE + DECIMAL for text in BAD_NUMBERS],

@@ -52,7 +52,7 @@ def test_one_field_is_all_that_a_new_setting_needs(tmp_path):
     """In a copy of the package: the loader, `kvbm config` and the docs know a setting that `Config` alone declares."""
     shutil.copytree(Path(config.__file__).parents[1], tmp_path / "kvbm", ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "kvbm" / "config" / "table.py"
-    before, marker, after = path.read_text().partition("\n    # ---- Object store ----\n")
+    before, marker, after = path.read_text().partition("\n    # ---- Leader and workers ----\n")
     assert marker
     path.write_text(before + NEW_SETTING + marker + after)
     command = [sys.executable, "-c", SHOW_NEW_SETTING]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbm.core.policy import NO_HINTS, POLICIES, Retention, Turn, make_policy
+from kvbm.core.policy.shares import Shares
 from kvbm.core.pool import Pool
 from tiernames import Gone
 from toy_tier.catalog import ToyCatalog
@@ -329,6 +330,55 @@ class AnyPolicyMachine(PoolMachine):
         self.end_turn(at, count, len(slots), NO_HINTS)
 
 
+class SharesMachine(AnyPolicyMachine):
+    """Two tenants have shares. None loses a block within its share to another."""
+
+    def make(self, size):
+        self.now = 0.0
+        self.owner = {}
+        parts = {1: 0.4, 2: 0.3}
+        self.quota = {tenant: int(part * size) for tenant, part in {0: 1 - sum(parts.values()), **parts}.items()}
+        return Pool(size, Shares(size, parts, lambda slots: make_policy(self.name, slots, lambda: self.now)))
+
+    def held(self, tenant):
+        return [key for key in self.key if key is not None and self.owner.get(key, 0) == tenant]
+
+    @rule(at=some, count=few, tenant=st.integers(0, 3))
+    def allocate_for(self, at, count, tenant):
+        keys = (KEYS + KEYS)[at : at + count]
+        if any(key in self.key for key in keys):
+            return
+        tenant_of_all = tenant if tenant in self.quota else 0
+        before = {other: self.held(other) for other in self.quota}
+        slots = self.pool.reserve(keys, [tenant] * count)
+        free = self.state.count(FREE)
+        if slots is None:
+            return
+        gone = self.told[len(self.gone) :]
+        for other in self.quota.keys() - {tenant_of_all}:
+            lost = len(before[other]) - len([key for key in before[other] if key not in gone])
+            assert lost <= max(0, len(before[other]) - self.quota[other]), "within its share"
+        self.evict(count - free)
+        for slot, key in zip(slots, keys, strict=True):
+            self.state[slot], self.key[slot] = WRITING, key
+            self.owner[key] = tenant_of_all
+        self.writers.append(slots)
+
+    @rule(at=some, count=few)
+    def allocate(self, at, count):
+        before = len(self.writers)
+        super().allocate(at, count)
+        for slots in self.writers[before:]:
+            self.owner.update({self.key[slot]: 0 for slot in slots})
+
+    @invariant()
+    def every_slot_counts_for_its_tenant(self):
+        policy = self.pool._policy
+        for slot, key in enumerate(self.key):
+            if key is not None:
+                assert policy.tenants_of([slot]) == [self.owner.get(key, 0)]
+
+
 class Everything:
     """A server that has every block, and says so at once."""
 
@@ -374,11 +424,13 @@ class TestPool(PoolMachine.TestCase):
     settings = examples(100)
 
 
-for name in POLICIES:
-    machine = type(f"{name.title()}Machine", (AnyPolicyMachine,), {"name": name})
+CASES = [(name, name.title(), AnyPolicyMachine) for name in POLICIES]
+CASES += [(name, f"{name.title()}Shares", SharesMachine) for name in ("lru", "session")]
+for name, title_of_case, base in CASES:
+    machine = type(f"{title_of_case}Machine", (base,), {"name": name})
     for title, count, marks in (("", 30, []), ("AtLength", 500, [pytest.mark.long])):
         case = type(
-            f"Test{name.title()}{title}",
+            f"Test{title_of_case}{title}",
             (machine.TestCase,),
             {"settings": settings(examples(count), stateful_step_count=60)},
         )

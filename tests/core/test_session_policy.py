@@ -82,6 +82,28 @@ def test_shares_that_cannot_be_had_are_refused(shares):
         Shares(4, shares, lambda slots: make_policy("lru", slots, float))
 
 
+def test_a_tenant_that_reads_all_of_its_blocks_takes_none_of_anothers_share():
+    pool = Pool(4, Shares(4, {1: 0.5, 2: 0.5}, lambda slots: make_policy("lru", slots, float)))
+    pool.commit(pool.reserve([b"a", b"b"], [1, 1]))
+    pool.commit(pool.reserve([b"c", b"d"], [2, 2]))
+    pool.pin(pool.match([b"a", b"b"]))
+    assert pool.reserve([b"e"], [1]) is None
+    assert set(pool.findable) == {b"a", b"b", b"c", b"d"}
+
+
+@pytest.mark.parametrize(("seconds", "first"), [(50.0, b"a"), (5000.0, b"b")])
+def test_a_wish_to_keep_blocks_ends_with_its_lifetime(seconds, first):
+    """Without a wish, the older of two prompts goes first."""
+    now = [0.0]
+    pool = Pool(2, make_policy("session", 2, lambda: now[0]))
+    for now[0], key, wishes in ((0.0, b"a", (Retention(1, seconds),)), (400.0, b"b", ())):
+        pool.commit(pool.reserve([key]))
+        pool.end_turn([key], Turn(retention=wishes))
+    now[0] = 1000.0
+    pool.lend(1)
+    assert first not in pool
+
+
 def test_a_block_that_is_written_after_its_turn_has_ended_joins_its_conversation():
     now = [0.0]
     pool = Pool(8, make_policy("session", 8, lambda: now[0]))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kvbm.core.policy import NO_HINTS, Retention, Turn, make_policy
 from kvbm.core.pool import Pool
-from kvbm.engines.hints import from_params, from_retention
+from kvbm.engines import hints as hints_module
+from kvbm.engines.hints import from_params, from_priorities, from_retention
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -33,6 +34,23 @@ def test_ranges_of_tensorrt_llm():
     ]
     config = SimpleNamespace(token_range_retention_configs=ranges)
     assert from_retention(config, 16) == (Retention(1, 2.0, 0, 4), Retention(-1, float("inf"), 4, 2**31 - 1))
+
+
+def test_priorities_of_blocks_become_ranges():
+    assert from_priorities(2, [90, 90, 35, 5, None, 5]) == (
+        Retention(1, start=2, end=4),
+        Retention(-1, start=5, end=6),
+        Retention(-1, start=7, end=8),
+    )
+
+
+def test_entries_that_kvbm_does_not_know_are_refused_once(caplog):
+    hints_module._refuse_unknown.cache_clear()
+    for _ in range(2):
+        assert from_params({"kvbm": {"prefetch": True, "final": True}}) == Turn(is_final=True)
+    assert [record.message for record in caplog.records] == [
+        "kv_transfer_params.kvbm of a request has entries that KVBM ignores. It knows ttl, priority, session, final."
+    ]
 
 
 @given(params=anything | st.builds(lambda mine: {"kvbm": mine}, hints), session=anything, priority=anything)

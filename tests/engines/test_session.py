@@ -310,3 +310,43 @@ def test_the_catalogs_are_closed_even_if_the_observer_is_not(monkeypatch):
     with pytest.raises(OSError, match="broken on purpose"):
         here.session.close(3.0)
     assert closed == [3.0]
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def store_of(here, letters, salt):
+    state = here.request(letters)
+    state.tenant = here.session.tenant_of(salt)
+    plan = here.session.store([Completed(state, keys(letters), 0, len(letters), 0)], keys(letters), range(len(letters)))
+    if plan is not None:
+        here.leader.apply([Report(0, stores=[StoreResult(plan.id, True)])])
+
+
+@pytest.mark.parametrize("salt", ["acme", "dynamo-cache-salt:acme"])
+def test_a_tenant_keeps_its_share_beside_a_flood(salt):
+    here = Here(held="", slots=8, tenant_shares="acme=0.5")
+    store_of(here, "abcd", salt)
+    for letters in ("efgh", "ijkl", "mnop"):
+        store_of(here, letters, None)
+    assert set(keys("abcd")) <= set(here.pool.findable)
+
+
+@pytest.mark.parametrize("salt", [None, 7, "", "another", "ACME"])
+def test_other_salts_have_no_share(salt):
+    here = Here(held="", slots=8, tenant_shares="acme=0.5", host_policy="lru")
+    store_of(here, "abcd", salt)
+    for letters in ("efgh", "ijkl"):
+        store_of(here, letters, None)
+    assert set(keys("abcd")).isdisjoint(here.pool.findable)
+
+
+@pytest.mark.parametrize(("kind", "moved"), [("frequency", "ab"), ("session", "abc")])
+def test_which_blocks_of_a_conversation_count_as_hit(kind, moved, monkeypatch):
+    here = Here(disk_filter=kind)
+    used = []
+    monkeypatch.setattr(here.leader, "used", used.extend)
+    state = here.request()
+    state.stored, state.found = 3, 2
+    here.session.finish(state, 1, keys("abc"))
+    assert used == keys(moved)

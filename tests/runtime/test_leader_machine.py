@@ -7,6 +7,7 @@ that other engines write to as well, and learns what is there by asking.
 """
 
 from collections import Counter
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbm.core.manager import BlockManager
+from kvbm.core.policy import POLICIES, make_policy
 from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
@@ -104,6 +106,7 @@ class Book:
 
 class LeaderMachine(RuleBasedStateMachine):
     routes = ((HOST, DISK),)
+    policy = "lru"
 
     @initialize(
         ranks=st.integers(1, 3),
@@ -121,8 +124,13 @@ class LeaderMachine(RuleBasedStateMachine):
             set(),
             set(),
         )  # keys that the toy tier waits to hear of, and that it knows are not there
-        made = {DISK: lambda: Pool(disk), TOY: lambda: ToyCatalog(disk, self.server, ranks)}
-        self.manager = BlockManager({HOST: Pool(host), **{tier: made[tier]() for tier in self.far}}, passage)
+        time = count()
+
+        def pool(size):
+            return Pool(size, make_policy(self.policy, size, lambda: 0.3 * next(time)))
+
+        made = {DISK: lambda: pool(disk), TOY: lambda: ToyCatalog(disk, self.server, ranks)}
+        self.manager = BlockManager({HOST: pool(host), **{tier: made[tier]() for tier in self.far}}, passage)
         self.leader = Leader(self.manager, ranks, max_pending_blocks=pending)
         self.index = Book()
         if DISK in self.far:
@@ -778,6 +786,15 @@ class TestLeaderAtLength(LeaderMachine.TestCase):
 
 class TestKeyed(KeyedMachine.TestCase):
     settings = examples(25)
+
+
+for name in POLICIES.keys() - {LeaderMachine.policy}:
+    machine = type(f"{name.title()}Machine", (LeaderMachine,), {"policy": name})
+    for title, number, marks in (("", 20, []), ("AtLength", 300, [pytest.mark.long])):
+        case = type(f"Test{name.title()}{title}", (machine.TestCase,), {"settings": examples(number)})
+        case.pytestmark = marks
+        globals()[case.__name__] = case
+del case, machine
 
 
 class TestThreeTiers(ThreeTierMachine.TestCase):

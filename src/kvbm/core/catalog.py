@@ -85,6 +85,7 @@ class Catalog(ABC):
     is_bounded: bool = True
     takes_hints: bool = False  # a hint can tell this tier where to look
     evictions: int = 0
+    policy: str = ""  # the name of its eviction policy; empty: it has none to choose
     # Lookups and reads wait for a network: the leader begins both while a request waits in the engine's queue.
     is_remote: bool = False
 

@@ -243,8 +243,7 @@ class BlockManager:
         """(near slots to stage blocks through, whether the blocks stay in them)"""
         near = self.near
         # A block that another load is staging right now has its slot already, and must not get a second one.
-        tenants = [tenant] * len(keys) if tenant != COMMON else None
-        if not any(map(near.holds, keys)) and (slots := near.reserve(keys, tenants)) is not None:
+        if not any(map(near.holds, keys)) and (slots := near.reserve(keys, [tenant] * len(keys))) is not None:
             return slots, True
         return near.lend(min(len(keys), self._staging_slots)), False
 
@@ -322,6 +321,7 @@ class BlockManager:
             return None  # for example a prompt that has just been brought back: no need to go through it block by block
         room = pool.available
         wanted: dict[Key, int] = {}
+        in_front: list[Key] = []
         for key, block in zip(keys, blocks, strict=True):
             if room and key not in wanted:
                 if not pool.holds(key):
@@ -330,12 +330,16 @@ class BlockManager:
                 elif pool.is_evictable(key):
                     # A store must not evict the blocks in front of it: they are what makes it worth keeping.
                     room -= 1
+                    in_front.append(key)
         if not wanted:
             return None
-        pool.touch(keys)
         fresh = list(wanted)
         owners = None if tenants is None else dict(zip(keys, tenants, strict=True))
+        pool.touch(keys)
+        pinned = pool.match(in_front) if pool.free < len(fresh) else []
+        pool.pin(pinned)
         slots = pool.reserve(fresh, None if owners is None else [owners[key] for key in fresh])
+        pool.unpin(pinned)
         if slots is None:
             return None
         tags = self._tags(fresh) if self.tags_stores else []

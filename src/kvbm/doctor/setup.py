@@ -71,7 +71,9 @@ class Settings:
             yield bad("no-tier", str(error), f"Correct it: {', '.join(zeros)}." if zeros else cure)
             return
         given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]
-        yield good("settings", f"Settings are valid: {', '.join(given)}.")
+        evicts = [f"host memory evicts by {config.host_policy}"] if config.has_host_tier else []
+        evicts += [f"disk by {config.disk_policy}"] if config.has_disk_tier else []
+        yield good("settings", f"Settings are valid: {', '.join(given)}. Full, {' and '.join(evicts)}.")
 
 
 def _doubtful(config: Config) -> Iterator[Finding]:

@@ -70,6 +70,7 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_second: float = 0.0
     measured: bool = False  # False: the number is the tier's prior
     bounded: bool = True  # False: the slots are the blocks that this engine knows of
+    policy: str = ""  # of eviction
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,6 +91,7 @@ class LeaderSource:
                     bytes_per_second=self._cost.rate(tier).bytes_per_second,
                     measured=self._cost.is_measured(tier),
                     bounded=catalog.is_bounded,
+                    policy=catalog.policy,
                 )
             )
         return states

@@ -166,9 +166,12 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         from kvbm.core.pool import Pool
 
         name, shares = self.eviction_policy(config), dict(enumerate(split_shares(config.tenant_shares).values(), 1))
+        policy = make_policy(name, slots, clock)
         if shares:
-            return Pool(slots, Shares(slots, shares, lambda size: make_policy(name, size, clock)), journal)
-        return Pool(slots, make_policy(name, slots, clock), journal)
+            policy = Shares(slots, shares, lambda size: make_policy(name, size, clock))
+        pool = Pool(slots, policy, journal)
+        pool.policy = f"{name} with shares" if shares else name
+        return pool
 
     def connect(self, config: Config) -> Sequence[Route]:
         """The ways on which blocks come to this tier, once its catalog is open."""

@@ -18,6 +18,7 @@ from trtllm_sim import api
 from trtllm_sim.connector import AsyncRequests
 from trtllm_sim.request import LlmRequest, Prompt
 
+from kvbm.core.policy import Retention
 from tiernames import DISK
 
 SIZE = 8
@@ -411,6 +412,28 @@ def test_what_happens_can_be_seen(engine):
     assert state.saved.loads == 1
     assert not state.saved.measured  # how fast this engine computes
     assert state.requests[1].why == "loaded outside of the step (the only place with this engine or model)"
+
+
+@pytest.mark.parametrize("passes_on", ["ranges", "priorities"])
+def test_retention_and_the_tenant_reach_the_policy(engine, monkeypatch, passes_on):
+    here = engine(KVBM_TENANT_SHARES="acme=0.5").register()
+    pool = here.adapter.leader.manager.near
+    told = []
+    monkeypatch.setattr(pool, "end_turn", lambda keys, turn: told.append(turn.retention))
+    first = request(1, salt="acme")
+    if passes_on == "ranges":
+        part = SimpleNamespace(token_start=0, token_end=16, priority=90, duration_ms=2000)
+        first.kv_cache_retention_config = SimpleNamespace(token_range_retention_configs=[part])
+    assert here.leader.get_num_new_matched_tokens(first, 0) == (0, False)
+    here.leader.update_state_after_alloc(first, BLOCKS)
+    computed = data(first, BLOCKS, 33)
+    computed.priorities = [90, 90, 35, 35, 35]
+    here.step(new=[computed])
+    here.until(lambda: here.poll() and not here.adapter.leader.busy)
+    here.leader.request_finished(first, BLOCKS)
+    seconds = 2.0 if passes_on == "ranges" else float("inf")
+    assert told == [(Retention(1, seconds, 0, 2),)]
+    assert pool.tenants_of(list(pool._published.values())) == [1, 1, 1, 1]
 
 
 def test_a_prefix_that_ends_within_a_block_gets_nothing(engine):

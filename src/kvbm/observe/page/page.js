@@ -196,7 +196,7 @@ function drawTiers(state) {
       ? `${bytes(used * tier.block_bytes)} of ${bytes(tier.slots * tier.block_bytes)} (${percent(used / tier.slots)})`
       : "size not known";
     const label = `${tier.tier}: ${whole(tier.idle)} kept, ${whole(tier.pinned)} being read, ${whole(tier.writing)} being written, ${whole(tier.free)} free`;
-    const evicted = tier.evictions ? `, ${whole(tier.evictions)} evicted` : "";
+    const evicted = tier.evictions ? `, ${whole(tier.evictions)} evicted${tier.policy ? ` (${tier.policy})` : ""}` : "";
     nodes.push(make(
       "div", { class: "tier", "data-tier": tier.tier },
       make("div", { class: "names" }, make("b", {}, NAMES[tier.tier] || tier.tier), make("span", {}, `${size}${evicted}`)),
