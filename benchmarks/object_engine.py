@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=102, help="of faults, for each fault and engine (102)")
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
     parser.add_argument("--faults", nargs="*", help="only these")
-    parser.add_argument("--rounds", type=int, default=0, help="of steps (40) and faults (3)")
+    parser.add_argument("--rounds", type=int, default=0, help="of steps (20) and faults (3)")
     parser.add_argument("--steps", type=int, default=80, help="of a stretch (80)")
     parser.add_argument("--blocks", type=int, default=16, help="of 2 MiB that the tier moves at a time (16)")
     parser.add_argument("--kvbm", default="null", help=argparse.SUPPRESS)
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and end the servers
-    options.rounds = options.rounds or {"steps": 40, "faults": 3}.get(options.what, 0)
+    options.rounds = options.rounds or {"steps": 20, "faults": 3}.get(options.what, 0)
     if options.what == "serve":
         serve(options)
         return 0

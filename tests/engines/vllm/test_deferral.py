@@ -12,6 +12,7 @@ from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.engines.vllm import deferral
 from kvbm.engines.vllm.deferral import Deferrals
+from kvbm.engines.vllm.queue import QueuedFetches
 from kvbm.engines.vllm.request import RequestState
 from kvbm.plans import Copy, LoadPlan
 from tiernames import DISK, HOST
@@ -109,3 +110,23 @@ def test_once_there_was_room_somebody_may_be_put_off_again(here):
     assert here.for_room(9, ahead=9)
     assert not here.for_room(9, ahead=0, later=5.0)
     assert here.for_room(9, ahead=9)
+
+
+def test_blocks_of_a_deferred_request_are_fetched_ahead_when_vllm_does_not_ask_again():
+    """It asks again in the next step, unless another request has taken the seat."""
+    looked = []
+
+    class Queue(QueuedFetches):
+        def _look(self, state, room):
+            looked.append(state)
+            state.fetched = 1
+
+    queue = Queue(SimpleNamespace(fetches=SimpleNamespace(max_blocks=8)), None, 4, None, None)
+    state = RequestState(SimpleNamespace(request_id="r"))
+    for _ in range(2):
+        state.deferred = True  # vLLM has asked in this step
+        queue.fetch([state])
+    assert not looked
+    queue.fetch([state])
+    queue.fetch([state])
+    assert looked == [state]

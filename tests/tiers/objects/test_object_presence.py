@@ -25,6 +25,7 @@ class Bucket:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.suspended = ""
+        self.is_doubted = False
         self.settings = ObjectSettings(bucket="none", concurrency=4)
 
     def exists(self, name):

@@ -14,7 +14,7 @@ from object_blocks import BLOCK, WAIT_SECONDS, ended, group_places, new_names, r
 from kvbm.tiers.host.shared import MappableSlab
 from kvbm.tiers.host.slab import HostSlab
 from kvbm.tiers.objects.client import ObjectStoreError
-from kvbm.tiers.objects.process import Setup
+from kvbm.tiers.objects.process import Attach, Setup
 from kvbm.tiers.objects.process_store import ProcessStore
 
 BLOCKS = 64
@@ -140,7 +140,7 @@ def test_the_process_ends_with_the_rank(weed, tmp_path):
     """Also with one that is killed."""
     code = """
 import sys, time, msgspec
-from kvbm.tiers.objects.process import Setup
+from kvbm.tiers.objects.process import Attach, Setup
 from kvbm.tiers.objects.process_store import ProcessStore
 store = ProcessStore(msgspec.json.decode(sys.stdin.readline(), type=Setup))
 print(store.pid, flush=True)
@@ -195,6 +195,15 @@ def test_memory_that_cannot_be_mapped_is_not_used(weed, opened, caplog):
     keys = random_keys(1)
     assert ended(store.write(single_places(keys), [private.address], keys)).bad == [0]
     private.close()
+
+
+def test_a_process_without_the_memory_ends(weed, slab, opened):
+    """It must not take memory of its own for the rank's: blocks would count as read that nobody has."""
+    store = opened(weed.settings())
+    first, keys = store.pid, random_keys(1)
+    store._connection.send(Attach(slab.size))
+    until(lambda: store.pid != first)
+    assert not ended(store.write(single_places(keys), addresses(slab, [0]), keys)).bad
 
 
 def test_names_are_those_of_the_leader(weed, opened):

@@ -211,7 +211,7 @@ def test_a_block_that_was_damaged_is_recomputed_and_written_anew(make, weed, mod
     plan = engine.leader.onboard(match, "r", range(16), in_step=False)
     bad = set().union(*(outcome.bad_blocks for outcome in engine.step(loads=[plan]))) | engine.run()
     assert bad == set(range(16)), "an object is verified as a whole"
-    wait_until(lambda: engine.catalog.available, "the store reads back what it is given, and is used again")
+    wait_until(lambda: not engine.catalog._is_suspended, "the store reads back what it is given, and is used again")
     assert engine.lookup(keys).blocks == 0
     assert engine.serve(keys) == 0
     assert make(model).serve(keys) == 16
@@ -237,7 +237,7 @@ def test_no_request_pays_for_a_store_that_damages_what_it_sends_but_the_first(ma
     assert len([path for _, path in proxy.requests if "/0/" in path]) == asked
     assert not engine.catalog.available, "nor is anything written"
     proxy.set_fault("")
-    wait_until(lambda: engine.catalog.available, "it is used again")
+    wait_until(lambda: not engine.catalog._is_suspended, "it is used again")
     assert engine.catalog.find(prompts[1][0]) is not None
 
 

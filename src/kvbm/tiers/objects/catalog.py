@@ -160,7 +160,8 @@ class ObjectCatalog(RemoteCatalog):
 
     @property
     def available(self) -> int:
-        if self._is_reset or self._is_suspended:
+        # Blocks that cannot be written now are passed over for good: a doubt, which mostly passes, is no reason.
+        if self._is_reset or any(client.suspended and not client.is_doubted for client in self._clients):
             return 0
         return MAX_WRITING - len(self._writing)
 

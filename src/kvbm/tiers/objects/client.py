@@ -89,6 +89,7 @@ class Client:
         self._breaker = Breaker()
         self._lock = threading.Lock()
         self._suspended = ""  # why; empty while calls go through
+        self.is_doubted = False  # suspended, and the first probe is under way
         self._closed = threading.Event()
         self.memory = Memory(settings.memory_bytes)
 
@@ -178,7 +179,7 @@ class Client:
         with self._lock:
             if self._suspended or self._closed.is_set():
                 return
-            self._suspended = reason
+            self._suspended, self.is_doubted = reason, True
             self._start_probe(probe_name)
 
     def close(self) -> None:
@@ -236,14 +237,14 @@ class Client:
                     self._check_data(name)
             except ObjectStoreError as error:
                 with self._lock:
-                    self._suspended = str(error)
+                    self._suspended, self.is_doubted = str(error), False
                     self._force_breaker(time.monotonic())
                 if not is_told:
                     logger.warning("%s: suspended until it answers again: %s", self._what, error)
                     is_told = True
                 continue
             with self._lock:
-                self._suspended = ""
+                self._suspended, self.is_doubted = "", False
                 self._breaker.succeeded()
             if is_told:
                 logger.info("%s: answers again", self._what)

@@ -210,12 +210,15 @@ class Process:
             self.say(Opened())
 
     def _attach(self, size: int, file: int) -> None:
+        if file < 0:
+            raise OSError("the near tier's memory is gone")  # mmap would take -1 for memory of this process alone
         self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED)
         os.close(file)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def _transfer(self, order: Transfer) -> None:
         assert self._store is not None
+        assert self._map is not None
         operation = self._operations[order.id] = _Reporting(order, self._base, self._store.block_bytes, self)
         self._store.submit(operation)
 

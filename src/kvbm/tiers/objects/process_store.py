@@ -191,8 +191,8 @@ class ProcessStore(Store):
             logger.warning("object store: not used, because another process cannot map this host memory")
             return
         with self._lock:
-            self._near = near
             self._connection.send(Attach(near.size), near.file)
+            self._near = near
 
     def read(self, slots: Sequence[int], addresses: Sequence[int], tags: Sequence[bytes]) -> Operation:
         return self._submit("read", slots, addresses, tags)
@@ -241,6 +241,8 @@ class ProcessStore(Store):
     def _launch(self) -> _Connection:
         connection = _Connection(self._setup.settings.memory_bytes)
         connection.send(self._setup)
+        if self._near is not None:  # before any transfer
+            connection.send(Attach(self._near.size), self._near.file)
         return connection
 
     def _follow(self) -> None:
@@ -263,8 +265,6 @@ class ProcessStore(Store):
                     if self._closing.is_set():
                         break
                     self._connection = self._launch()
-                    if self._near is not None:
-                        self._connection.send(Attach(self._near.size), self._near.file)
             except OSError as error:
                 logger.warning("object store: its process does not start: %s", error)
                 break
