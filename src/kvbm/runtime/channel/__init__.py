@@ -18,7 +18,6 @@ from kvbm.runtime.channel.base import (
     Timing,
     agree,
 )
-from kvbm.runtime.channel.zmq_end import ACK_SETTING, HOST_SETTING, PUB_SETTING, TIMEOUT_SETTING
 from kvbm.runtime.channel.zmq_leader import ZmqLeader
 from kvbm.runtime.channel.zmq_worker import ZmqWorker
 
@@ -27,10 +26,6 @@ from kvbm.runtime.channel.zmq_worker import ZmqWorker
 WINDOW = 8192
 
 __all__ = [
-    "ACK_SETTING",
-    "HOST_SETTING",
-    "PUB_SETTING",
-    "TIMEOUT_SETTING",
     "TIMING",
     "WINDOW",
     "Agreement",

@@ -16,13 +16,7 @@ from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
 from kvbm.runtime.channel.base import TIMING, ChannelError, Timing, agree, name_ranks
 from kvbm.runtime.channel.curve import SECRET_SETTING
-from kvbm.runtime.channel.zmq_end import (
-    ACK_SETTING,
-    HOST_SETTING,
-    PUB_SETTING,
-    TIMEOUT_SETTING,
-    ZmqEnd,
-)
+from kvbm.runtime.channel.zmq_end import ACK_SETTING, HOST_SETTING, PUB_SETTING, TIMEOUT_SETTING, ZmqEnd
 
 logger = logging.getLogger(__name__)
 

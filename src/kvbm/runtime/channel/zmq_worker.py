@@ -13,14 +13,7 @@ from kvbm.plans import Hello, Report, StepPlan, decode_step, encode
 from kvbm.runtime.channel import local
 from kvbm.runtime.channel import zmq_wire as wire
 from kvbm.runtime.channel.base import TIMING, ChannelError, Timing
-from kvbm.runtime.channel.zmq_end import (
-    ACK_SETTING,
-    HOST_SETTING,
-    PUB_SETTING,
-    TICK,
-    TIMEOUT_SETTING,
-    ZmqEnd,
-)
+from kvbm.runtime.channel.zmq_end import ACK_SETTING, HOST_SETTING, PUB_SETTING, TICK, TIMEOUT_SETTING, ZmqEnd
 
 logger = logging.getLogger(__name__)
 
