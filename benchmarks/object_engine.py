@@ -149,10 +149,15 @@ def main() -> int:
         serve(options)
         return 0
     print(options.what)
+
+    def save(found: dict[str, Any]) -> None:
+        if options.json:
+            about = {"cores": os.cpu_count(), "python": ".".join(map(str, sys.version_info[:3]))}
+            options.json.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+
+    options.save = save
     found = {"ttft": ttft, "cache": cache, "faults": faults, "steps": steps}[options.what](options)
-    if options.json:
-        about = {"cores": os.cpu_count(), "python": ".".join(map(str, sys.version_info[:3]))}
-        options.json.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+    save(found)
     return 0 if found["good"] or not options.check else 1
 
 

@@ -1,15 +1,19 @@
 """`object_engine.py faults`: what requests take while the object store fails, beside an engine without a store.
 
-Each request goes to three engines of one process in turns: with the store, without it, and once more without, whose
-difference from the second is the noise of the machine. Each engine's own speed is taken out of its figures. A round is
-all requests, with the beginning of the fault in it; the figures are medians over rounds.
+Each request goes to three engines in turns: with the store, without it, and once more without, whose difference from
+the second is the noise of the machine. Each has a process of its own, because vLLM has one worker connector in a
+process; two of them wait while the third works. Each engine's own speed is taken out of its figures. A round is all
+requests, with the beginning of the fault in it; the figures are medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,6 +66,53 @@ def serve_proxy(upstream: str) -> None:
         print("set", flush=True)
 
 
+class RemoteEngine:
+    """An engine in a process that is forked from this one, which has imported vLLM."""
+
+    def __init__(self, *arguments: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, its = context.Pipe()
+        self._process = context.Process(target=_serve, args=(its, arguments), daemon=True)
+        self._process.start()
+        its.close()
+        self._pipe.recv()
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        self._pipe.send((name, arguments))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self("close")
+        self._process.join(60)
+        self._process.kill()
+
+
+def _serve(pipe: Any, arguments: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a benchmark that crashes leaves no engine behind
+    engine = Engine(*arguments)
+
+    def use_store(use: bool) -> None:
+        engine.catalog._is_reset = not use
+
+    calls = {
+        "ask": lambda seed, tokens, answer: engine.ask(prompt(seed, tokens), answer),
+        "drain": engine.drain,
+        "use_store": use_store,
+        "is_suspended": lambda: engine.catalog._is_suspended,
+        "loaded": lambda: sum(engine.counts.onboarded_blocks.values()),
+        "objects": lambda: [item.name for item in engine.catalog._clients[0].list("kvbm-1/") if "/0/" in item.name],
+        "collect": gc.collect,
+        "close": engine.close,
+    }
+    gc.freeze()
+    gc.disable()  # not in the middle of a request
+    pipe.send("ready")
+    name = ""
+    while name != "close":
+        name, given = pipe.recv()
+        pipe.send(calls[name](*given))
+
+
 class Trouble:
     """One fault, from its beginning to its end."""
 
@@ -108,33 +159,38 @@ class Trouble:
 
 
 def faults(options: argparse.Namespace) -> dict[str, Any]:
-    from kvbm.tiers.objects.client import Client
+    import vllm  # noqa: F401 - once, for all engines. Not obstore: its threads would not outlive a fork
 
     model = options.model or model_path("tiny")
-    tokens = options.tokens or 1024
-    prompts = [prompt(i, tokens) for i in range(options.requests)]
+    tokens, count = options.tokens or 1024, options.requests
     length, blocks = tokens + 64, 4 * (tokens // BLOCK_TOKENS + 2)
     host = {"cpu_cache_override_num_blocks": 2 * tokens // BLOCK_TOKENS}  # a prompt is evicted before it comes again
     rows, good = [], True
+    result: dict[str, Any] = {}
     with seaweed() as weed:
-        writer = Engine(model, kvbm_settings(weed.settings()), length, blocks)
-        for each in prompts:
-            writer.ask(each, 1)
-            writer.drain()
+        writer = RemoteEngine(model, kvbm_settings(weed.settings()), length, blocks)
+        for i in range(count):
+            writer("ask", i, tokens, 1)
+            writer("drain")
+        objects = writer("objects")
         writer.close()
-        objects = [item.name for item in Client(weed.settings()).list("kvbm-1/") if "/0/" in item.name]
-        others = {side: Engine(model, host, length, blocks) for side in ("none", "control")}
+        others = {side: RemoteEngine(model, host, length, blocks) for side in ("none", "control")}
         for name in options.faults or FAULTS:
             proxy = Proxy(weed.port)
             trouble = Trouble(name, weed, proxy, objects)
-            engines = {"store": Engine(model, {**trouble.settings(), **host}, length, blocks), **others}
-            rounds = [_round(engines, trouble, prompts, options.answer, number) for number in range(options.rounds)]
-            loaded = sum(engines["store"].counts.onboarded_blocks.values())
+            engines = {"store": RemoteEngine(model, {**trouble.settings(), **host}, length, blocks), **others}
+            rounds = [_round(engines, trouble, count, tokens, options.answer, n) for n in range(options.rounds)]
+            loaded = engines["store"]("loaded")
             engines["store"].close()
             proxy.close()
             row = _summary(name, rounds, loaded)
             rows.append(row)
             good &= row["passed"]
+            result = {
+                "good": good, "prompt_tokens": tokens, "requests": count, "rounds": options.rounds,
+                "load_average": os.getloadavg(), "rows": rows,
+            }  # fmt: skip
+            options.save(result)  # of a long run that is ended early, too
             p99 = row["p99_s"]
             print(
                 f"  {name:26} p99 {1e3 * p99['store']:6.1f} ms, without a store {1e3 * p99['none']:6.1f} "
@@ -144,59 +200,52 @@ def faults(options: argparse.Namespace) -> dict[str, Any]:
             )  # fmt: skip
         for engine in others.values():
             engine.close()
-    return {"good": good, "prompt_tokens": tokens, "requests": len(prompts), "rounds": options.rounds,
-            "load_average": os.getloadavg(), "rows": rows}  # fmt: skip
+    return result
 
 
 def _round(
-    engines: dict[str, Engine], trouble: Trouble, prompts: list[list[int]], answer: int, number: int
+    engines: dict[str, RemoteEngine], trouble: Trouble, count: int, tokens: int, answer: int, number: int
 ) -> tuple[dict[str, list[float]], int]:
     """(seconds of each request by side, how many answers were wrong)"""
-    _await_store(engines["store"], number)
+    store = engines["store"]
+    deadline = time.monotonic() + (_RECOVERY_SECONDS if number else 0.0)
+    while store("is_suspended") and time.monotonic() < deadline:  # after the fault of the last round
+        time.sleep(0.05)
+    for engine in engines.values():
+        engine("collect")
     times: dict[str, list[float]] = {side: [] for side in engines}
     wrong = 0
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # of three engines in one process: it would hit any of them
-    speeds = _speeds(engines, number, len(prompts[0]), answer)
+    speeds = _speeds(engines, number, tokens, answer)
     trouble.begin()
     try:
-        for i, each in enumerate(prompts):
-            trouble.at(round(i / len(prompts), 2))
+        for i in range(count):
+            trouble.at(round(i / count, 2))
             answers = []
             for side in _in_turns(engines, i):
-                _, seconds, tokens = engines[side].ask(each, answer)
+                _, seconds, found = engines[side]("ask", i, tokens, answer)
                 times[side].append(seconds / speeds[side])
-                answers.append(tokens)
-            wrong += any(tokens != answers[0] for tokens in answers)
+                answers.append(found)
+            wrong += any(found != answers[0] for found in answers)
     finally:
-        gc.enable()
         trouble.end()
     return times, wrong
 
 
-def _in_turns(engines: dict[str, Engine], number: int) -> list[str]:
+def _in_turns(engines: dict[str, RemoteEngine], number: int) -> list[str]:
     return sorted(engines, key=lambda side: (number + list(engines).index(side)) % len(engines))
 
 
-def _await_store(engine: Engine, number: int) -> None:
-    """After the last round it has to answer again."""
-    deadline = time.monotonic() + (_RECOVERY_SECONDS if number else 0.0)
-    while engine.catalog._is_suspended and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _speeds(engines: dict[str, Engine], number: int, tokens: int, answer: int) -> dict[str, float]:
-    """Two equal engines in one process differ by up to 15 %, each run anew. So: how long each takes for the same
-    prompts beside the one without a store, while none uses a store."""
-    engines["store"].catalog._is_reset = True
+def _speeds(engines: dict[str, RemoteEngine], number: int, tokens: int, answer: int) -> dict[str, float]:
+    """Equal engines differ by up to 15 %, each run anew. So: how long each takes for the same prompts beside the one
+    without a store, while none uses a store."""
+    engines["store"]("use_store", False)
     times: dict[str, list[float]] = {side: [] for side in engines}
     for i in range(_WARM_REQUESTS + _SPEED_REQUESTS):
         for side in _in_turns(engines, i):
-            _, seconds, _ = engines[side].ask(prompt(10_000 + 1000 * number + i, tokens), answer)
+            _, seconds, _ = engines[side]("ask", 10_000 + 1000 * number + i, tokens, answer)
             if i >= _WARM_REQUESTS:
                 times[side].append(seconds)
-    engines["store"].catalog._is_reset = False
+    engines["store"]("use_store", True)
     return {side: statistics.median(each) / statistics.median(times["none"]) for side, each in times.items()}
 
 
