@@ -76,6 +76,15 @@ def test_a_tenant_uses_free_slots_above_its_share_until_another_needs_them():
     assert pool.tenants_of([pool.find(b"g"), pool.find(b"e")]) == [1, 0]
 
 
+def test_a_long_prompt_takes_no_more_than_what_is_above_the_share_of_another():
+    shares = Shares(8, {1: 0.5}, lambda slots: make_policy("lru", slots, float))
+    pool = Pool(8, shares)
+    pool.commit(pool.reserve([b"a", b"b", b"c", b"d", b"e", b"f"], [1] * 6))
+    pool.commit(pool.reserve([b"w", b"x"], [0] * 2))
+    pool.commit(pool.reserve([b"p", b"q", b"r", b"s"], [0] * 4))
+    assert set(pool.findable) == {b"a", b"b", b"c", b"d", b"p", b"q", b"r", b"s"}
+
+
 @pytest.mark.parametrize("shares", [{1: 0.7, 2: 0.4}, {1: 0.0}, {0: 0.5}, {1: -1.0}])
 def test_shares_that_cannot_be_had_are_refused(shares):
     with pytest.raises(ValueError, match="shares of tenants"):
