@@ -29,6 +29,7 @@ HOST, DISK = host.TIER.name, disk.TIER.name
 SLOTS = [3_000, 10_000, 30_000]
 PARTS_OF_BLOCKS = (50, 10, 3)
 GENERATED = ("agents", "batch", "chat", "mixed", "rag", "scan")
+OTHERS = ("batch", "mixed", "rag", "scan")  # have few sessions
 
 # Names of sessions alone change nothing, and priorities say what ends say (docs/policies.md).
 HINTS = [kind for kind in hints.KINDS if kind not in ("given", "sessions", "priorities")]
@@ -46,8 +47,8 @@ def sources(options: argparse.Namespace) -> dict[str, Source]:
 
 
 def few_sources(options: argparse.Namespace) -> dict[str, Source]:
-    """Without the workloads that have no sessions: hints and filters do little there."""
-    return {name: source for name, source in sources(options).items() if source.synthetic in ("", "agents", "chat")}
+    """For hints and filters, which do little without sessions."""
+    return {name: source for name, source in sources(options).items() if source.synthetic not in OTHERS}
 
 
 def slots_for(source: Source) -> list[int]:

@@ -5,9 +5,11 @@ import random
 import pytest
 from workloads import WORKLOADS, chat, noise, replay, serve
 
+from kvbm.core.manager import BlockManager
 from kvbm.core.policy import Retention, Turn, make_policy
 from kvbm.core.policy.shares import Shares
 from kvbm.core.pool import Pool
+from tiernames import HOST
 
 MAX_LOSS = 0.01  # to LRU
 
@@ -74,6 +76,24 @@ def test_a_tenant_uses_free_slots_above_its_share_until_another_needs_them():
     pool.commit(pool.reserve([b"g"], [1]))
     assert set(pool.findable) == {b"a", b"g", b"e", b"f"}
     assert pool.tenants_of([pool.find(b"g"), pool.find(b"e")]) == [1, 0]
+
+
+def test_a_long_prompt_takes_no_more_than_what_is_above_the_share_of_another():
+    shares = Shares(8, {1: 0.5}, lambda slots: make_policy("lru", slots, float))
+    pool = Pool(8, shares)
+    pool.commit(pool.reserve([b"a", b"b", b"c", b"d", b"e", b"f"], [1] * 6))
+    pool.commit(pool.reserve([b"w", b"x"], [0] * 2))
+    pool.commit(pool.reserve([b"p", b"q", b"r", b"s"], [0] * 4))
+    assert set(pool.findable) == {b"a", b"b", b"c", b"d", b"p", b"q", b"r", b"s"}
+
+
+def test_a_prompt_that_is_longer_than_the_share_is_kept_in_part():
+    pool = Pool(8, Shares(8, {1: 0.5, 2: 0.5}, lambda slots: make_policy("lru", slots, float)))
+    pool.commit(pool.reserve([b"a", b"b", b"c", b"d"], [2] * 4))
+    manager = BlockManager({HOST: pool})
+    plan = manager.store([b"p", b"q", b"r", b"s", b"t"], range(5), [1] * 5)
+    manager.finish_store(plan.id, ok=True)
+    assert set(pool.findable) == {b"a", b"b", b"c", b"d", b"p", b"q", b"r", b"s"}
 
 
 @pytest.mark.parametrize("shares", [{1: 0.7, 2: 0.4}, {1: 0.0}, {0: 0.5}, {1: -1.0}])

@@ -319,7 +319,7 @@ class BlockManager:
         pool = self.near
         if len(pool.match(keys)) == len(keys):
             return None  # for example a prompt that has just been brought back: no need to go through it block by block
-        room = pool.available
+        room = pool.available if not tenants else min(map(pool.room_for, set(tenants)))
         wanted: dict[Key, int] = {}
         in_front: list[Key] = []
         for key, block in zip(keys, blocks, strict=True):

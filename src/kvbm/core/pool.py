@@ -143,8 +143,11 @@ class Pool(Catalog):
 
     def _has_room(self, tenants: Sequence[int]) -> bool:
         """Whether each tenant may have so many slots."""
-        free, room_for = len(self._free), self._policy.room_for
-        return all(count <= free + room_for(tenant) for tenant, count in Counter(tenants).items())
+        return all(count <= self.room_for(tenant) for tenant, count in Counter(tenants).items())
+
+    def room_for(self, tenant: int) -> int:
+        """How many blocks of a tenant :meth:`reserve` could take right now."""
+        return len(self._free) + self._policy.room_for(tenant)
 
     def commit(self, slots: Sequence[int], journaled: bool = True) -> None:
         """The slots have been written on every rank: they can be found from now on.

@@ -27,10 +27,12 @@ class Shares(EvictionPolicy):
         self._policies = {tenant: make(size) for tenant in (COMMON, *shares)}
         self._quota = {tenant: int(part * size) for tenant, part in ((COMMON, max(left, 0.0)), *shares.items())}
         self._held = dict.fromkeys(self._policies, 0)  # slots with a block of the tenant
+        self._promised = dict.fromkeys(self._policies, 0)  # slots evicted for the tenant and not assigned yet
         self._tenant = np.full(size, _FREE, np.int32)
 
     def assigned(self, slots: Sequence[int], tenants: Sequence[int] | None) -> None:
         some = np.asarray(slots, np.int32)
+        self._promised = dict.fromkeys(self._policies, 0)
         self._set_free(some)  # a block that could not be written leaves its slot without a word
         if tenants is None:
             self._tenant[some] = COMMON
@@ -107,15 +109,23 @@ class Shares(EvictionPolicy):
     def evict_run(self, count: int, tenant: int = COMMON) -> list[int]:
         tenant = tenant if tenant in self._policies else COMMON
         own = self._policies[tenant]
-        if len(own) and self._held[tenant] >= self._quota[tenant]:
+        left = self._quota[tenant] - self._held[tenant] - self._promised[tenant]
+        over = {
+            other: self._held[other] - self._quota[other]
+            for other, policy in self._policies.items()
+            if policy and other != tenant and self._held[other] > self._quota[other]
+        }
+        if own and (left <= 0 or not over):
             run = own.evict_run(count)
-        else:
-            over = {other: self._held[other] - self._quota[other] for other, policy in self._policies.items() if policy}
-            if not over:
-                raise KeyError("no slot may be evicted")
+        elif over:
             victim = max(over, key=over.__getitem__)
-            run = self._policies[victim].evict_run(min(count, max(1, over[victim])))
+            run = self._policies[victim].evict_run(min(count, over[victim], max(left, 1)))
+        else:  # nothing is above its share: for a staging buffer only
+            run = next((policy.evict_run(1) for policy in self._policies.values() if policy), [])
+            if not run:
+                raise KeyError("no slot may be evicted")
         self._set_free(np.array(run, np.int32))
+        self._promised[tenant] += len(run)
         return run
 
     def room_for(self, tenant: int) -> int:
