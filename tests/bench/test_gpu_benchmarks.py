@@ -125,7 +125,7 @@ def test_a_dry_run_leaves_out_what_needs_a_gpu(gpu, capsys):
     options = SimpleNamespace(dry=True, kinds=["base", "native", "kvbm"])
     gpu.vllm_kinds.check(options)
     assert options.kinds == ["base", "kvbm"]
-    assert "only base, kvbm run on a CPU" in capsys.readouterr().err
+    assert "only base, kvbm, packed, raw run on a CPU" in capsys.readouterr().err
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
