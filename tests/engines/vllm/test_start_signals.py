@@ -27,13 +27,13 @@ signal.signal(signal.SIGTERM, interrupt)
 start_signals.end_start_on_signals(["vllm", "serve", "m", "--kv-transfer-config", "{}"])
 busy = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
 child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}]).wait()"
-if sys.argv[1] == "serves":
-    print("on", flush=True)
-else:
-    below = subprocess.Popen([sys.executable, "-c", child])
+if sys.argv[1] != "serves":
+    below = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+    below.stdout.readline()
 
 def wait():
     try:
+        print("on", flush=True)  # here, so that no signal comes earlier
         time.sleep(600)
     except KeyboardInterrupt:
         print("caught", flush=True)
@@ -41,6 +41,7 @@ def wait():
 if sys.argv[1] == "has served":
     code = {"__name__": "uvicorn.server", "signal": signal}
     exec("def end(): signal.raise_signal(15)", code)
+    print("on", flush=True)
     for again in (code["end"], lambda: signal.raise_signal(15)):
         try:
             again()
@@ -49,9 +50,9 @@ if sys.argv[1] == "has served":
             print("cleans up", flush=True)
     below.kill()
     os.killpg(0, signal.SIGKILL)
-while sys.argv[1] == "waits":
-    wait()
 wait()
+while sys.argv[1] == "waits":
+    time.sleep(600)
 if sys.argv[1] == "ends":
     below.terminate()
 else:

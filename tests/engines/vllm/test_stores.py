@@ -104,7 +104,7 @@ def test_a_block_that_is_computed_again_has_its_new_place_in_the_engine():
     here.requests["abcd"].new_tables([range(200, 204)], 0)
     here.pool.clear()
     plans, offload = [], here.leader.offload
-    here.leader.offload = lambda keys, blocks: plans.append(blocks) or offload(keys, blocks)
+    here.leader.offload = lambda keys, blocks, *more: plans.append(blocks) or offload(keys, blocks, *more)
     here.step(abcd=(0, 4))
     assert plans == [[200, 201, 202, 203]]
 
