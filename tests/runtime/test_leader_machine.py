@@ -788,7 +788,7 @@ class TestKeyed(KeyedMachine.TestCase):
     settings = examples(25)
 
 
-for name in POLICIES.keys() - {LeaderMachine.policy}:
+for name in sorted(POLICIES.keys() - {LeaderMachine.policy}):
     machine = type(f"{name.title()}Machine", (LeaderMachine,), {"policy": name})
     for title, number, marks in (("", 20, []), ("AtLength", 300, [pytest.mark.long])):
         case = type(f"Test{name.title()}{title}", (machine.TestCase,), {"settings": examples(number)})

@@ -41,7 +41,7 @@ class Waiting:
 
     def _schedule(self, cell: int, first: Group) -> None:
         self._scheduled.add(cell)
-        heappush(self._due, (first.time + end_of(cell % BUCKETS), cell))
+        heappush(self._due, (_outgrown_at(first, cell % BUCKETS), cell))
 
     def first(self, cell: int) -> Group | None:
         queue = self._queues[cell]
@@ -54,8 +54,8 @@ class Waiting:
 
     def age(self, group: Group, now: float) -> None:
         """The group has reached the age that it has now."""
-        bucket, age = group.bucket, now - group.time
-        while age >= end_of(bucket):
+        bucket = group.bucket
+        while _is_outgrown(group, bucket, now):
             bucket += 1
             self._returns.exposed[group.kind * BUCKETS + bucket] += 1
         group.bucket = bucket
@@ -67,17 +67,25 @@ class Waiting:
         while self._due and self._due[0][0] <= now:
             cell = heappop(self._due)[1]
             self._scheduled.discard(cell)
-            latest = now - end_of(cell % BUCKETS)
             queue = self._queues[cell]
             while queue:
                 version, group = queue[0]
                 if version == group.version:
-                    if group.time > latest:
+                    if not _is_outgrown(group, cell % BUCKETS, now):
                         self._schedule(cell, group)
                         break
                     self.age(group, now)
                     self._append(group, queue[0])
                 queue.popleft()
+
+
+def _outgrown_at(group: Group, bucket: int) -> float:
+    return group.time + end_of(bucket)
+
+
+def _is_outgrown(group: Group, bucket: int, now: float) -> bool:
+    """The one comparison of ages: with another one that rounds differently, a group could be due and never move on."""
+    return _outgrown_at(group, bucket) <= now
 
 
 class Candidates(Waiting):
