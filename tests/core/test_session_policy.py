@@ -7,7 +7,10 @@ from workloads import WORKLOADS, chat, noise, replay, serve
 
 from kvbm.core.manager import BlockManager
 from kvbm.core.policy import Retention, Turn, make_policy
+from kvbm.core.policy.group import Group
+from kvbm.core.policy.returns import Returns, end_of
 from kvbm.core.policy.shares import Shares
+from kvbm.core.policy.waiting import Waiting
 from kvbm.core.pool import Pool
 from tiernames import HOST
 
@@ -134,3 +137,17 @@ def test_a_block_that_is_written_after_its_turn_has_ended_joins_its_conversation
     pool.lend(5)
     pool.lend(1)
     assert set(pool.findable) == {b"a", b"b"}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("bucket", range(6))
+def test_a_group_moves_on_when_it_is_due_however_its_age_is_rounded(bucket):
+    """Ages are sums and differences of floats: at the very moment, one may say what the other denies."""
+    chance = random.Random(bucket)
+    returns = Returns()
+    for _ in range(200):
+        waiting, group = Waiting(returns), Group(1)
+        group.time, group.bucket = chance.random() * 1e3, bucket
+        waiting.add(group)
+        waiting.advance(group.time + end_of(bucket))
+        assert group.bucket == bucket + 1
