@@ -84,6 +84,7 @@ def prometheus(start, tools, watched, tmp_path_factory) -> Prometheus:
 KVBM = '{job="kvbm-metrics"}'
 WHOLE_PAGE = "vllm, with what is dropped"
 SELDOM = ("kvbm_failures_total", "kvbm_hints_total", "kvbm_refused_load_blocks_total")  # no series before the first
+OF_PEERS = "kvbm_source_"  # no series without peers
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def test_every_metric_has_the_value_that_was_caused(prometheus, story):
 def test_the_other_metrics_are_there_too(prometheus, story):
     counted = {series.partition("{")[0] for series in story}
     for metric in METRICS:
-        if metric.name not in counted and metric.name not in SELDOM:
+        if metric.name not in counted and metric.name not in SELDOM and not metric.name.startswith(OF_PEERS):
             assert prometheus.query(in_job(metric.name, "kvbm-metrics")), metric.name
     seconds = in_job('kvbm_transfer_seconds_total{source="host",target="device"}', "kvbm-metrics")
     assert 0 < prometheus.value(seconds) < 10
