@@ -353,13 +353,15 @@ class BlockManager:
         ``left_out``: positions of blocks that some rank could not keep.
         """
         store = self._stores.pop(plan_id)
-        absent = set(left_out) if ok else set(range(len(store.slots)))
-        if absent:
-            self.near.abandon([store.slots[position] for position in sorted(absent)])
-        kept = [position for position in range(len(store.slots)) if position not in absent]
-        if len(kept) == len(store.slots):
+        if not ok:
+            self.near.abandon(store.slots)
+            return []
+        absent = set(left_out)
+        if not absent:
             self.near.commit(store.slots)
             return store.keys
+        self.near.abandon([store.slots[position] for position in sorted(absent)])
+        kept = [position for position in range(len(store.slots)) if position not in absent]
         if kept:
             self.near.commit([store.slots[position] for position in kept])
         return [store.keys[position] for position in kept]

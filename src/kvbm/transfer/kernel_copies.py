@@ -24,7 +24,7 @@ _WARPS = 16
 _TILE_BYTES = 64 << 10
 # A program that unpacks has one tile on the way instead of 64 KiB (benchmarks/gpu/packing.py).
 _UNPACK_PROGRAMS = 32
-_LOCAL_UNPACK_PROGRAMS = 264
+LOCAL_UNPACK_PROGRAMS = 264
 UNPACK_WARPS = 8
 _BATCH = 8192  # maximum blocks of one launch; a longer transfer takes several launches
 _NUMBERS = 1024  # slot and block numbers that one program copies
@@ -50,7 +50,7 @@ class KernelCopies:
         self._launches: list[_Launch] = []
         self._programs, self._local_programs = _PROGRAMS, _LOCAL_PROGRAMS
         if layout.tile_values:
-            self._programs, self._local_programs = _UNPACK_PROGRAMS, _LOCAL_UNPACK_PROGRAMS
+            self._programs, self._local_programs = _UNPACK_PROGRAMS, LOCAL_UNPACK_PROGRAMS
         kernel = Launcher(unpack_pieces, UNPACK_WARPS) if layout.tile_values else Launcher(copy_pieces, _WARPS)
         for first, group in equal_segments(layout):
             if layout.tile_values:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvbm.transfer.kernel_copies import UNPACK_WARPS, tile_constants
+from kvbm.transfer.kernel_copies import LOCAL_UNPACK_PROGRAMS, UNPACK_WARPS, tile_constants
 from kvbm.transfer.kernels import Launcher
 from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.packed_stores import PACK_WARPS
@@ -18,7 +18,6 @@ from kvbm.transfer.packing_kernels import pack_pieces, unpack_pieces
 
 _TRIAL_BYTES = 16 << 20  # four times as much of the GPU's memory in all: the engine may have left little
 _REPEATS = 4  # of a measurement, so that the time of a launch matters less
-_PROGRAMS = 264  # as many as unpack a long load
 # An H200 behind PCIe 5 unpacks eight times as fast as the bus brings packed bytes. Ranks must come to one answer, so
 # the bound is far from that.
 _MIN_FACTOR = 2.5
@@ -56,7 +55,7 @@ def try_packing(layout: BlockLayout, device: torch.device) -> Trial:
         packer.start(blocks, (source, pairs), (0, blocks, *row, flags.data_ptr(), 0, 1, blocks), constants)
 
         def unpack() -> None:
-            programs = min(_PROGRAMS, blocks)
+            programs = min(LOCAL_UNPACK_PROGRAMS, blocks)  # as for a long load
             unpacker.start(programs, (target, pairs, arrived), (0, blocks, *row, 0, 1, blocks), (*constants, False))
 
         unpacked = values.nbytes / _seconds(unpack)

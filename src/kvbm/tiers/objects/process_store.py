@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -147,7 +147,7 @@ class _Connection:
 
 def _environment(memory_bytes: int) -> dict[str, str]:
     """Numpy is there for an address only. And glibc keeps the memory of objects: to give it back to the kernel and
-    fault it in again takes 13 % of the CPU time of reads (benchmarks/objects.py)."""
+    fault it in again takes 13 % of the CPU time of reads."""
     return {
         "OPENBLAS_NUM_THREADS": "1",
         "MALLOC_TRIM_THRESHOLD_": str(memory_bytes),
@@ -174,7 +174,10 @@ class ProcessStore(Store):
         self._connection = self._launch()
         self._thread = threading.Thread(target=self._follow, name="kvbm-object-process", daemon=True)
         self._thread.start()
-        problem = self._opened.get()
+        try:
+            problem = self._opened.get(timeout=OPEN_SECONDS)
+        except Empty:
+            problem = f"its process has not answered for {OPEN_SECONDS:g} s"
         if problem:
             self.close(0.0)
             raise ObjectStoreError(problem)
@@ -210,11 +213,10 @@ class ProcessStore(Store):
 
     def measure(self) -> Rate | None:
         self._connection.send(Measure())
-        deadline = threading.Timer(_MEASURE_SECONDS, self._measured.put, [None])
-        deadline.start()
-        rate = self._measured.get()
-        deadline.cancel()
-        return rate
+        try:
+            return self._measured.get(timeout=_MEASURE_SECONDS)
+        except Empty:
+            return None
 
     def close(self, timeout: float | None = None) -> bool:
         """Give up the requests that have not begun. Those that have begun end by their own deadline, or with the
