@@ -1,9 +1,10 @@
 """How well real KV packs, and how fast numpy does it.
 
-    python benchmarks/packing.py [--json FILE] [--tokens 1024] [--disk DIRECTORY]
+    python benchmarks/packing.py [--json FILE] [--tokens 1024] [--disk DIRECTORY] [--save FILE]
 
-SmolLM2-135M-Instruct reads the project's documentation; its K (after RoPE) and V, 30 layers, in blocks of 16 tokens as
-vLLM lays them out, are packed and unpacked. Prints a JSON line for each figure:
+SmolLM2-135M-Instruct reads the project's documentation and source, 1,024 tokens at a time; its K (after RoPE) and V, 30
+layers, in blocks of 16 tokens as vLLM lays them out, are packed and unpacked. `--save` keeps this KV for
+benchmarks/gpu/packing.py. Prints a JSON line for each figure:
 
     ratio, escapes       of KVBM's format, and how many blocks do not fit
     further              what other codes would need, in bits a value: three bits and a second level of codes for the
@@ -34,6 +35,7 @@ from kvbm.tiers.disk.file import DiskFile  # noqa: E402
 from kvbm.transfer.packing import GROUP, Tile, pack, unpack  # noqa: E402
 
 BLOCK = 16  # tokens
+CONTEXT = 1024  # tokens that the model reads at a time
 BLOCKS_ON_DISK = 200
 lines: list[dict[str, object]] = []
 
@@ -50,17 +52,21 @@ def real_kv(tokens: int) -> np.ndarray:
 
     command = [sys.executable, str(PROJECT / "scripts" / "models.py"), "smollm2"]
     path = subprocess.check_output(command, text=True).strip()
-    text = "\n".join(page.read_text() for page in sorted((PROJECT / "docs").glob("*.md")))
+    files = sorted((PROJECT / "docs").glob("*.md")) + sorted((PROJECT / "src").rglob("*.py"))
+    text = "\n".join(file.read_text() for file in files)
     ids = AutoTokenizer.from_pretrained(path)(text[: tokens * 8], return_tensors="pt").input_ids[:, :tokens]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    with torch.inference_mode():
-        cache = model(ids, use_cache=True).past_key_values
-    layers = []
-    for layer in cache.layers:
-        pair = torch.stack([layer.keys[0], layer.values[0]])  # [2, heads, tokens, channels]
-        blocks = pair.permute(2, 0, 1, 3).unflatten(0, (-1, BLOCK)).transpose(1, 2)
-        layers.append(blocks.contiguous().view(torch.int16).numpy().view(np.uint16))
-    return np.stack(layers)
+    texts = []
+    for start in range(0, tokens, CONTEXT):
+        with torch.inference_mode():
+            cache = model(ids[:, start : start + CONTEXT], use_cache=True).past_key_values
+        layers = []
+        for layer in cache.layers:
+            pair = torch.stack([layer.keys[0], layer.values[0]])  # [2, heads, tokens, channels]
+            blocks = pair.permute(2, 0, 1, 3).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+            layers.append(blocks.contiguous().view(torch.int16).numpy().view(np.uint16))
+        texts.append(np.stack(layers))
+    return np.concatenate(texts, axis=1)
 
 
 def of_format(name: str, kv: np.ndarray) -> None:
@@ -81,7 +87,7 @@ def of_format(name: str, kv: np.ndarray) -> None:
     bad = {divmod(int(at), blocks * size // tile.values)[1] // (size // tile.values) for at in overflows}
     tell(what=name, tile=tile.values, ratio=tile.size / tile.raw_size, escapes=counts.mean() / tile.values,
          escapes_worst_layer=float(by_layer.max()), most_of_a_tile=int(counts.max()), room=tile.room, blocks=blocks,
-         unpackable_blocks=len(bad))  # fmt: skip
+         layers=layers, unpackable_blocks=len(bad))  # fmt: skip
 
 
 def further(kv: np.ndarray) -> None:
@@ -146,10 +152,13 @@ def of_disk(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1024, help=f"a multiple of {BLOCK}")
+    parser.add_argument("--save", type=Path, help="write this KV to a file of numpy")
     parser.add_argument("--disk", type=Path, help="measure the disk tier in this directory as well")
     args = parser.parse_args()
     kv = real_kv(args.tokens)
+    if args.save:
+        np.save(args.save, kv)
     of_format("K and V", kv)
     of_format("K", kv[:, :, :1])
     of_format("V", kv[:, :, 1:])

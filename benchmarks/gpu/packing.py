@@ -1,9 +1,10 @@
 """Packed blocks on a GPU: byte for byte as numpy packs them, the speed of the kernels, and 32k-token loads.
 
-    python benchmarks/gpu/packing.py [--json FILE] [--only check,kernels,copier,beside]
+    python benchmarks/gpu/packing.py [--json FILE] [--only check,kernels,copier,beside] [--kv FILE]
 
 The cache has the shape of Qwen3-8B: 36 layers, 8 KV heads of 128, blocks of 16 tokens, 2,048 blocks of 2.36 MB. Values
-are normal with a scale for each channel, a few of them far too large, zero or tiny. Prints a JSON line for each figure.
+are normal with a scale for each channel, a few of them far too large, zero or tiny; or, with `--kv`, those of a real
+model (benchmarks/packing.py --save), over and over. Prints a JSON line for each figure.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ def tell(**figures: object) -> None:
 class Cache:
     """An engine's cache: a tensor for each layer, K and V of a block together."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, kv: Path | None) -> None:
         self.blocks = blocks
+        self.real: torch.Tensor | None = None  # int16[layers, values]
+        if kv is not None:
+            values = np.load(kv)
+            self.real = torch.from_numpy(values.reshape(len(values), -1).view(np.int16)).to(DEVICE)
         shape = (blocks, 2, TOKENS, HEADS, DIM)
         self.tensors = [torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(LAYERS)]
         self.layout = describe([_spec(i, tensor) for i, tensor in enumerate(self.tensors)], blocks)
@@ -55,6 +60,13 @@ class Cache:
     def fill(self, outliers: float = 1.0) -> None:
         """``outliers``: how many times larger one channel of each head is."""
         torch.manual_seed(0)
+        if self.real is not None:
+            for i, words in enumerate(self.words()):
+                flat, values = words.view(-1), self.real[i % len(self.real)]
+                for start in range(0, len(flat), len(values)):
+                    part = flat[start : start + len(values)]
+                    part.copy_(values[: len(part)])
+            return
         for tensor in self.tensors:
             tensor.normal_()
             tensor.mul_(torch.exp2(torch.randn(HEADS, DIM, device=DEVICE)).to(tensor.dtype))
@@ -120,9 +132,10 @@ def put(target: torch.Tensor, values: np.ndarray) -> None:
 
 
 def check(cache: Cache) -> None:
-    for outliers in (1.0, 60.0):
+    for outliers in (1.0,) if cache.real is not None else (1.0, 60.0):
         cache.fill(outliers)
-        all_patterns(cache)
+        if cache.real is None:
+            all_patterns(cache)
         before = [words.clone() for words in cache.words()]
         copier = open_copier(cache.packed, cache.blocks, 2 << 30)
         try:
@@ -283,10 +296,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", default=",".join(parts))
     parser.add_argument("--blocks", type=int, default=2048)
+    parser.add_argument("--kv", type=Path, help="KV of a real model to fill the cache with")
     args = parser.parse_args()
     began = time.perf_counter()
-    tell(what="machine", gpu=torch.cuda.get_device_name(DEVICE), torch=torch.__version__)
-    cache = Cache(args.blocks)
+    tell(what="machine", gpu=torch.cuda.get_device_name(DEVICE), torch=torch.__version__, kv=args.kv and args.kv.name)
+    cache = Cache(args.blocks, args.kv)
     for name in args.only.split(","):
         parts[name](cache)
         tell(what="part over", part=name, seconds=time.perf_counter() - began)
