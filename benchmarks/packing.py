@@ -162,6 +162,10 @@ def main() -> None:
     of_format("K and V", kv)
     of_format("K", kv[:, :, :1])
     of_format("V", kv[:, :, 1:])
+    for times in (64, 1024):
+        outliers = kv.copy()
+        outliers[:, :, 0, :, :, 5] += np.uint16(times.bit_length() - 1 << 7)
+        of_format(f"K and V, one channel of K {times} times as large", outliers)
     further(kv)
     of_numpy(kv)
     if args.disk:

@@ -27,6 +27,7 @@ class PackedHistory(histories.History):
         patch.setattr(histories, "WORD", WORD)
         patch.setattr(packing, "_MIN_VALUES", TILE)
         patch.setattr(packing, "_MAX_VALUES", TILE)
+        patch.setattr(packing, "_MAX_RATIO", 0.75)
         patch.setattr(kernel_copies, "unpack_pieces", histories.Compiled(self.unpack_pieces, constants=5))
         patch.setattr(packed_stores, "pack_pieces", histories.Compiled(self.pack_pieces, constants=4))
         patch.setattr(engine_copies, "EngineCopies", self.open_stores)

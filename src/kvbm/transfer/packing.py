@@ -1,20 +1,22 @@
 """The packed format of bf16 KV: 12 bits a value and a few bytes, without loss.
 
-A bf16 value has a sign, 8 bits of exponent and 7 bits of mantissa. The exponents of KV lie close together: those of 128
-neighbouring values are almost always within 14 of the largest. So the format keeps sign and mantissa as a byte, and
-four bits for the exponent's distance from the largest of its *group*. A *tile* of values is packed by itself::
+A bf16 value has a sign, 8 bits of exponent and 7 bits of mantissa. The exponents of KV lie close together, but for a few
+channels whose values are far larger than all others. So the format keeps sign and mantissa as a byte, and four bits for
+the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from the largest of those that
+are left when the four largest exponents are taken away. A *tile* of values is packed by itself::
 
     sign and mantissa   one byte a value
-    codes               four bits a value: 0 to 13 the distance, 14 an escape, 15 an exponent of 0 (zeros, denormals).
-                        Value i has the low half of byte i, value i + half a tile the high half.
-    bases               the largest exponent of each group of 128 neighbouring values, a byte each
+    codes               four bits a value: 0 to 3 the distance from the first base, 4 to 13 that from the second base,
+                        14 an escape, 15 an exponent of 0 (zeros, denormals). Value i has the low half of byte i, value
+                        i + half a tile the high half.
+    first bases         the largest exponent of each group, a byte each
+    second bases        the largest exponent that is more than 3 below, a byte each; 0 where there is none
     count               of escapes; 255: more than there is room for
     escapes             exponents of the values with code 14, a byte each in the order of the values; zeros after them,
                         or if there is no room for all
 
-Real KV has 0.03 % escapes (benchmarks/packing.py), KV with outlier channels 0.5 %. A tile has room for 1.5 % to
-1.9 %, so that every tile, and every slot, has the same size: at most 0.764 of the raw bytes. A block with a tile that
-does not fit is not kept.
+benchmarks/packing.py has the escapes of real KV and of KV with outlier channels. Every tile has the same room for them,
+and so every slot the same size: at most 0.768 of the raw bytes. A block with a tile that does not fit is not kept.
 
 Equal blocks have equal packed bytes, on a CPU and on a GPU (:mod:`~kvbm.transfer.packing_kernels`). The checksums of
 the tiers cover the packed bytes, and nothing but a copier unpacks them.
@@ -29,15 +31,16 @@ import numpy.typing as npt
 
 from kvbm.transfer.layout import BlockLayout, Segment
 
-VERSION = 1
+VERSION = 2
 GROUP = 128
+NEAR = 4  # codes of distances from the first base
 ESCAPE = 14
 ZERO = 15
 OVERFLOW = 255
 
 _MAX_VALUES = 4096  # of a tile
 _MIN_VALUES = 1024  # smaller tiles have room for too few escapes
-_MAX_RATIO = 0.7645
+_MAX_RATIO = 0.7685
 _ALIGNMENT = 16  # of blocks in the engine's memory, for a GPU's widest loads and stores
 _VALUE_BYTES = 2
 _TILES_AT_A_TIME = 64  # what numpy makes of them stays in a core's cache
@@ -65,8 +68,12 @@ class Tile:
         return self.values + self.values // 2
 
     @property
-    def count(self) -> int:
+    def second_bases(self) -> int:
         return self.bases + self.values // GROUP
+
+    @property
+    def count(self) -> int:
+        return self.second_bases + self.values // GROUP
 
     @property
     def escapes(self) -> int:
@@ -124,12 +131,17 @@ def _pack(values: Words, packed: Bytes) -> npt.NDArray[np.intp]:
     exponents = (values >> 7).astype(np.uint8)  # without the sign, which is beyond eight bits
     groups = exponents.reshape(len(values), -1, GROUP)
     bases = groups.max(axis=2)
-    codes = np.minimum(bases[:, :, None] - groups, ESCAPE).reshape(exponents.shape)
+    codes = bases[:, :, None] - groups
+    is_near = codes < NEAR
+    second_bases = np.where(is_near, 0, groups).max(axis=2)
+    codes = np.where(is_near, codes, np.minimum(second_bases[:, :, None] - groups, ESCAPE - NEAR) + NEAR)
+    codes = codes.reshape(exponents.shape)
     codes[exponents == 0] = ZERO
     half = tile.values // 2
     packed[:, : tile.values] = (values >> 8) & 0x80 | values & 0x7F
     packed[:, tile.values : tile.bases] = codes[:, :half] | codes[:, half:] << 4
-    packed[:, tile.bases : tile.count] = bases
+    packed[:, tile.bases : tile.second_bases] = bases
+    packed[:, tile.second_bases : tile.count] = second_bases
     packed[:, tile.escapes :] = 0
     escaped = codes == ESCAPE
     counts = escaped.sum(axis=1)
@@ -151,8 +163,10 @@ def _unpack(packed: Bytes, values: Words) -> None:
     tile = Tile(values.shape[1])
     halves = packed[:, tile.values : tile.bases]
     codes = np.concatenate((halves & 15, halves >> 4), axis=1)
-    bases = packed[:, tile.bases : tile.count, None]
-    exponents = (bases - codes.reshape(len(packed), -1, GROUP)).reshape(codes.shape)
+    bases = packed[:, tile.bases : tile.second_bases, None]
+    second_bases = packed[:, tile.second_bases : tile.count, None]
+    groups = codes.reshape(len(packed), -1, GROUP)
+    exponents = np.where(groups < NEAR, bases - groups, second_bases + NEAR - groups).reshape(codes.shape)
     exponents[codes == ZERO] = 0
     escaped = codes == ESCAPE
     counts = escaped.sum(axis=1)

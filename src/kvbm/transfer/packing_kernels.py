@@ -2,7 +2,7 @@
 
 Both take any number of segments of any number of blocks in one launch, as :mod:`~kvbm.transfer.kernels` does. A program
 takes a piece, which is a segment of a block, and goes through its tiles. A tile is two halves of rows of 128 values: a
-row is a group, so its largest exponent and the order of its escapes are found without other rows. Tiles have their own
+row is a group, so its bases and the order of its escapes are found without other rows. Tiles have their own
 escapes, so no program waits for another, and the packed bytes do not depend on how many programs there are.
 """
 
@@ -14,6 +14,7 @@ import triton.language as tl
 from kvbm.transfer import packing
 
 _GROUP = tl.constexpr(packing.GROUP)
+_NEAR = tl.constexpr(packing.NEAR)
 _ESCAPE = tl.constexpr(packing.ESCAPE)
 _ZERO = tl.constexpr(packing.ZERO)
 _OVERFLOW = tl.constexpr(packing.OVERFLOW)
@@ -87,7 +88,7 @@ def _unpack_tile(packed, values, VALUES: tl.constexpr, TILE_BYTES: tl.constexpr)
     HALF: tl.constexpr = VALUES // 2
     ROWS: tl.constexpr = HALF // _GROUP
     BASES: tl.constexpr = VALUES + HALF
-    COUNT: tl.constexpr = BASES + 2 * ROWS
+    COUNT: tl.constexpr = BASES + 4 * ROWS
     ROOM: tl.constexpr = TILE_BYTES - COUNT - 1
     row = tl.arange(0, ROWS)
     at = row[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
@@ -96,11 +97,13 @@ def _unpack_tile(packed, values, VALUES: tl.constexpr, TILE_BYTES: tl.constexpr)
     codes = tl.load(packed + VALUES + at)
     low_bases = tl.load(packed + BASES + row).to(tl.int32)
     high_bases = tl.load(packed + BASES + ROWS + row).to(tl.int32)
+    low_seconds = tl.load(packed + BASES + 2 * ROWS + row).to(tl.int32)
+    high_seconds = tl.load(packed + BASES + 3 * ROWS + row).to(tl.int32)
     escapes = tl.load(packed + COUNT)
     low_codes = (codes & 15).to(tl.int32)
     high_codes = (codes >> 4).to(tl.int32)
-    low = tl.where(low_codes == _ZERO, 0, low_bases[:, None] - low_codes)
-    high = tl.where(high_codes == _ZERO, 0, high_bases[:, None] - high_codes)
+    low = _exponents(low_codes, low_bases, low_seconds)
+    high = _exponents(high_codes, high_bases, high_seconds)
     if escapes > 0:
         # Both halves are counted at once, in 16 bits each.
         counts = tl.sum((low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16), 1)
@@ -131,7 +134,7 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
     HALF: tl.constexpr = VALUES // 2
     ROWS: tl.constexpr = HALF // _GROUP
     BASES: tl.constexpr = VALUES + HALF
-    COUNT: tl.constexpr = BASES + 2 * ROWS
+    COUNT: tl.constexpr = BASES + 4 * ROWS
     ROOM: tl.constexpr = TILE_BYTES - COUNT - 1
     row = tl.arange(0, ROWS)
     at = row[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
@@ -141,13 +144,16 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
     high_exponents = (high >> 7) & 0xFF
     low_bases = tl.max(low_exponents, 1)
     high_bases = tl.max(high_exponents, 1)
-    low_codes = _codes(low_exponents, low_bases)
-    high_codes = _codes(high_exponents, high_bases)
+    low_seconds = _second_bases(low_exponents, low_bases)
+    high_seconds = _second_bases(high_exponents, high_bases)
+    low_codes = _codes(low_exponents, low_bases, low_seconds)
+    high_codes = _codes(high_exponents, high_bases, high_seconds)
     tl.store(packed + at, (((low >> 8) & 0x80) | (low & 0x7F)).to(tl.uint8))
     tl.store(packed + HALF + at, (((high >> 8) & 0x80) | (high & 0x7F)).to(tl.uint8))
     tl.store(packed + VALUES + at, (low_codes | (high_codes << 4)).to(tl.uint8))
     both = tl.join(row, row + ROWS)
     tl.store(packed + BASES + both, tl.join(low_bases, high_bases).to(tl.uint8))
+    tl.store(packed + BASES + 2 * ROWS + both, tl.join(low_seconds, high_seconds).to(tl.uint8))
     # Both halves are counted at once, in 16 bits each.
     counts = tl.sum((low_codes == _ESCAPE).to(tl.int32) | ((high_codes == _ESCAPE).to(tl.int32) << 16), 1)
     total = tl.sum(counts, 0)
@@ -179,8 +185,21 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
 
 
 @triton.jit
-def _codes(exponents, bases):
-    return tl.where(exponents == 0, _ZERO, tl.minimum(bases[:, None] - exponents, _ESCAPE))
+def _second_bases(exponents, bases):
+    return tl.max(tl.where(bases[:, None] - exponents < _NEAR, 0, exponents), 1)
+
+
+@triton.jit
+def _codes(exponents, bases, second_bases):
+    distances = bases[:, None] - exponents
+    others = tl.minimum(second_bases[:, None] - exponents + _NEAR, _ESCAPE)
+    return tl.where(exponents == 0, _ZERO, tl.where(distances < _NEAR, distances, others))
+
+
+@triton.jit
+def _exponents(codes, bases, second_bases):
+    others = second_bases[:, None] + _NEAR - codes
+    return tl.where(codes == _ZERO, 0, tl.where(codes < _NEAR, bases[:, None] - codes, others))
 
 
 @triton.jit
