@@ -117,7 +117,7 @@ def all_patterns(cache: Cache) -> None:
         part = finite[start : start + 60]
         base = min(int((part >> 7 & 0xFF).max()) + 20, 254)
         tiles[tile] = base << 7
-        tiles[tile, 64::GROUP] = base - 5 << 7
+        tiles[tile, 64::GROUP] = base - 4 << 7
         tiles[tile, np.arange(len(part)) * 67] = part
     special = np.zeros(10 * 32768, np.uint16)
     special[np.arange(256) * GROUP] = every[exponents == 255]

@@ -2,15 +2,16 @@
 
 A bf16 value has a sign, 8 bits of exponent and 7 bits of mantissa. The exponents of KV lie close together, but for a few
 channels whose values are far larger than all others. So the format keeps sign and mantissa as a byte, and four bits for
-the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from the largest of those that
-are left when the four largest exponents are taken away. A *tile* of values is packed by itself::
+the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from a second base just above
+most of them. A *tile* of values is packed by itself::
 
     sign and mantissa   one byte a value
-    codes               four bits a value: 0 to 3 the distance from the first base, 4 to 13 that from the second base,
+    codes               four bits a value: 0 to 2 the distance from the first base, 3 to 13 that from the second base,
                         14 an escape, 15 an exponent of 0 (zeros, denormals). Value i has the low half of byte i, value
                         i + half a tile the high half.
     first bases         the largest exponent of each group, a byte each
-    second bases        the largest exponent that is more than 3 below, a byte each; 0 where there is none
+    second bases        the largest exponent that is more than 2 below, or 4 above the mean of all that are not 0 if
+                        that is less, a byte each
     count               of escapes; 255: more than there is room for
     escapes             exponents of the values with code 14, a byte each in the order of the values; zeros after them,
                         or if there is no room for all
@@ -33,7 +34,8 @@ from kvbm.transfer.layout import BlockLayout, Segment
 
 VERSION = 2
 GROUP = 128
-NEAR = 4  # codes of distances from the first base
+NEAR = 3  # codes of distances from the first base
+ABOVE_MEAN = 4
 ESCAPE = 14
 ZERO = 15
 OVERFLOW = 255
@@ -133,8 +135,11 @@ def _pack(values: Words, packed: Bytes) -> npt.NDArray[np.intp]:
     bases = groups.max(axis=2)
     codes = bases[:, :, None] - groups
     is_near = codes < NEAR
-    second_bases = np.where(is_near, 0, groups).max(axis=2)
-    codes = np.where(is_near, codes, np.minimum(second_bases[:, :, None] - groups, ESCAPE - NEAR) + NEAR)
+    means = groups.sum(axis=2, dtype=np.uint16) // np.maximum(np.count_nonzero(groups, axis=2), 1)
+    second_bases = np.minimum(np.where(is_near, 0, groups).max(axis=2), means + ABOVE_MEAN).astype(np.uint8)
+    # Exponents above the second base are at most 244 above it, and so wrap around to an escape.
+    others = np.minimum(second_bases[:, :, None] - groups, ESCAPE - NEAR) + NEAR
+    codes = np.where(is_near, codes, others.astype(np.uint8))
     codes = codes.reshape(exponents.shape)
     codes[exponents == 0] = ZERO
     half = tile.values // 2

@@ -15,6 +15,7 @@ from kvbm.transfer import packing
 
 _GROUP = tl.constexpr(packing.GROUP)
 _NEAR = tl.constexpr(packing.NEAR)
+_ABOVE_MEAN = tl.constexpr(packing.ABOVE_MEAN)
 _ESCAPE = tl.constexpr(packing.ESCAPE)
 _ZERO = tl.constexpr(packing.ZERO)
 _OVERFLOW = tl.constexpr(packing.OVERFLOW)
@@ -186,13 +187,18 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
 
 @triton.jit
 def _second_bases(exponents, bases):
-    return tl.max(tl.where(bases[:, None] - exponents < _NEAR, 0, exponents), 1)
+    # The sum of the exponents, and above it how many are not 0.
+    sums = tl.sum(exponents | ((exponents > 0).to(tl.int32) << 16), 1)
+    means = (sums & 0xFFFF) // tl.maximum(sums >> 16, 1)
+    rest = tl.max(tl.where(bases[:, None] - exponents < _NEAR, 0, exponents), 1)
+    return tl.minimum(rest, means + _ABOVE_MEAN)
 
 
 @triton.jit
 def _codes(exponents, bases, second_bases):
     distances = bases[:, None] - exponents
-    others = tl.minimum(second_bases[:, None] - exponents + _NEAR, _ESCAPE)
+    others = second_bases[:, None] - exponents + _NEAR
+    others = tl.where((others < _NEAR) | (others > _ESCAPE), _ESCAPE, others)
     return tl.where(exponents == 0, _ZERO, tl.where(distances < _NEAR, distances, others))
 
 
