@@ -1,10 +1,10 @@
 """How well real KV packs, and how fast numpy does it.
 
-    python benchmarks/packing.py [--json FILE] [--tokens 1024] [--disk DIRECTORY] [--save FILE]
+    python benchmarks/packing.py [--json FILE] [--tokens 1024] [--disk DIRECTORY] [--kv FILE]
 
 SmolLM2-135M-Instruct reads the project's documentation and source, 1,024 tokens at a time; its K (after RoPE) and V, 30
-layers, in blocks of 16 tokens as vLLM lays them out, are packed and unpacked. `--save` keeps this KV for
-benchmarks/gpu/packing.py. Prints a JSON line for each figure:
+layers, in blocks of 16 tokens as vLLM lays them out, are packed and unpacked. `--kv` keeps this KV for another run and
+for benchmarks/gpu/packing.py. Prints a JSON line for each figure:
 
     ratio, escapes       of KVBM's format, and how many blocks do not fit
     further              what other codes would need, in bits a value: three bits and a second level of codes for the
@@ -153,12 +153,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--tokens", type=int, default=1024, help=f"a multiple of {BLOCK}")
-    parser.add_argument("--save", type=Path, help="write this KV to a file of numpy")
+    parser.add_argument("--kv", type=Path, help="a file of numpy with this KV; written if it is not there")
     parser.add_argument("--disk", type=Path, help="measure the disk tier in this directory as well")
     args = parser.parse_args()
-    kv = real_kv(args.tokens)
-    if args.save:
-        np.save(args.save, kv)
+    kv = np.load(args.kv) if args.kv and args.kv.exists() else real_kv(args.tokens)
+    if args.kv:
+        np.save(args.kv, kv)
     of_format("K and V", kv)
     of_format("K", kv[:, :, :1])
     of_format("V", kv[:, :, 1:])

@@ -4,7 +4,7 @@
 
 The cache has the shape of Qwen3-8B: 36 layers, 8 KV heads of 128, blocks of 16 tokens, 2,048 blocks of 2.36 MB. Values
 are normal with a scale for each channel, a few of them far too large, zero or tiny; or, with `--kv`, those of a real
-model (benchmarks/packing.py --save), over and over. Prints a JSON line for each figure.
+model (benchmarks/packing.py --kv), over and over. Prints a JSON line for each figure.
 """
 
 from __future__ import annotations

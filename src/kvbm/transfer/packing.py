@@ -1,9 +1,9 @@
 """The packed format of bf16 KV: 12 bits a value and a few bytes, without loss.
 
-A bf16 value has a sign, 8 bits of exponent and 7 bits of mantissa. The exponents of KV lie close together, but for a few
-channels whose values are far larger than all others. So the format keeps sign and mantissa as a byte, and four bits for
-the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from a second base just above
-most of them. A *tile* of values is packed by itself::
+A bf16 value has a sign, 8 bits of exponent and 7 bits of mantissa. The exponents of KV lie close together, but for a
+few channels whose values are far larger than all others. So the format keeps sign and mantissa as a byte, and four bits
+for the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from a second base just
+above most of them. A *tile* of values is packed by itself::
 
     sign and mantissa   one byte a value
     codes               four bits a value: 0 to 2 the distance from the first base, 3 to 13 that from the second base,
