@@ -138,12 +138,18 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", help="only these")
     parser.add_argument("--rounds", type=int, default=0, help="of steps (20) and faults (3)")
     parser.add_argument("--steps", type=int, default=80, help="of a stretch (80)")
+    parser.add_argument("--decoding", type=int, default=0, help="requests that decode in steps (4; --gpu: 16)")
+    parser.add_argument("--rate", type=float, help="GB/s each way of the slower load in steps (0.1; --gpu: 1)")
+    parser.add_argument("--gpu", action="store_true", help="steps on a GPU, of Qwen3-8B's shape with random weights")
+    parser.add_argument("--graphs", action="store_true", help="with --gpu: CUDA graphs in place of eager steps")
+    parser.add_argument("--models", type=Path, default=Path("~"), help="with --gpu: where the model is or is put (~)")
     parser.add_argument("--blocks", type=int, default=16, help="of 2 MiB that the tier moves at a time (16)")
     parser.add_argument("--kvbm", default="null", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and end the servers
+    options.decoding = options.decoding or (16 if options.gpu else 4)
     options.rounds = options.rounds or {"steps": 20, "faults": 3}.get(options.what, 0)
     if options.what == "serve":
         serve(options)

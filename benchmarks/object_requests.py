@@ -17,7 +17,7 @@ from typing import Any
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }.items():  # fmt: skip
     os.environ.setdefault(_name, _value)
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ BLOCK_TOKENS = 32
 
 
 class Engine:
-    def __init__(self, model: str, kvbm: dict[str, Any] | None, length: int, blocks: int) -> None:
+    def __init__(self, model: str, kvbm: dict[str, Any] | None, length: int, blocks: int, **more: Any) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -37,13 +37,14 @@ class Engine:
                 kv_connector="DynamoConnector", kv_connector_module_path="kvbm.vllm_integration.connector",
                 kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=kvbm,
             )  # fmt: skip
+        on_cpu = {"dtype": "float32", "enforce_eager": True, "block_size": BLOCK_TOKENS}
         self.llm = LLM(
-            model=model, dtype="float32", enforce_eager=True, max_model_len=length, block_size=BLOCK_TOKENS,
-            num_gpu_blocks_override=blocks, disable_log_stats=True, seed=0, kv_transfer_config=transfer,
+            model=model, max_model_len=length, num_gpu_blocks_override=blocks, disable_log_stats=True, seed=0,
+            kv_transfer_config=transfer, **(more or on_cpu),
         )  # fmt: skip
         self.engine = self.llm.llm_engine
         self._number = 0
-        self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
+        self._schedule: Any = None
 
     @property
     def counts(self) -> Any:
@@ -60,6 +61,8 @@ class Engine:
 
     def queued(self) -> float:
         """Seconds that this thread could have run, while another program had the core."""
+        if self._schedule is None:
+            self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
         self._schedule.seek(0)
         return int(self._schedule.read().split()[1]) / 1e9
 

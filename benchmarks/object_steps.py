@@ -1,9 +1,14 @@
-"""`object_engine.py steps`: decode steps of an engine with and without the object store tier busy."""
+"""`object_engine.py steps`: decode steps of an engine with and without the object store tier busy.
+
+Without a GPU the engine gets one core, and the tier and its server another. With one (``--gpu``) the machine must have
+cores to spare: only the server, which stands for another machine, is kept to some of them, and steps count whole.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import signal
@@ -15,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from object_requests import Engine, model_path, percentile, prompt
+from object_requests import HERE, Engine, model_path, percentile, prompt
 
 MAX_STEP_PERCENT = 1.0
 
@@ -53,13 +58,11 @@ class Load:
 class OtherLoad:
     """The same bytes by a bare loop of obstore calls in another process: what the machine itself costs the engine."""
 
-    def __init__(self, endpoint: str, blocks: int, core: set[int]) -> None:
+    def __init__(self, endpoint: str, blocks: int, cores: set[int]) -> None:
         command = [sys.executable, __file__, endpoint, str(blocks)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._say("")
-        os.sched_setaffinity(self._process.pid, core)
-        for task in os.listdir(f"/proc/{self._process.pid}/task"):
-            os.sched_setaffinity(int(task), core)
+        keep_to(cores, self._process.pid)
         self.moved = 0
 
     def _say(self, word: str) -> str:
@@ -102,6 +105,14 @@ class Spinner:
         self._process.wait()
 
 
+def keep_to(cores: set[int], *processes: int) -> None:
+    """All their threads."""
+    for process in processes:
+        for task in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(task), cores)
+
+
 def load(endpoint: str, blocks: str) -> None:
     import objects
 
@@ -130,20 +141,39 @@ def nginx_settings(endpoint: str) -> Any:
     )
 
 
+def open_engine(options: argparse.Namespace) -> Engine:
+    host = {"cpu_cache_override_num_blocks": 256}
+    if not options.gpu:
+        return Engine(options.model or model_path("tiny"), host, 1024, 512)
+    sys.path.append(str(HERE / "gpu"))
+    from vllm_kinds import QWEN3_8B, model_folder
+
+    # Without torch.compile, which takes a minute: CUDA graphs of whole decode steps.
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [options.decoding]}
+    more = {"compilation_config": graphs} if options.graphs else {"enforce_eager": True}
+    length = 1024 + options.rounds * 3 * (2 * options.steps + 16)
+    return Engine(
+        options.model or str(model_folder(QWEN3_8B, options.models)), host, length,
+        options.decoding * (length // 16 + 2),
+        dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.5, **more,
+    )  # fmt: skip
+
+
 def steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Each load between two idle stretches, which its steps are compared with; the median of all rounds."""
+    """Each load between two idle stretches, which its steps are compared with, in every round."""
     import objects
     from object_target import nginx
 
+    began = time.monotonic()
+    engine = open_engine(options)
+    print(f"  engine started in {time.monotonic() - began:.0f} s", flush=True)
     cores = sorted(os.sched_getaffinity(0))
-    here, there = {cores[0]}, {cores[-1]}
-    engine = Engine(options.model or model_path("tiny"), {"cpu_cache_override_num_blocks": 256}, 1024, 512)
+    server = set(cores[-(len(cores) // 4 or 1) :])
+    here, there = (set(cores), set(cores)) if options.gpu else ({cores[0]}, server)
     before = set(os.listdir("/proc/self/task"))
-    for task in before:
-        os.sched_setaffinity(int(task), here)
+    keep_to(here, os.getpid())
     with nginx() as target, contextlib.ExitStack() as stack:
-        for process in target.processes:
-            os.sched_setaffinity(process, there)
+        keep_to(server, *target.processes)
         memory, settings = objects.Memory(options.blocks), nginx_settings(target.endpoint)
 
         def pair(in_threads: bool = False) -> list[Any]:
@@ -154,40 +184,39 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
                 tier.read()
             return found
 
-        (reader, writer), (old_reader, old_writer) = pair(), pair(in_threads=True)
+        reader, writer = pair()
         other = OtherLoad(target.endpoint, options.blocks, there)
-        spinner = Spinner(there)
         stack.callback(other.close)
-        stack.callback(spinner.close)
-        every = 2 * options.blocks * objects.BLOCK / 0.2e9
-        loads = {
-            "tier": Load(reader.read, writer.write),
-            "tier, 0.2 GB/s": Load(reader.read, writer.write, every=every),
-            "tier in threads": Load(old_reader.read, old_writer.write),
-            "bare loop": other,
-            "spinning": spinner,
-        }
-        tasks = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
-        for process in (reader.pid, writer.pid):
-            tasks += map(int, os.listdir(f"/proc/{process}/task"))
-        for task in tasks:
+        rate = options.rate or (1.0 if options.gpu else 0.1)
+        slowly = Load(reader.read, writer.write, every=options.blocks * objects.BLOCK / (rate * 1e9))
+        loads: dict[str, Any] = {
+            "tier": Load(reader.read, writer.write), f"tier, {rate:g} GB/s each way": slowly, "bare loop": other
+        }  # fmt: skip
+        if not options.gpu:
+            old_reader, old_writer = pair(in_threads=True)
+            loads["tier in threads"] = Load(old_reader.read, old_writer.write)
+            loads["spinning"] = spinner = Spinner(there)
+            stack.callback(spinner.close)
+        for task in set(os.listdir("/proc/self/task")) - before:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(task, there)
+                os.sched_setaffinity(int(task), there)
+        keep_to(there, reader.pid, writer.pid)
+
+        queued = (lambda: 0.0) if options.gpu else engine.queued
 
         def stretch(count: int) -> list[float]:
             times: list[float] = []
             while len(times) < count:
                 if not engine.engine.has_unfinished_requests():
-                    _add(engine)
-                waited, began = engine.queued(), time.perf_counter()
+                    _add(engine, options.decoding)
+                waited, began = queued(), time.perf_counter()
                 engine.engine.step()
-                times.append(time.perf_counter() - began - (engine.queued() - waited))
+                times.append(time.perf_counter() - began - (queued() - waited))
             return times
 
-        measures = {"median": statistics.median, "mean": statistics.fmean, "p99": lambda times: percentile(times, 99)}
         stretch(200)
         idle: list[float] = []
-        rises: dict[str, dict[str, list[float]]] = {name: {each: [] for each in measures} for name in loads}
+        pairs: dict[str, list[Pair]] = {name: [] for name in loads}
         seconds = dict.fromkeys(loads, 0.0)
         for number in range(options.rounds):
             quiet = stretch(options.steps // 2)
@@ -200,32 +229,57 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
                 seconds[name] += time.monotonic() - began
                 stretch(5)
                 after = stretch(options.steps // 2)
-                for measure, f in measures.items():
-                    rises[name][measure].append(100 * (f(busy) / f(quiet + after) - 1))
+                usual = statistics.median(quiet + after)
+                pairs[name].append(([each / usual for each in busy], [each / usual for each in quiet + after]))
                 idle += after
                 quiet = after
     engine.close()
-    print(f"  idle            {1e3 * statistics.median(idle):7.3f} ms a step (median)")
+    print(
+        f"  {'idle':20} median {1e3 * statistics.median(idle):.3f} ms a step, p99 {1e3 * percentile(idle, 99):.3f}, "
+        f"{len(idle)} steps"
+    )
     rows = {}
-    for name, by_measure in rises.items():
-        rate = loads[name].moved * options.blocks * objects.BLOCK / seconds[name]
-        rise = {measure: statistics.median(found) for measure, found in by_measure.items()}
-        spread = statistics.quantiles(by_measure["median"], n=4)
-        rows[name] = {"bytes_per_second": rate, "percent": rise, "quartiles_of_median": spread}
-        print(
-            f"  {name:15} {rate / 1e9:5.2f} GB/s: median {rise['median']:+.2f} % (quartiles {spread[0]:+.2f} to "
-            f"{spread[2]:+.2f}), mean {rise['mean']:+.2f} %, p99 {rise['p99']:+.2f} %"
+    for name, found in pairs.items():
+        speed = loads[name].moved * options.blocks * objects.BLOCK / seconds[name]
+        rises = {measure: rise(found, f) for measure, f in MEASURES.items()}
+        rows[name] = {"bytes_per_second": speed, "percent": rises, "steps": sum(len(busy) for busy, _ in found)}
+        text = ", ".join(
+            f"{measure} {at:+.2f} % ({low:+.2f} to {high:+.2f})" for measure, (at, low, high) in rises.items()
         )
-    good = rows["tier"]["percent"]["median"] <= MAX_STEP_PERCENT
+        print(f"  {name:20} {speed / 1e9:5.2f} GB/s both ways: {text}")
+    good = rows["tier"]["percent"]["median"][0] <= MAX_STEP_PERCENT
     print(f"  {'ok' if good else 'MISSED'} (median <= +{MAX_STEP_PERCENT:.0f} % while the tier reads and writes)")
-    return {"good": good, "idle_ms": 1e3 * statistics.median(idle), "load_average": os.getloadavg(), "rows": rows}
+    about = {"gpu": options.gpu, "graphs": options.graphs, "decoding": options.decoding, "rounds": options.rounds}
+    return {
+        "good": good, **about, "idle_median_ms": 1e3 * statistics.median(idle),
+        "idle_p99_ms": 1e3 * percentile(idle, 99), "load_average": os.getloadavg(), "rows": rows,
+    }  # fmt: skip
 
 
-def _add(engine: Engine) -> None:
+Pair = tuple[list[float], list[float]]  # steps with and without a load, in medians of those without
+MEASURES: dict[str, Callable[[list[float]], float]] = {
+    "median": statistics.median, "mean": statistics.fmean, "p99": lambda times: percentile(times, 99)
+}  # fmt: skip
+
+
+def rise(pairs: list[Pair], measure: Callable[[list[float]], float], draws: int = 400) -> tuple[float, float, float]:
+    """Per cent, and the ends of the interval that holds 95 % of what other rounds like these give (bootstrap)."""
+
+    def of(chosen: list[Pair]) -> float:
+        busy, quiet = ([each for pair in chosen for each in pair[side]] for side in (0, 1))
+        return 100 * (measure(busy) / measure(quiet) - 1)
+
+    source = random.Random(0)
+    drawn = sorted(of(source.choices(pairs, k=len(pairs))) for _ in range(draws))
+    return of(pairs), drawn[math.floor(0.025 * draws)], drawn[math.ceil(0.975 * draws) - 1]
+
+
+def _add(engine: Engine, decoding: int) -> None:
     from vllm import SamplingParams
 
-    for i in range(4):
-        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+    length = engine.llm.llm_engine.model_config.max_model_len
+    for i in range(decoding):
+        params = SamplingParams(temperature=0, max_tokens=length - 100, ignore_eos=True, detokenize=False)
         engine.engine.add_request(f"decode-{time.monotonic_ns()}-{i}", {"prompt_token_ids": prompt(i, 64)}, params)
     for _ in range(8):  # prompts
         engine.engine.step()

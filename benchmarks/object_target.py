@@ -27,7 +27,7 @@ _CHUNK = 1 << 20
 # obstore wants an ETag in the answer to a PUT, and nginx gives none.
 _CONFIG = """
 daemon off;
-worker_processes 2;
+worker_processes {workers};
 pid {directory}/nginx.pid;
 error_log {directory}/error.log;
 events {{ worker_connections 1024; }}
@@ -73,7 +73,8 @@ class Target:
         directory.chmod(0o755)
         self.port = _free_port()
         config = directory / "nginx.conf"
-        config.write_text(_CONFIG.format(directory=directory, port=self.port))
+        workers = max(2, (os.cpu_count() or 1) // 4)
+        config.write_text(_CONFIG.format(directory=directory, port=self.port, workers=workers))
         if os.getuid() == 0:
             config.write_text("user root;\n" + config.read_text())
         self._process = subprocess.Popen([nginx, "-p", str(directory), "-c", str(config)], stderr=subprocess.DEVNULL)
@@ -87,7 +88,9 @@ class Target:
 
     @property
     def processes(self) -> list[int]:
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+        children = ""
+        with contextlib.suppress(OSError):  # not every kernel tells
+            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
         return [self._process.pid, *map(int, children.split())]
 
     def clear(self) -> None:
