@@ -13,6 +13,7 @@ from kvbm.core.key_filter import KeyFilter
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.finder import FleetFinder
 from kvbm.tiers.peers.finding.member_lists import AddressList, FileList, NeighbourList, card_name, parse_addresses
+from kvbm.tiers.peers.wire import PeerError
 
 PROMPT = [hashlib.sha256(str(i).encode()).digest() for i in range(50)]
 
@@ -91,6 +92,20 @@ def test_members_that_hang_or_refuse_do_not_delay_the_others(servers, finders):
     assert [source.address for source in finder.fleet.silent()] == ["127.0.0.4:1"]
     servers.refusing.clear()
     wait_for(lambda: not finder.fleet.silent())
+
+
+def test_the_log_says_once_why_a_member_refuses(finders, caplog):
+    """No lookup asks it, so no lookup could say it."""
+    asked_times = []
+
+    def refuse(source, epoch, number):
+        asked_times.append(source.address)
+        raise PeerError("fingerprint", "tensor_parallel 2 here and 1 there")
+
+    finder = FleetFinder([AddressList(["127.0.0.2:1"])], "f", refuse)
+    finders.append(finder)
+    wait_for(lambda: len(asked_times) >= 3)
+    assert caplog.text.count("peer 127.0.0.2:1 is not used for now: tensor_parallel 2 here and 1 there") == 1
 
 
 def test_this_engine_is_not_a_member_under_any_of_its_names(servers, finders):

@@ -184,6 +184,7 @@ class Peer:
         self._idle: list[Link] = []
         self._local = ""  # its Unix socket, where it turns out to be a neighbour
         self._neighbour: Neighbour | None = None
+        self._watched: socket.socket | None = None  # a handle of the connection that came with the neighbour's memory
         self._is_told = False  # which way was chosen
         self._pushing = threading.Lock()  # agents that wait side by side take the processor from each other
         self._rates: dict[str, list[float]] = {}  # blocks a second of the latest reads, by way
@@ -314,9 +315,9 @@ class Peer:
                 if not link.files:
                     raise PeerError("gone", "the neighbour's server has ended")
                 neighbour = self._neighbour = Neighbour(link.about, link.files, self._me.rank)
-                watch = socket.socket(fileno=os.dup(link.channel.socket.fileno()))
+                self._watched = socket.socket(fileno=os.dup(link.channel.socket.fileno()))
                 threading.Thread(
-                    target=self._watch, args=(neighbour, watch), name="kvbm-peer-watch", daemon=True
+                    target=self._watch, args=(neighbour, self._watched), name="kvbm-peer-watch", daemon=True
                 ).start()
             link.close_files()
             return neighbour
@@ -325,10 +326,10 @@ class Peer:
         poll = select.poll()
         poll.register(connection, 0)  # the end of the connection alone
         poll.poll()
-        connection.close()
         with self._lock:
             if self._neighbour is neighbour:
-                self._neighbour = None
+                self._neighbour = self._watched = None
+        connection.close()
         self.close()
 
     @contextlib.contextmanager
@@ -386,6 +387,9 @@ class Peer:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
+            if self._watched is not None:
+                with contextlib.suppress(OSError):
+                    self._watched.shutdown(socket.SHUT_RDWR)  # ends its thread, and the server's
         for link in idle:
             link.close()
 

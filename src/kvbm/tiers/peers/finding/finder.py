@@ -19,6 +19,7 @@ from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.fleet import Fleet
 from kvbm.tiers.peers.finding.member_lists import MemberList
+from kvbm.tiers.peers.wire import PeerError
 
 logger = logging.getLogger("kvbm")
 
@@ -112,8 +113,11 @@ class FleetFinder:
     def _ask(self, source: Source, epoch: int, number: int) -> None:
         try:
             answer = self._ask_filter(source, epoch, number)
-        except Exception:  # whatever it is: the member has not answered, and the data path counts why
-            self.fleet.failed(source, time.monotonic())
+        except Exception as error:  # whatever it is: the member has not answered
+            is_new = self.fleet.failed(source, time.monotonic())
+            # No lookup asks a silent member, so only this log says why it refuses. A member may end at any time.
+            if is_new and isinstance(error, PeerError) and error.kind not in ("gone", "late", "self"):
+                logger.warning("peer %s is not used for now: %s", source.address, error)
         else:
             self.fleet.answered(source, answer, time.monotonic())
         self._wake.set()

@@ -140,14 +140,17 @@ class Fleet:
             self.refused += 1
             self.failed(source, now)
 
-    def failed(self, source: Source, now: float) -> None:
-        """A member has not answered: it is no candidate until it does."""
+    def failed(self, source: Source, now: float) -> bool:
+        """A member has not answered: it is no candidate until it does. Returns whether it had answered before."""
         with self._lock:
             member = self._members.get(source.address)
-            if member is not None:
-                member.copy, member.is_asked, member.is_silent, member.answers = None, False, True, 0
-                member.due = now + member.interval
-                member.interval = min(2 * member.interval, MAX_RETRY_SECONDS)
+            if member is None:
+                return False
+            was_silent = member.is_silent
+            member.copy, member.is_asked, member.is_silent, member.answers = None, False, True, 0
+            member.due = now + member.interval
+            member.interval = min(2 * member.interval, MAX_RETRY_SECONDS)
+            return not was_silent
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
