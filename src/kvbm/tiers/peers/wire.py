@@ -18,7 +18,6 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -295,7 +294,7 @@ class Channel:
         return self._received.to_bytes(12, "little")
 
     def _receive_into(self, view: memoryview) -> None:
-        at, heard = 0, time.monotonic()
+        at, silent = 0, 0.0
         while at < len(view):
             try:
                 count = self.socket.recv_into(view[at:], 0, socket.MSG_WAITALL)
@@ -305,22 +304,23 @@ class Channel:
                 raise PeerError("gone", f"the connection is gone: {error.strerror}") from None
             if count == 0:
                 raise PeerError("gone", "the connection was closed")
-            if count > 0:
-                at += count
-                heard = time.monotonic()
-            elif time.monotonic() - heard > self.seconds:
+            # Counted in slices, not by the clock: a process that gets no turn must not take the peer for silent.
+            silent = 0.0 if count > 0 else silent + SLICE_SECONDS
+            at += max(count, 0)
+            if silent > self.seconds:
                 raise PeerError("late", f"no answer for {self.seconds:g} s")
             if at < len(view):
                 self._look_up()
 
     def _send_all(self, data: bytes | memoryview) -> None:
-        view, heard = memoryview(data), time.monotonic()
+        view, silent = memoryview(data), 0.0
         while view:
             try:
                 view = view[self.socket.send(view, socket.MSG_NOSIGNAL) :]
-                heard = time.monotonic()
+                silent = 0.0
             except BlockingIOError:
-                if time.monotonic() - heard > self.seconds:
+                silent += SLICE_SECONDS
+                if silent > self.seconds:
                     raise PeerError("late", f"nothing taken for {self.seconds:g} s") from None
                 self._look_up()
             except OSError as error:
