@@ -64,7 +64,7 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
     with pytest.raises(EngineFailedError, match="status -9"):
         run_scenario(first, settings(run_dir, peer_name="a"))
     assert len(list(run_dir.glob("*.sock"))) == 1
-    steps = [generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
+    steps = [MET, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     other = run_scenario(steps, settings(run_dir, peer_name="b"), patch=PATIENT)
     assert other.tokens("again") == wanted
     # They may have come to host memory while the request was in the queue.
@@ -92,7 +92,7 @@ def test_each_rank_reads_from_the_same_rank(run_scenario, baseline, run_dir):
     wanted = baseline(PROMPTS)
     with pytest.raises(EngineFailedError, match="status -9"):
         run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], settings(run_dir, peer_name="a"), engine=two)
-    steps = [READY, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
+    steps = [READY, MET, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     kvbm = settings(run_dir, peer_name="b")
     same = run_scenario(steps, kvbm, engine=two, patch=PATIENT)
     assert same.tokens("again") == wanted
@@ -123,7 +123,7 @@ def test_an_engine_of_another_machine_answers_with_the_same_tokens(run_scenario,
     first = settings(here, peer_listen=address, peer_transport=transport, peer_orphan_secs=60.0)
     with pytest.raises(EngineFailedError, match="status -9"):
         run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], first, env=env)
-    steps = [READY, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
+    steps = [READY, MET, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     patch = {**PATIENT, "kvbm.tiers.peers.open:machine": {"returns": "another machine"}}
     other = run_scenario(steps, settings(there, peers=address, peer_transport=transport), env=env, patch=patch)
     assert other.tokens("again") == wanted
@@ -137,6 +137,7 @@ def test_an_engine_of_another_machine_answers_with_the_same_tokens(run_scenario,
 
 
 READY = do("call", target="test_peer_engines:wait_for_server")
+MET = do("call", target="test_peer_engines:wait_for_neighbour")
 
 
 @pytest.fixture(scope="module")
@@ -193,11 +194,11 @@ def test_two_engines_answer_from_each_other_with_the_same_tokens(pair, baseline)
     wanted = baseline(LONG, 4)
     first = [
         READY, generate(*LONG[:4], max_tokens=4), do("drain"), do("tell", path=pair.mark("a")),
-        do("wait_for", path=pair.mark("b")), generate(*LONG[4:], max_tokens=4, name="other"), do("drain"),
+        do("wait_for", path=pair.mark("b")), MET, generate(*LONG[4:], max_tokens=4, name="other"), do("drain"),
         do("state", "end"), do("sources", "sources"), do("tell", path=pair.mark("end")),
     ]  # fmt: skip
     second = [
-        READY, generate(*LONG[4:], max_tokens=4), do("drain"), do("wait_for", path=pair.mark("a")),
+        READY, generate(*LONG[4:], max_tokens=4), do("drain"), do("wait_for", path=pair.mark("a")), MET,
         do("call", "times", target="test_peer_engines:compare", prompts=LONG[:4]), do("drain"),
         do("tell", path=pair.mark("b")), do("state", "end"), do("sources", "sources"),
         do("wait_for", path=pair.mark("end")),
@@ -223,7 +224,8 @@ def test_a_reset_source_is_not_read_and_a_killed_reader_costs_nothing(pair, run_
         do("state", "end"),
     ]  # fmt: skip
     reader = [
-        READY, do("wait_for", path=pair.mark("a")), generate(LONG[0], max_tokens=4, name="read"), do("state", "before"),
+        READY, do("wait_for", path=pair.mark("a")), MET, generate(LONG[0], max_tokens=4, name="read"),
+        do("state", "before"),
         do("tell", path=pair.mark("read")), do("wait_for", path=pair.mark("reset")),
         generate(LONG[1], max_tokens=4, name="computed"), do("drain"), do("state", "after"),
         do("call", target="test_peer_engines:save", path=pair.mark("saved")),
@@ -260,6 +262,15 @@ def compare(scenario, prompts) -> dict:
             if which == "peer":
                 times["tokens"].append(answer["tokens"][0][0])
     return times
+
+
+def wait_for_neighbour(scenario) -> None:
+    """The list of neighbours is read twice a second."""
+    finder = scenario.adapter.leader.manager.catalogs["peer"]._lookup._finder
+    deadline = time.monotonic() + 60
+    while not finder.members():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def wait_for_server(scenario) -> str:

@@ -81,7 +81,6 @@ class Lookup:
         self._known: dict[str, _Known] = {}  # by address
         self._found: OrderedDict[Key, tuple[int, float]] = OrderedDict()  # key -> (place, until when)
         self._handles = 0
-        self._alone_until = 0.0  # there was no peer to ask
         self._checks: list[_Check] = []
         self._answer_seconds = 0.0  # of a check whose answer came in time, smoothed
         self._recent: OrderedDict[tuple[Key, Key], float] = OrderedDict()
@@ -90,8 +89,8 @@ class Lookup:
     # -- the leader ---------------------------------------------------------------------------------------------------
 
     def expect(self, keys: Sequence[Key], start: int, hint: Hint | None) -> None:
-        if start >= len(keys) or (hint is None and time.monotonic() < self._alone_until):
-            return
+        if start >= len(keys) or (hint is None and not self._finder.members()):
+            return  # no request waits for nothing
         now, span = time.monotonic(), (keys[start], keys[-1])
         with self._lock:
             is_known = now < self._recent.get(span, 0.0) or any(check.span == span for check in self._checks)
@@ -152,7 +151,6 @@ class Lookup:
         with self._lock:
             check.left = len(asked)
         if not asked:
-            self._alone_until = time.monotonic() + MISSING_SECONDS  # no request waits for nothing
             self._end(check)
         for known in asked[1:]:
             self._threads.submit(self._ask, check, known)
