@@ -82,7 +82,7 @@ def test_a_host_tier_of_packed_blocks_holds_more_of_them_for_the_same_gigabytes(
     assert packed.raw_bytes == raw.raw_bytes == raw.block_bytes
     # Part of the fingerprint of every cache that outlives the engine.
     assert packed.layout != raw.layout
-    assert "packed 1:4096:128:79" in packed.layout
+    assert "packed 2:4096:128:79" in packed.layout
 
 
 def test_a_rank_names_the_blocks_that_do_not_fit_and_brings_back_the_others():
