@@ -133,10 +133,10 @@ def main() -> int:
     parser.add_argument("--model", default="", help="ttft: SmolLM2-135M; the others: tiny (scripts/models.py)")
     parser.add_argument("--tokens", type=int, help="of a prompt (ttft: 512, faults: 1024)")
     parser.add_argument("--prompts", type=int, default=4, help="of ttft (4)")
-    parser.add_argument("--requests", type=int, default=102, help="of faults, for each fault and engine (102)")
+    parser.add_argument("--requests", type=int, default=400, help="of faults, with the tier and without (400)")
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
     parser.add_argument("--faults", nargs="*", help="only these")
-    parser.add_argument("--rounds", type=int, default=0, help="of steps (20) and faults (3)")
+    parser.add_argument("--rounds", type=int, default=0, help="of steps (20)")
     parser.add_argument("--steps", type=int, default=80, help="of a stretch (80)")
     parser.add_argument("--decoding", type=int, default=0, help="requests that decode in steps (4; --gpu: 16)")
     parser.add_argument("--rate", type=float, help="GB/s each way of the slower load in steps (0.1; --gpu: 1)")
@@ -150,7 +150,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and end the servers
     options.decoding = options.decoding or (16 if options.gpu else 4)
-    options.rounds = options.rounds or {"steps": 20, "faults": 3}.get(options.what, 0)
+    options.rounds = options.rounds or 20
     if options.what == "serve":
         serve(options)
         return 0

@@ -1,9 +1,9 @@
-"""`object_engine.py faults`: what requests take while the object store fails, beside an engine without a store.
+"""`object_engine.py faults`: what requests take while the object store fails, beside the same engine without a store.
 
-Each request goes to three engines in turns: with the store, without it, and once more without, whose difference from
-the second is the noise of the machine. Each has a process of its own, because vLLM has one worker connector in a
-process; two of them wait while the third works. Each engine's own speed is taken out of its figures. A round is all
-requests, with the beginning of the fault in it; the figures are medians over rounds.
+One engine a fault, in a process of its own. It answers requests in windows, in turns with the tier and with the tier
+switched off (the catalog finds, expects and takes nothing, as without a store): two engines that are equal differ by
+more than the limit. Before the fault begins the engine has looked for a part of the prompts, so that it meets the fault
+both in loads of blocks that it knows and in lookups. The requests that reach the store during the fault are counted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import gc
 import multiprocessing
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 from object_requests import BLOCK_TOKENS, Engine, kvbm_settings, model_path, percentile, prompt, seaweed
+from object_steps import Pair, rise
 
 MAX_P99_PERCENT = 2.0
 MAX_SECONDS = 5.0  # a request that takes longer hangs
@@ -29,8 +28,9 @@ FAULTS = (
     "none", "wrong secret", "missing bucket", "500", "stall", "reset", "truncate", "flip", "skew",
     "one truncated object", "one flipped bit", "one object of another key", "killed and restarted",
 )  # fmt: skip
-_RECOVERY_SECONDS = 20.0
-_WARM_REQUESTS, _SPEED_REQUESTS = 5, 15
+_WARM_REQUESTS = 10
+_KNOWN_SHARE = 0.2  # of the prompts, that the engine has looked for before the fault
+_WINDOW = 10  # requests with the tier, and as many without
 
 
 class Proxy:
@@ -42,10 +42,17 @@ class Proxy:
         self.endpoint = f"http://127.0.0.1:{self._said()}"
 
     def set_fault(self, fault: str) -> None:
+        self._say(f"fault {fault}")
+
+    def count(self, path: str = "") -> int:
+        """Requests since the last call whose path has this in it."""
+        return int(self._say(f"count {path}"))
+
+    def _say(self, line: str) -> str:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{fault}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        self._said()
+        return self._said()
 
     def close(self) -> None:
         self._process.kill()
@@ -62,8 +69,13 @@ def serve_proxy(upstream: str) -> None:
     proxy = FaultProxy(int(upstream))
     print(proxy.port, flush=True)
     for line in sys.stdin:
-        proxy.set_fault(line.strip())
-        print("set", flush=True)
+        what, _, value = line.strip().partition(" ")
+        if what == "fault":
+            proxy.set_fault(value)
+            print("set", flush=True)
+        else:
+            requests, proxy.requests = proxy.requests, []
+            print(sum(value in path for _, path in requests), flush=True)
 
 
 class RemoteEngine:
@@ -98,7 +110,6 @@ def _serve(pipe: Any, arguments: tuple[Any, ...]) -> None:
         "ask": lambda seed, tokens, answer: engine.ask(prompt(seed, tokens), answer),
         "drain": engine.drain,
         "use_store": use_store,
-        "is_suspended": lambda: engine.catalog._is_suspended,
         "loaded": lambda: sum(engine.counts.onboarded_blocks.values()),
         "objects": lambda: [item.name for item in engine.catalog._clients[0].list("kvbm-1/") if "/0/" in item.name],
         "collect": gc.collect,
@@ -120,6 +131,7 @@ class Trouble:
         self.name, self._weed, self._proxy, self._objects = name, weed, proxy, objects
         self._damaged: dict[str, bytes] = {}
         self._restart: threading.Thread | None = None
+        self.met = 0  # requests to the store that met the fault
 
     def settings(self) -> dict[str, Any]:
         found = kvbm_settings(self._weed.settings(), object_endpoint=self._proxy.endpoint)
@@ -127,28 +139,32 @@ class Trouble:
         return {**found, **change.get(self.name, {})}
 
     def begin(self) -> None:
+        self._proxy.count()
         if self.name.startswith("one "):
             name, another = self._objects[:2]
             data = self._damaged[name] = self._weed.stored_bytes(name)
+            middle = len(data) // 2
             changed = {
                 "one truncated object": data[: len(data) // 2],
-                "one flipped bit": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+                "one flipped bit": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
                 "one object of another key": self._weed.stored_bytes(another),
             }
             self._weed.overwrite(name, changed[self.name])
+        elif self.name == "killed and restarted":
+            self._weed.kill()
         elif self.name in ("500", "stall", "reset", "truncate", "flip", "skew"):
             self._proxy.set_fault(self.name)
 
-    def at(self, part: float) -> None:
-        """So much of the requests is over."""
+    def pass_half(self) -> None:
+        """Half of the requests are over."""
         if self.name == "killed and restarted":
-            if part == 0.1:
-                self._weed.kill()
-            elif part == 0.5:
-                self._restart = threading.Thread(target=self._weed.start)
-                self._restart.start()
+            self.met = self._proxy.count()
+            self._restart = threading.Thread(target=self._weed.start)
+            self._restart.start()
 
     def end(self) -> None:
+        if self._restart is None:
+            self.met = self._proxy.count(next(iter(self._damaged), ""))
         self._proxy.set_fault("")
         if self._restart is not None:
             self._restart.join()
@@ -165,7 +181,7 @@ def faults(options: argparse.Namespace) -> dict[str, Any]:
     tokens, count = options.tokens or 1024, options.requests
     length, blocks = tokens + 64, 4 * (tokens // BLOCK_TOKENS + 2)
     host = {"cpu_cache_override_num_blocks": 2 * tokens // BLOCK_TOKENS}  # a prompt is evicted before it comes again
-    rows, good = [], True
+    rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     with seaweed() as weed:
         writer = RemoteEngine(model, kvbm_settings(weed.settings()), length, blocks)
@@ -174,99 +190,69 @@ def faults(options: argparse.Namespace) -> dict[str, Any]:
             writer("drain")
         objects = writer("objects")
         writer.close()
-        others = {side: RemoteEngine(model, host, length, blocks) for side in ("none", "control")}
         for name in options.faults or FAULTS:
             proxy = Proxy(weed.port)
             trouble = Trouble(name, weed, proxy, objects)
-            engines = {"store": RemoteEngine(model, {**trouble.settings(), **host}, length, blocks), **others}
-            rounds = [_round(engines, trouble, count, tokens, options.answer, n) for n in range(options.rounds)]
-            loaded = engines["store"]("loaded")
-            engines["store"].close()
+            engine = RemoteEngine(model, {**trouble.settings(), **host}, length, blocks)
+            row = _measure(engine, trouble, count, tokens, options.answer)
+            engine.close()
             proxy.close()
-            row = _summary(name, rounds, loaded)
             rows.append(row)
-            good &= row["passed"]
             result = {
-                "good": good, "prompt_tokens": tokens, "requests": count, "rounds": options.rounds,
+                "good": all(row["passed"] for row in rows), "prompt_tokens": tokens, "requests": count,
                 "load_average": os.getloadavg(), "rows": rows,
             }  # fmt: skip
             options.save(result)  # of a long run that is ended early, too
-            p99 = row["p99_s"]
+            at, low, high = row["p99_percent"]
             print(
-                f"  {name:26} p99 {1e3 * p99['store']:6.1f} ms, without a store {1e3 * p99['none']:6.1f} "
-                f"({row['p99_percent']:+5.1f} %), control {row['control_percent']:+5.1f} %; slowest "
-                f"{1e3 * row['slowest_s']['store']:6.1f}; {loaded} blocks loaded, {row['wrong']} wrong  "
+                f"  {name:26} p99 {1e3 * row['p99_s'][0]:6.1f} ms, without {1e3 * row['p99_s'][1]:6.1f} ({at:+5.1f} %, "
+                f"{low:+.1f} to {high:+.1f}), p50 {row['p50_percent'][0]:+5.1f} %, slowest "
+                f"{1e3 * row['slowest_s'][0]:6.1f} and {1e3 * row['slowest_s'][1]:6.1f}; {row['met']} requests met it, "
+                f"blocks loaded {row['loaded_before']} before and {row['loaded_during']} during, {row['wrong']} wrong  "
                 f"{'ok' if row['passed'] else 'MISSED'}", flush=True,
             )  # fmt: skip
-        for engine in others.values():
-            engine.close()
     return result
 
 
-def _round(
-    engines: dict[str, RemoteEngine], trouble: Trouble, count: int, tokens: int, answer: int, number: int
-) -> tuple[dict[str, list[float]], int]:
-    """(seconds of each request by side, how many answers were wrong)"""
-    store = engines["store"]
-    deadline = time.monotonic() + (_RECOVERY_SECONDS if number else 0.0)
-    while store("is_suspended") and time.monotonic() < deadline:  # after the fault of the last round
-        time.sleep(0.05)
-    for engine in engines.values():
-        engine("collect")
-    times: dict[str, list[float]] = {side: [] for side in engines}
+def _measure(engine: RemoteEngine, trouble: Trouble, count: int, tokens: int, answer: int) -> dict[str, Any]:
+    engine("use_store", False)
+    for i in range(_WARM_REQUESTS):
+        engine("ask", 10_000 + i, tokens, answer)
+    engine("use_store", True)
+    for i in range(int(_KNOWN_SHARE * count)):
+        engine("ask", i, tokens, answer)
+    before = engine("loaded")
+    engine("collect")
+    answers: dict[int, list[int]] = {}
     wrong = 0
-    speeds = _speeds(engines, number, tokens, answer)
+    pairs: list[Pair] = []
     trouble.begin()
     try:
-        for i in range(count):
-            trouble.at(round(i / count, 2))
-            answers = []
-            for side in _in_turns(engines, i):
-                _, seconds, found = engines[side]("ask", i, tokens, answer)
-                times[side].append(seconds / speeds[side])
-                answers.append(found)
-            wrong += any(found != answers[0] for found in answers)
+        for number, first in enumerate(range(0, count, _WINDOW)):
+            if number == count // _WINDOW // 2:
+                trouble.pass_half()
+            times: dict[bool, list[float]] = {}
+            for is_used in (True, False) if number % 2 else (False, True):
+                engine("use_store", is_used)
+                times[is_used] = []
+                for i in range(first, first + _WINDOW):
+                    which = i % count if is_used else (i + count // 2) % count
+                    _, seconds, found = engine("ask", which, tokens, answer)
+                    times[is_used].append(seconds)
+                    wrong += answers.setdefault(which, found) != found
+            pairs.append((times[True], times[False]))
     finally:
         trouble.end()
-    return times, wrong
-
-
-def _in_turns(engines: dict[str, RemoteEngine], number: int) -> list[str]:
-    return sorted(engines, key=lambda side: (number + list(engines).index(side)) % len(engines))
-
-
-def _speeds(engines: dict[str, RemoteEngine], number: int, tokens: int, answer: int) -> dict[str, float]:
-    """Equal engines differ by up to 15 %, each run anew. So: how long each takes for the same prompts beside the one
-    without a store, while none uses a store."""
-    engines["store"]("use_store", False)
-    times: dict[str, list[float]] = {side: [] for side in engines}
-    for i in range(_WARM_REQUESTS + _SPEED_REQUESTS):
-        for side in _in_turns(engines, i):
-            _, seconds, _ = engines[side]("ask", 10_000 + 1000 * number + i, tokens, answer)
-            if i >= _WARM_REQUESTS:
-                times[side].append(seconds)
-    engines["store"]("use_store", True)
-    return {side: statistics.median(each) / statistics.median(times["none"]) for side, each in times.items()}
-
-
-def _summary(name: str, rounds: list[tuple[dict[str, list[float]], int]], loaded: int) -> dict[str, Any]:
-    def over_rounds(measure: Any) -> dict[str, float]:
-        return {side: statistics.median(measure(times[side]) for times, _ in rounds) for side in rounds[0][0]}
-
-    def rise(side: str) -> float:
-        """Of p99, within each round."""
-        p99s = ((percentile(times[side], 99), percentile(times["none"], 99)) for times, _ in rounds)
-        return 100 * (statistics.median(mine / none for mine, none in p99s) - 1)
-
-    wrong = sum(wrong for _, wrong in rounds)
-    slowest = {side: max(max(times[side]) for times, _ in rounds) for side in rounds[0][0]}
-    # The control has no store: what it differs by is the machine.
-    passed = not wrong and slowest["store"] < MAX_SECONDS
-    passed &= rise("store") <= MAX_P99_PERCENT + max(0.0, rise("control"))
+    sides = [[each for pair in pairs for each in pair[side]] for side in (0, 1)]
+    rises = {name: rise(pairs, lambda times, at=at: percentile(times, at)) for name, at in (("p50", 50), ("p99", 99))}
+    slowest = [max(side) for side in sides]
+    during = engine("loaded") - before
+    is_met = trouble.met > 0 or trouble.name == "none"
     return {
-        "fault": name, "p50_s": over_rounds(statistics.median), "p99_s": over_rounds(lambda each: percentile(each, 99)),
-        "slowest_s": slowest, "p99_percent": rise("store"), "control_percent": rise("control"),
-        "loaded_blocks": loaded, "wrong": wrong, "passed": passed,
+        "fault": trouble.name, "p99_s": [percentile(side, 99) for side in sides], "p99_percent": rises["p99"],
+        "p50_percent": rises["p50"], "slowest_s": slowest, "met": trouble.met, "loaded_before": before,
+        "loaded_during": during, "wrong": wrong,
+        "passed": is_met and not wrong and slowest[0] < MAX_SECONDS and rises["p99"][0] <= MAX_P99_PERCENT,
     }  # fmt: skip
 
 

@@ -202,6 +202,16 @@ def test_a_lookup_that_does_not_wait_still_says_that_more_may_be_found_soon(mana
     assert match.pending
 
 
+def test_a_block_on_its_way_to_a_remote_tier_is_not_waited_for(manager):
+    remote, local = manager.catalogs[DISK], manager.catalogs[OBJECT]
+    remote.is_remote = True
+    writing = remote.reserve(keys("x"))
+    assert not manager.lookup(keys("ax")).pending
+    local.reserve(keys("x"))
+    assert manager.lookup(keys("ax")).pending
+    remote.abandon(writing)
+
+
 def test_a_block_that_a_tier_does_not_know_yet_is_not_in_it(manager):
     """``in`` is true for a place and never for PENDING, which is a number as well."""
     remote = manager.catalogs[DISK]

@@ -172,7 +172,9 @@ class BlockManager:
                 break
             at += 1
             pending = False
-        pending = pending or (at < end and any(catalog.is_writing(keys[at]) for catalog in self.catalogs.values()))
+        # Not those of remote tiers: a block takes as long again to come back from there, and a store may stall.
+        writers = (catalog for catalog in self.catalogs.values() if not catalog.is_remote)
+        pending = pending or (at < end and any(catalog.is_writing(keys[at]) for catalog in writers))
         return Match(start, runs, pending, wanted, self._changes())
 
     def expect(self, keys: Sequence[Key], start: int, limit: int, hint: Hint | None = None) -> None:

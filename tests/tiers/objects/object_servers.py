@@ -193,7 +193,8 @@ class FaultProxy:
             size = len(data) // 2
             data = data[:size]
         if fault == "flip" and answer.status == 200 and data:
-            data = data[:-1] + bytes([data[-1] ^ 1])
+            middle = len(data) // 2  # the last block of an object may be one that is not wanted
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         status = 200 if fault == "no-conditions" and method == "PUT" else answer.status
         lines = [f"HTTP/1.1 {status} {answer.reason}", 'ETag: "tag"' if status != answer.status else "X-Proxy: yes"]
         skipped = ("content-length", "transfer-encoding", "connection")
