@@ -314,6 +314,8 @@ class SchedulerAdapter:
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def plan_step(self, output: Any) -> StepPlan:
+        if not output.total_num_scheduled_tokens:
+            gil.give_turn()
         loads, self._loads = self._loads, []
         drain_stores, self._drain_stores = self._drain_stores, []
         stores: list[StorePlan] = []
