@@ -17,8 +17,8 @@ later answer has to reproduce. Then engine B, which has seen none of the prompts
 `first` is the first read from A, with everything that happens once: connecting, mapping, measuring.
 
 Kinds: KVBM with its peer tier (kvbm); vLLM's OffloadingConnector with its p2p tier (p2p) and with KVCR (kvcr). The last
-two need NIXL, and KVCR itself: ``--packages`` names a folder that has them. Their source is named with every request, as
-a router would; KVBM finds its neighbour by itself. KVCR gets longer deadlines than its default of one second, within
+two need NIXL, and KVCR itself: ``--packages`` names a folder that has them. Their source is named with every request,
+as a router would; KVBM finds its neighbour by itself. KVCR gets longer deadlines than its default of one second, within
 which 4.8 GB do not arrive. A kind that cannot run is noted in the file with the reason, and the next one goes on.
 """
 
@@ -123,7 +123,8 @@ def answer(llm: Any, prompt: vllm_kinds.Tokens, tokens: int, task: Row, from_pee
         for output in engine.step():
             if first is None and output.outputs and output.outputs[0].token_ids:
                 first = time.perf_counter() - began
-    assert first is not None and output is not None
+    assert first is not None
+    assert output is not None
     found = list(output.outputs[0].token_ids)
     return {"ms": round(first * 1e3, 3), "cached": output.num_cached_tokens, "tokens": found, "what": "answer"}
 
