@@ -91,7 +91,8 @@ def main() -> int:
     engine, tokens = engine_arguments(options.gpu)
     with tempfile.TemporaryDirectory(prefix="peers-") as run_dir:
         kvbm = {
-            "cpu_cache_override_num_blocks": 4096 if options.gpu else 1024, "load": "always", "peers_enabled": True, "peer_dir": run_dir,
+            "cpu_cache_override_num_blocks": 4096 if options.gpu else 1024, "load": "always", "peers_enabled": True,
+            "peer_dir": run_dir,
             "peer_listen": "127.0.0.1:0", "peer_secret": SECRET,
         }  # fmt: skip
         if options.pin:

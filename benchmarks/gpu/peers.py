@@ -3,6 +3,7 @@ memory of that engine.
 
     python benchmarks/gpu/peers.py --json results/peers.json
     python benchmarks/gpu/peers.py --kinds kvbm p2p kvcr --packages ~/nixl --json results/peers.json
+    python benchmarks/gpu/peers.py --cpu --check     # two engines on the CPU: exits with 1 where the promise is missed
 
 For each kind, two engines start side by side, each in a process of its own, and stay for all of it; they take turns.
 Engine A answers each prompt, and once more with the prefix still on its GPU: the reference, eight tokens that every
@@ -16,8 +17,8 @@ later answer has to reproduce. Then engine B, which has seen none of the prompts
 `first` is the first read from A, with everything that happens once: connecting, mapping, measuring.
 
 Kinds: KVBM with its peer tier (kvbm); vLLM's OffloadingConnector with its p2p tier (p2p) and with KVCR (kvcr). The last
-two need NIXL, and KVCR itself: ``--packages`` names a folder that has them. Their source is named with every request, as
-a router would; KVBM finds its neighbour by itself. KVCR gets longer deadlines than its default of one second, within
+two need NIXL, and KVCR itself: ``--packages`` names a folder that has them. Their source is named with every request,
+as a router would; KVBM finds its neighbour by itself. KVCR gets longer deadlines than its default of one second, within
 which 4.8 GB do not arrive. A kind that cannot run is noted in the file with the reason, and the next one goes on.
 """
 
@@ -42,8 +43,10 @@ from records import SOURCE, Record, Row, arguments, median
 from suite import answers
 
 KINDS = ("kvbm", "p2p", "kvcr")
+SMALL = vllm_kinds.Dense("qwen3-small-random-bench", 12, 512, 8, 8, 64, 1024, 151936, "float32", 32)
 TIMES = ("peer", "own", "on_gpu", "computed")
 REFERENCE_TOKENS = 8
+OWN_SHARE = 0.9
 MEMORY_SHARE = 0.4  # of the GPU, for each engine
 KVCR_SECONDS = 10
 
@@ -52,6 +55,8 @@ KVCR_SECONDS = 10
 
 
 def child(task: Row, emit: Emit) -> None:
+    if task["cpu"]:
+        vllm_kinds.TINY = SMALL
     shape = vllm_kinds.shape_of(task["dry"])
     length, blocks = task["length"], int(2.5 * task["length"] / shape.block_size)
     os.environ.update(task["environment"])
@@ -118,7 +123,8 @@ def answer(llm: Any, prompt: vllm_kinds.Tokens, tokens: int, task: Row, from_pee
         for output in engine.step():
             if first is None and output.outputs and output.outputs[0].token_ids:
                 first = time.perf_counter() - began
-    assert first is not None and output is not None
+    assert first is not None
+    assert output is not None
     found = list(output.outputs[0].token_ids)
     return {"ms": round(first * 1e3, 3), "cached": output.num_cached_tokens, "tokens": found, "what": "answer"}
 
@@ -208,7 +214,7 @@ def run(kind: str, options: Any, record: Record) -> None:
             environment = {"KVBM_PEERS_ENABLED": "1", "KVBM_PEER_DIR": directory, "KVBM_PEER_NAME": name}
             environment |= {"KVBM_LOAD": "always"} if options.dry else {}  # a tiny model computes faster than it loads
             task = {
-                "kind": kind, "name": name, "dry": options.dry, "models": str(options.models),
+                "kind": kind, "name": name, "dry": options.dry, "cpu": options.cpu, "models": str(options.models),
                 "length": options.length, "gigabytes": 1.1 * prompts * options.length * shape.token_bytes / 1e9,
                 "port": ports[n], "other_port": ports[1 - n], "environment": environment,
             }  # fmt: skip
@@ -254,12 +260,17 @@ def main() -> int:
     parser.add_argument("--packages", type=Path, metavar="DIR", help="a folder with nixl and kvcr, for those kinds")
     parser.add_argument("--length", type=int, default=32768, metavar="N", help="tokens of a prompt (32768)")
     parser.add_argument("--count", type=int, default=3, metavar="N", help="prompts (3)")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU with a small model, 49 kB of KV a token")
+    parser.add_argument("--check", action="store_true", help=f"`own` takes {OWN_SHARE:.0%} of `peer` or more")
     options = parser.parse_args()
+    if options.cpu:
+        options.dry, vllm_kinds.TINY = True, SMALL
+        vllm_kinds.model_folder(SMALL, options.models)
     if options.dry:
         options.kinds = ["kvbm"]  # vLLM's own offloading needs a GPU
     vllm_kinds.check(options)
     shape = vllm_kinds.shape_of(options.dry)
-    names = ("kinds", "length", "count", "dry")
+    names = ("kinds", "length", "count", "dry", "cpu")
     settings = {name: getattr(options, name) for name in names}
     record = Record("peers", {**settings, "model": shape.name}, options.json)
     task = {"kind": "prepare", "models": str(options.models), "dry": options.dry}
@@ -277,7 +288,10 @@ def main() -> int:
             record.add({"kind": kind, "what": "failed", "why": str(error)})
             print(error, file=sys.stderr)
         print(HEADER, show(summarise(record.rows, kind)), sep="\n", flush=True)
-    return 1 if failures else 0
+    line = summarise(record.rows, "kvbm")
+    share = line["own"] / line["peer"] if line["peer"] else 0.0
+    print(f"from the peer at {share:.0%} of the speed of own hits (promise: {OWN_SHARE:.0%})")
+    return 1 if failures or (options.check and share < OWN_SHARE) else 0
 
 
 if __name__ == "__main__":

@@ -42,6 +42,12 @@ def short_turns() -> Iterator[None]:
                 sys.setswitchinterval(_usual)
 
 
+def give_turn() -> None:
+    """For an engine's thread that steps without work until a load is over: without this, each thread that brings the
+    load waits for a switch interval before it starts."""
+    time.sleep(_SWITCH_SECONDS)
+
+
 class Submitting:
     """The engine's thread between the plan of a step and the end of its submission."""
 

@@ -14,7 +14,12 @@ PEERS = {"peers_enabled": True, "peer_listen": "10.0.0.4:23280"}
 
 
 def settings(*tiers, **more):
-    return load({"secondary_tiers": list(tiers), **more}, environ={}, files=())
+    return load({"secondary_tiers": list(tiers), "cpu_cache_gb": 1, **more}, environ={}, files=())
+
+
+def test_peers_without_a_host_tier_are_refused_with_a_sentence():
+    (warning,) = load({"peers_enabled": True, "disk_cache_gb": 1}, environ={}, files=()).warnings
+    assert "KVBM_PEERS_ENABLED has no effect without a host tier" in warning
 
 
 def test_a_good_entry_is_accepted_and_others_are_not_ours():
@@ -50,7 +55,7 @@ def test_a_list_is_expected():
 
 
 def test_an_address_that_leads_nowhere_is_not_entered_in_etcd():
-    everywhere = {"peers_enabled": True, "peers": "etcd", "peer_listen": "0.0.0.0:23280"}
+    everywhere = {"cpu_cache_gb": 1, "peers_enabled": True, "peers": "etcd", "peer_listen": "0.0.0.0:23280"}
     (warning,) = load(everywhere, environ={}, files=()).warnings
     assert "set KVBM_PEER_ADVERTISE" in warning
     assert load({**everywhere, "peer_advertise": "h:1"}, environ={}, files=()).warnings == ()

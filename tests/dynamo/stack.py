@@ -198,10 +198,16 @@ class Stack:
             found[name] = found.get(name, 0.0) + float(value)
         return found
 
+    def peer_server(self, worker: int) -> int:
+        """The process beside a worker that serves its host memory. It has a session of its own."""
+        mark = f"DYN_KVBM_METRICS_PORT={self.metrics_ports[worker]}".encode()
+        (pid,) = {pid for pid, session, environment in _processes() if mark in environment and _is_peer_server(pid)}
+        return pid
+
     def kill_worker(self, worker: int) -> None:
         """At once and with all its processes: the session of the one that has the worker's port in its environment."""
         mark = f"DYN_KVBM_METRICS_PORT={self.metrics_ports[worker]}".encode()
-        processes = list(_processes())
+        processes = [each for each in _processes() if not _is_peer_server(each[0])]
         (session,) = {session for _, session, environment in processes if mark in environment}
         pids = [pid for pid, other, _ in processes if other == session]
         mapped = {inode for pid in pids for inode in _shared_memory(pid)}
@@ -230,6 +236,13 @@ def _processes() -> Iterator[tuple[int, int, list[bytes]]]:
             yield int(entry.name), session, (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
+
+
+def _is_peer_server(pid: int) -> bool:
+    try:
+        return b"kvbm.tiers.peers.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _shared_memory(pid: int) -> Iterator[int]:

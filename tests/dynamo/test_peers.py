@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +45,30 @@ def test_the_routers_hint_brings_a_prefix_to_the_worker_with_less_to_do(stack):
     assert grown(before, after, source, "kvbm_served_blocks_total") == blocks
     served = grown(before, after, source, "kvbm_served_bytes_total")
     assert served == grown(before, after, target, "kvbm_source_bytes_total") > 0
+
+
+def test_a_source_that_stalls_or_dies_costs_the_hit_and_nothing_else(stack):
+    first, second = stack.instances()
+    stalled, _ = keep(stack, 1, first)
+    source = max((0, 1), key=lambda worker: stored(stack)[worker])
+    answer, blocks = keep(stack, 2, first)
+    before = figures(stack)
+    server = stack.peer_server(source)
+    os.kill(server, signal.SIGSTOP)
+    try:
+        again, _ = stack.chat(prompt(1), ANSWER, nvext={"backend_instance_id": second})
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert again == stalled
+    after = counted(stack, before, 1 - source)
+    assert grown(before, after, 1 - source, "kvbm_source_blocks_total") == 0
+    stack.kill_worker(source)
+    # The dead worker's server may still serve the blocks: either way the answer is right.
+    again, _ = stack.chat(prompt(2), ANSWER, nvext={"backend_instance_id": second})
+    assert again == answer
+    read = stack.figures(1 - source).get("kvbm_source_blocks_total", 0.0)
+    assert read in (0, blocks), read
+    os.kill(server, signal.SIGTERM)
 
 
 def keep(stack: Stack, seed: int, holder: int) -> tuple[str, int]:

@@ -64,7 +64,10 @@ def advertised(extra: Mapping[str, object]) -> Advertised | None:
 
 
 def warnings_about(config: Config, found: Advertised | None) -> list[str]:
-    """Sentences for settings that do not go with what is advertised, to the router or in etcd."""
+    """Sentences for settings that do not go with what is advertised, to the router or in etcd, or with peers at all."""
+    if config.peers_enabled and not config.has_host_tier:
+        return ["KVBM_PEERS_ENABLED has no effect without a host tier: engines read each other's host memory, and "
+                "blocks on disk alone are not served; set DYN_KVBM_CPU_CACHE_GB"]  # fmt: skip
     if found is None:
         host, words = config.peer_listen.rpartition(":")[0].strip("[]"), config.peers.replace(",", " ").split()
         if "etcd" in words and host and _is_unspecified(host) and not config.peer_advertise:

@@ -311,9 +311,16 @@ class SchedulerAdapter:
         state.loads, state.outside = True, not state.in_step
         return plan
 
+    def _is_waiting(self) -> bool:
+        """Whether a request waits for a load, or for a block that is looked for or written."""
+        loads = self.leader is not None and self.leader.loads_under_way
+        return loads or any(state.deferred for state in self._requests.values())
+
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def plan_step(self, output: Any) -> StepPlan:
+        if not output.total_num_scheduled_tokens and self._is_waiting():
+            gil.give_turn()
         loads, self._loads = self._loads, []
         drain_stores, self._drain_stores = self._drain_stores, []
         stores: list[StorePlan] = []

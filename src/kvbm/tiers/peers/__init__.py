@@ -37,8 +37,8 @@ TIER = PeerTier(
     name="peer",
     level="g2p",
     medium="EXTERNAL",
-    # As fast as a neighbour's memory. A GPU computes blocks of an 8B model at 4 GB/s: with a slower prior no block would
-    # ever be read, and no rate measured.
+    # As fast as a neighbour's memory. A GPU computes blocks of an 8B model at 4 GB/s: with a slower prior no block
+    # would ever be read, and no rate measured.
     prior=Rate(8e9, 0.002),
     size_setting="KVBM_PEERS_ENABLED",
     keyed=True,

@@ -59,9 +59,11 @@ TRIES = 3  # reads over each way, before the faster one is taken
 logger = logging.getLogger("kvbm")
 
 _CONNECT_SECONDS = 1.0
+_LEASE_BYTES = 4 << 20  # leased at once
 _SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.0001
-# A thread or two use up the memory's bandwidth; more take the caches from each other.
-_copying = threading.BoundedSemaphore(2)
+# On two cores, two threads use up the memory's bandwidth, and more take the caches from each other.
+COPIERS = max(2, min(4, (os.cpu_count() or 1) // 4))
+_copying = threading.BoundedSemaphore(COPIERS)
 
 
 class Identity(NamedTuple):
@@ -229,14 +231,23 @@ class Peer:
 
     def _copy(self, link: Link, read: _Read) -> None:
         """From the memory of a neighbour."""
-        neighbour = self._map(link)
-        link.channel.send(Lease(self._me.rank, join_keys(list(read.keys))))
-        leased: Leased = link.channel.receive(Leased)
-        with _copying:
-            for i, place in enumerate(zip(leased.slots, leased.generations, leased.sums, strict=True)):
-                if read.is_abandoned():
-                    raise PeerError("abandoned", "the load was given up")
-                read.settle(i, neighbour.copy(*place, read.addresses[i], read.keys[i]))
+        neighbour, count = self._map(link), len(read.keys)
+        part = max(1, _LEASE_BYTES // neighbour.slot_bytes)
+
+        def lease(at: int) -> None:
+            if at < count:
+                link.channel.send(Lease(self._me.rank, join_keys(list(read.keys[at : at + part]))))
+
+        lease(0)
+        for at in range(0, count, part):
+            leased: Leased = link.channel.receive(Leased)
+            lease(at + part)  # the server sums these up while the others are copied
+            places = zip(leased.slots, leased.generations, leased.sums, strict=True)
+            with _copying:
+                for i, place in zip(range(at, min(at + part, count)), places, strict=True):
+                    if read.is_abandoned():
+                        raise PeerError("abandoned", "the load was given up")
+                    read.settle(i, neighbour.copy(*place, read.addresses[i], read.keys[i]))
 
     def _receive(self, link: Link, read: _Read) -> None:
         """Over a socket. A block counts when the next message says that it was not withdrawn while it was sent."""

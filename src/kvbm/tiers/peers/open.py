@@ -45,7 +45,7 @@ def open_store(context: RankContext) -> Call[Store | None] | None:
     if context.cache is None:
         problem = "this engine has no fingerprint of its weights"
     elif not context.shares_near_memory or context.access != "own":
-        problem = "it is not available with this engine yet"
+        problem = "only vLLM and TensorRT-LLM can use it. Turn KVBM_PEERS_ENABLED off for this engine"
     elif config.host_persist:
         problem = "KVBM_HOST_PERSIST keeps host memory in files that other engines cannot map. Turn one of the two off"
     elif (config.peer_listen or config.peers) and not read_secret(config):

@@ -15,13 +15,13 @@ from kvbm.gil import short_turns
 from kvbm.tiers.base import NearMemory, Operation, Store
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.host.shared import Place, SharedMemory
-from kvbm.tiers.peers.client import MAPPED, Identity, Peer
+from kvbm.tiers.peers.client import COPIERS, MAPPED, Identity, Peer
 from kvbm.tiers.peers.sources import TABLE_BYTES, SourceTable
 
 logger = logging.getLogger("kvbm")
 
 SOURCE_BITS = 9  # of a place: the number of its source
-_THREADS = 4
+_THREADS = 2 * COPIERS  # one half asks while the other copies
 _END_SECONDS = 5.0
 
 
