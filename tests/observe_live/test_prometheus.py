@@ -84,7 +84,7 @@ def prometheus(start, tools, watched, tmp_path_factory) -> Prometheus:
 KVBM = '{job="kvbm-metrics"}'
 WHOLE_PAGE = "vllm, with what is dropped"
 SELDOM = ("kvbm_failures_total", "kvbm_hints_total", "kvbm_refused_load_blocks_total")  # no series before the first
-OF_PEERS = "kvbm_source_"  # no series without peers
+OF_PEERS = ("kvbm_source_", "kvbm_served_")  # no series without peers
 
 
 @pytest.fixture(scope="module")
