@@ -52,7 +52,7 @@ def scenarios(disk: str) -> dict[str, list[Options]]:
         "graphs": [replace(GRAPHS, connector=KVBM, env=HOST, generation="1.3", layout=True)],
         "late": [late],
         "no fences": [replace(late, fences=False)],
-        "killed": [replace(GRAPHS, connector=KVBM, env=HOST, kill=(2, 20), silence=3.0)],
+        "killed": [replace(GRAPHS, connector=KVBM, env=HOST, kill=(2, 20))],
         "flipped": [replace(GRAPHS, corrupt=(3, 20))],
         "graphs alone": [GRAPHS],
     }

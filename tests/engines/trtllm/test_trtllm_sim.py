@@ -149,7 +149,7 @@ def test_stores_that_fail_are_not_found():
 
 
 def test_the_ranks_that_live_go_on_without_one_that_was_killed():
-    result = serve(SHORT, faults="slow:rank=1", kill=(1, 20), silence=5.0)
+    result = serve(SHORT, faults="slow:rank=1", kill=(1, 20))
     check(SHORT, result)
     assert result["lost_ranks"] == result["kvbm"]["lost"] == [1]
     assert result["kvbm"]["faults"]["rank 1: lost"] == 1

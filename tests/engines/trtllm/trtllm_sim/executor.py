@@ -51,7 +51,6 @@ class Options:
     hang: int | None = None  # this rank stops at its tenth iteration
     load_delay: float | None = None  # seconds of KVBM's injected faults "slow" and "slow-store"
     store_delay: float | None = None
-    silence: float | None = None  # seconds after which KVBM gives up a rank that says nothing
     corrupt: tuple[int, int] | None = None  # (rank, iteration): flip one bit of one byte that is read from then on
     fences: bool = True  # False: blocks are written to whether KVBM still reads them or not
 

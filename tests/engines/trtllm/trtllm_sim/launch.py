@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -135,6 +136,8 @@ def _loop(rank: int, options: Options, work: Work, comm: Comm) -> dict[str, Any]
         if stop:
             break
         ended = {number: executor.outputs[number] for number in executor.step(prompts, cancels)}
+        for dead in comm.lost:
+            _end_silence(scheduler, dead)
     return {
         "outputs": executor.outputs,
         "cancelled": workload.cancelled,
@@ -171,13 +174,9 @@ def _build_connector(executor: Executor, rank: int) -> tuple[Any, Any]:
 
 def _adjust(options: Options) -> None:
     """Times that no setting sets, so that a test need not wait for them; and what a test takes away."""
-    from kvbm.engines.trtllm import leader
     from kvbm.engines.trtllm.worker import WorkerAdapter
-    from kvbm.runtime.channel import Timing
     from kvbm.testing import copier_faults as faults
 
-    if options.silence is not None:
-        leader.TIMING = Timing(beat=options.silence / 10, silence=options.silence)  # type: ignore[attr-defined]
     if options.load_delay is not None:
         faults.LOAD_DELAY_SECONDS = options.load_delay
     if options.store_delay is not None:
@@ -227,6 +226,13 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
         if other is None or answer[:length] != other[:length]:
             different.append(f"request {number}: {answer[:length]} became {other}")
     return different
+
+
+def _end_silence(scheduler: Any, rank: int) -> None:
+    """As if the leader had last heard of a dead rank longer ago than it waits for a live one."""
+    channel = scheduler._adapter._channel
+    with channel._lock:
+        channel._by_rank[rank].seen = -math.inf
 
 
 # -- looking into KVBM ------------------------------------------------------------------------------------------------
