@@ -27,6 +27,7 @@ from kvbm.transfer.layout import TensorSpec, describe  # noqa: E402
 
 BLOCKS, SLOTS, LAYERS = 16, 24, 5
 WORD = 8
+FAULTS = (0.02, 0.1, 0.4)  # chances that a copy for a load is refused
 SLAB, BUFFERS, ARRIVED, CACHE = 1 << 40, 2 << 20, 3 << 20, 1 << 24  # addresses; the first is a wide one
 
 
@@ -524,26 +525,26 @@ class History:
             assert not any(self.readers.values())
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
-def test_whatever_order_the_gpu_keeps_every_byte_is_there_in_time(first):
-    compared = 0
+def run_ten(kind, first, turns=12, faults=(0.0,)):
+    """The comparisons and the refused copies of ten histories."""
+    compared = failed = 0
     for seed in range(first, first + 10):
         with pytest.MonkeyPatch.context() as patch:
-            history = History(seed, patch)
-            history.run(12)
+            history = kind(seed, patch, faults[seed % len(faults)])
+            history.run(turns)
             compared += history.compared
-    assert compared > 100
+            failed += history.failed
+    return compared, failed
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_whatever_order_the_gpu_keeps_every_byte_is_there_in_time(first):
+    assert run_ten(History, first)[0] > 100
 
 
 @pytest.mark.parametrize("first", range(100, 160, 10))
 def test_of_a_load_that_has_failed_nothing_comes_later(first):
-    failed = 0
-    for seed in range(first, first + 10):
-        with pytest.MonkeyPatch.context() as patch:
-            history = History(seed, patch, fault=(0.02, 0.1, 0.4)[seed % 3])
-            history.run(20)
-            failed += history.failed
-    assert failed
+    assert run_ten(History, first, 20, FAULTS)[1]
 
 
 def test_nobody_waits_for_ever_for_a_store_of_which_not_even_an_event_could_be_had(monkeypatch):

@@ -122,21 +122,9 @@ class PackedHistory(histories.History):
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_whatever_order_the_gpu_keeps_packed_blocks_are_whole_and_in_time(first):
-    compared = 0
-    for seed in range(first, first + 10):
-        with pytest.MonkeyPatch.context() as patch:
-            history = PackedHistory(seed, patch)
-            history.run(12)
-            compared += history.compared
-    assert compared > 100
+    assert histories.run_ten(PackedHistory, first)[0] > 100
 
 
 @pytest.mark.parametrize("first", range(100, 120, 10))
 def test_of_a_packed_load_that_has_failed_nothing_comes_later(first):
-    failed = 0
-    for seed in range(first, first + 10):
-        with pytest.MonkeyPatch.context() as patch:
-            history = PackedHistory(seed, patch, fault=(0.02, 0.1, 0.4)[seed % 3])
-            history.run(20)
-            failed += history.failed
-    assert failed
+    assert histories.run_ten(PackedHistory, first, 20, histories.FAULTS)[1]
