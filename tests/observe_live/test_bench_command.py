@@ -36,8 +36,14 @@ def servers(start):
 @pytest.fixture(scope="module")
 def result(servers) -> Result:
     targets = [f"--target={name}={server.url}" for name, server in servers.items()]
-    assert main(["bench", *targets, "--qps", *map(str, RATES), *SHAPE, "--out", str(RESULTS / "bench"), "--csv"]) == 0
-    return from_json((RESULTS / "bench" / "bench.json").read_bytes())
+    command = ["bench", *targets, "--qps", *map(str, RATES), *SHAPE, "--out", str(RESULTS / "bench"), "--csv"]
+    for _ in range(3):
+        assert main(command) == 0
+        result = from_json((RESULTS / "bench" / "bench.json").read_bytes())
+        # Another program may stop a server for seconds: its users then fall behind, and ask less than tests count on.
+        if not any(run.summary.late for run in result.runs):
+            break
+    return result
 
 
 def test_every_request_is_answered_and_timed(result):
@@ -64,9 +70,10 @@ def test_kvbm_brings_back_what_vllm_has_dropped(result):
     for qps in RATES:
         alone, kvbm = (next(r for r in result.runs if (r.target, r.qps) == (name, qps)) for name in ("vllm", "kvbm"))
         assert kvbm.summary.cached_percent > (alone.summary.cached_percent or 0) + 20
-        # The same questions of the same users, those that KVBM had something for.
-        computed = {(sample.user, sample.round): sample.ttft for sample in alone.samples}
-        ratios = [s.ttft / computed[s.user, s.round] for s in kvbm.samples if s.cached_tokens > 400]
+        # The same questions of the same users, those that only KVBM had something for. A slower server is asked fewer.
+        computed = {(s.user, s.round): s.ttft for s in alone.samples if s.cached_tokens < 400}
+        loaded = {(s.user, s.round): s.ttft for s in kvbm.samples if s.cached_tokens > 400}
+        ratios = [loaded[question] / computed[question] for question in loaded.keys() & computed.keys()]
         assert len(ratios) >= 3
         assert statistics.median(ratios) < 0.6
 
