@@ -139,6 +139,18 @@ def test_a_block_that_is_written_after_its_turn_has_ended_joins_its_conversation
     assert set(pool.findable) == {b"a", b"b"}
 
 
+def test_a_block_that_is_computed_again_in_front_of_a_shared_group_can_be_evicted():
+    pool = Pool(8, make_policy("session", 8, float))
+    for keys in ([b"a", b"b", b"c", b"d"], [b"a", b"b", b"e", b"f"]):
+        pool.commit(pool.reserve([key for key in keys if key not in pool]))
+        pool.end_turn(keys, Turn())
+    pool.drop([b"a"])
+    pool.commit(pool.reserve([b"a"]))
+    pool.end_turn([b"a", b"b", b"g"], Turn())
+    assert len(pool.lend(8)) == 8
+    assert not pool.findable
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("bucket", range(6))
 def test_a_group_moves_on_when_it_is_due_however_its_age_is_rounded(bucket):

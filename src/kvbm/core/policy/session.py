@@ -236,8 +236,12 @@ class SessionAware(EvictionPolicy):
             last.expires = expires
             if parent is not None and last.live:
                 parent.last = last
-        # Every block of the request is in a group that the turn has used.
+        # Every block of the request is in a group that the turn has used, unless a shared group has outlived the blocks
+        # in front of it: those were computed again, and stay loose.
         opened = idle[self._open.contains(idle)]
+        grouped = self._group[opened] != _NONE
+        self._open.hit(opened[~grouped])
+        opened = opened[grouped]
         self._open.dropped(opened[::-1])
         self._idle[opened] = True
         self._idle_count += len(opened)
