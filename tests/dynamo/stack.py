@@ -185,8 +185,12 @@ class Stack:
         return answer["choices"][0]["message"]["content"], answer["usage"]
 
     def figures(self, worker: int) -> dict[str, float]:
-        """KVBM's metrics of one worker, in the order of the script."""
-        return _figures(fetch(f"http://127.0.0.1:{self.metrics_ports[worker]}/metrics"))
+        """KVBM's metrics of one worker, in the order of the script, not older than this call: the metrics port makes a
+        snapshot a second, and answers in between from the last one."""
+        url, asked = f"http://127.0.0.1:{self.metrics_ports[worker]}", time.time()
+        while json.loads(fetch(f"{url}/api/state"))["at"] < asked:
+            time.sleep(0.1)
+        return _figures(fetch(f"{url}/metrics"))
 
     def frontend_figures(self) -> dict[str, float]:
         """The router's metrics. Events that it has applied also by what became of them."""
