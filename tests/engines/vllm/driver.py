@@ -265,6 +265,19 @@ class Scenario:
             steps += 1
         return steps
 
+    def drain_moves(self, seconds: float = 120) -> None:
+        """Drains until no rank owes an answer to a move: vLLM stops stepping for a disk that says nothing for two
+        seconds, and goes on when it is woken up."""
+        from kvbm.engines.vllm.idle import ASLEEP_SECONDS
+
+        deadline = time.monotonic() + seconds
+        self.drain(seconds)
+        while any(edge.pending_blocks for edge in self.adapter.leader.edges):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"moves are under way after {seconds} s")
+            time.sleep(1.1 * ASLEEP_SECONDS)
+            self.drain(seconds)
+
     def step_until_fetched(self, blocks: int, pause: float = 0.05) -> None:
         """Steps until so many blocks have been fetched ahead of their requests, for as long as any request runs."""
         fetched = self.adapter.leader.counts.fetched_blocks

@@ -403,14 +403,14 @@ def test_a_full_filesystem_costs_hits_and_no_token(kind, ranks, run_scenario, ba
     try:
         steps = [
             generate(PROMPTS[0], name="room"),
-            do("drain"),
+            do("drain_moves"),
             do("state", "filled"),
             do("fill_up", "ballast", folder=str(folder)),
             generate(*PROMPTS[1:], name="no room"),
-            do("drain"),
+            do("drain_moves"),
             do("reset"),
             generate(*PROMPTS, name="again"),
-            do("drain"),
+            do("drain_moves"),
             do("state", "end"),
         ]
         kvbm = settings(folder, disk_cache_override_num_blocks=100)
