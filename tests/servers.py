@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import socket
 import sys
@@ -82,12 +83,14 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """As many different ones: asked for one after the other, two may be the same."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Neighbouring ones, below 32768: from there on any connection may take one before the test's server does."""
+    while True:
+        first = random.SystemRandom().randrange(20_000, 31_000)
+        ports = range(first, first + count)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return list(ports)
 
 
 def start_server(

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from processes import Process
+from servers import free_ports
 
 PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -33,22 +33,6 @@ def prompt(seed: int, words: int = 120) -> str:
     """About 330 tokens that no other seed shares."""
     source = random.Random(seed)
     return " ".join("".join(source.choices("abcdefghij", k=4)) for _ in range(words))
-
-
-def free_ports(count: int) -> list[int]:
-    """Neighbouring ports that nobody listens on."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        if first + count > 65000:
-            continue
-        for port in range(first, first + count):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-        else:
-            return list(range(first, first + count))
 
 
 def fetch(url: str, body: dict[str, Any] | None = None, timeout: float = 120) -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import random
-import socket
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,22 +16,11 @@ from trtllm_sim.connector import AsyncRequests
 from trtllm_sim.request import LlmRequest, Prompt
 
 from kvbm.core.policy import Retention
+from servers import free_ports
 from tiernames import DISK
 
 SIZE = 8
 State = api.LlmRequestState
-
-
-def free_pair():
-    while True:
-        port = random.SystemRandom().randrange(20_000, 31_000)
-        with closing(socket.socket()) as first, closing(socket.socket()) as second:
-            try:
-                first.bind(("127.0.0.1", port))
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port, port + 1
 
 
 def forget_modules():
@@ -75,7 +61,7 @@ class Engine:
     """One leader, two ranks, a pool each."""
 
     def __init__(self, connector, monkeypatch, blocks=16, ranks=2, args=None, **settings):
-        pub, ack = free_pair()
+        pub, ack = free_ports(2)
         values = {
             "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": 32, "DYN_KVBM_LEADER_ZMQ_PUB_PORT": pub,
             "DYN_KVBM_LEADER_ZMQ_ACK_PORT": ack, "KVBM_LOAD": "always", **settings,
@@ -394,7 +380,7 @@ def test_what_one_request_has_computed_another_gets_back(engine, generation):
 def test_what_happens_can_be_seen(engine):
     from kvbm.observe.remote import fetch
 
-    here = engine(DYN_KVBM_METRICS=1, DYN_KVBM_METRICS_PORT=free_pair()[0]).register()
+    here = engine(DYN_KVBM_METRICS=1, DYN_KVBM_METRICS_PORT=free_ports(2)[0]).register()
     # On a busy machine a step may take so long that the cost model would measure prefill by it.
     here.adapter._cost.observe_prefill = lambda tokens, seconds, before: None
     here.keep(request(1), BLOCKS)

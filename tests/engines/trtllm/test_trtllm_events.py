@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import test_trtllm_adapter as adapter
 import zmq
-from test_trtllm_adapter import BLOCKS, OTHERS, SIZE, free_pair, request
+from test_trtllm_adapter import BLOCKS, OTHERS, SIZE, request
 
+from servers import free_port
 from tiernames import DISK
 
 pytestmark = pytest.mark.simulated
@@ -65,7 +66,7 @@ def together(engine):
     made = []
 
     def make(mode, **settings):
-        port, _ = free_pair()
+        port = free_port()
         here = engine(
             ranks=1, DYN_KVBM_TRTLLM_ZMQ_PORT=port, DYN_KVBM_KV_EVENTS_CONSOLIDATOR_MODE=mode, **settings
         ).register()  # fmt: skip
