@@ -186,7 +186,7 @@ class Lookup:
             known.breaker.failed(time.monotonic())
             is_told, known.is_told = known.is_told, True
         for each in self._tables[:1]:
-            each.add(known.number, 0, 0, 0.0, [error.kind], False)
+            each.add(known.number, 0, 0, [error.kind], False)
         if not is_told:
             logger.warning("peer %s is not used for now: %s", known.peer.source.address, error)
 

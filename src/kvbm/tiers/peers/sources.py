@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
+import time
 from typing import Any
 
 import msgspec
@@ -26,11 +28,22 @@ BLOCKS, BYTES, FAILED_BLOCKS, FAILED_READS, RATE, MAPPED_BLOCKS = range(6)
 KINDS = ("damaged", "withdrawn", "late", "gone", "secret", "fingerprint", "malformed", "version", "abandoned", "other")
 _FIRST_KIND = 8
 _SMOOTHING = 0.3
-_MIN_MEASURED_BYTES = 4 << 20  # a smaller read measures the latency
+_MIN_MEASURED_BYTES = 4 << 20  # fewer measure the latency
+_MAX_MEASURED_SECONDS = 1.0
+
+
+class _Flow:
+    """Reads from one source that are under way at a time."""
+
+    reads = 0
+    since = 0.0
+    size = 0  # bytes that have come since then
 
 
 class SourceTable:
     def __init__(self, file: int) -> None:
+        self._flows: dict[int, _Flow] = {}
+        self._lock = threading.Lock()
         self._map = mmap.mmap(file, TABLE_BYTES)
         words = np.frombuffer(self._map, np.uint64).reshape(MAX_SOURCES, _ROW // 8)
         self._counts = words[:, _ENTRY // 8 :]
@@ -57,19 +70,40 @@ class SourceTable:
             return None
         return msgspec.msgpack.decode(self._map[at + _LENGTH.size : at + _LENGTH.size + length], type=Source)
 
-    def add(self, number: int, blocks: int, size: int, seconds: float, failures: list[str], is_mapped: bool) -> None:
-        """A read is over: ``blocks`` of ``size`` bytes in all have come, and each of the failures is a kind."""
-        row: Any = self._counts[number]
-        row[BLOCKS] += np.uint64(blocks)
-        row[BYTES] += np.uint64(size)
-        row[MAPPED_BLOCKS] += np.uint64(blocks if is_mapped else 0)
-        row[FAILED_BLOCKS] += np.uint64(len(failures))
-        row[FAILED_READS] += np.uint64(bool(failures) and not blocks)
-        for kind in failures:
-            row[_FIRST_KIND + KINDS.index(kind if kind in KINDS else "other")] += np.uint64(1)
-        if size >= _MIN_MEASURED_BYTES and seconds > 0:
-            rate, before = size / seconds, int(row[RATE])
-            row[RATE] = np.uint64(rate if not before else before + _SMOOTHING * (rate - before))
+    def begin_read(self, number: int) -> None:
+        with self._lock:
+            flow = self._flows.setdefault(number, _Flow())
+            if not flow.reads:
+                flow.since, flow.size = time.monotonic(), 0
+            flow.reads += 1
+
+    def end_read(self, number: int, size: int) -> None:
+        """Several threads read from a source at a time, so its rate is that of all their reads together."""
+        with self._lock:
+            flow, now = self._flows[number], time.monotonic()
+            flow.reads -= 1
+            flow.size += size
+            if flow.reads and now < flow.since + _MAX_MEASURED_SECONDS:
+                return
+            row: Any = self._counts[number]
+            if flow.size >= _MIN_MEASURED_BYTES and now > flow.since:
+                rate, before = flow.size / (now - flow.since), int(row[RATE])
+                row[RATE] = np.uint64(rate if not before else before + _SMOOTHING * (rate - before))
+            flow.since, flow.size = now, 0
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def add(self, number: int, blocks: int, size: int, failures: list[str], is_mapped: bool) -> None:
+        """``blocks`` of ``size`` bytes in all have come, and each of the failures is a kind."""
+        with self._lock:
+            row: Any = self._counts[number]
+            row[BLOCKS] += np.uint64(blocks)
+            row[BYTES] += np.uint64(size)
+            row[MAPPED_BLOCKS] += np.uint64(blocks if is_mapped else 0)
+            row[FAILED_BLOCKS] += np.uint64(len(failures))
+            row[FAILED_READS] += np.uint64(bool(failures) and not blocks)
+            for kind in failures:
+                row[_FIRST_KIND + KINDS.index(kind if kind in KINDS else "other")] += np.uint64(1)
 
     def close(self) -> None:
         del self._counts

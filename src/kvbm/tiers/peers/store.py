@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -83,22 +82,23 @@ class PeerStore(Store):
             if operation.cancelled or self._closing:
                 return
             operation.begin_part()
-            peer, began = self._peer(number), time.monotonic()
+            peer = self._peer(number)
             if peer is None:
                 reason = f"no source has the number {number}"
                 return
+            self._table.begin_read(number)
             with short_turns():  # a system call for each piece, beside an engine that computes
                 failures = peer.read(
                     [operation.tags[i][:KEY_BYTES] for i in positions],
                     [operation.addresses[i] for i in positions],
                     lambda: operation.cancelled or self._closing,
                 )
-            seconds = time.monotonic() - began
             bad = [positions[i] for i, _ in failures]
             good = len(positions) - len(bad)
             kinds = [kind for _, kind in failures]
             reason = f"peer {peer.source.address}: {kinds[0]}" if kinds else ""
-            self._table.add(number, good, good * self._slot_bytes, seconds, kinds, peer.path == MAPPED)
+            self._table.end_read(number, good * self._slot_bytes)
+            self._table.add(number, good, good * self._slot_bytes, kinds, peer.path == MAPPED)
         except Exception as error:
             bad, reason = positions, f"{type(error).__name__}: {error}"
         finally:
