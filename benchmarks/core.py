@@ -133,7 +133,6 @@ class Requests:
         self.run(2 * slots // prompt)
 
     def draw(self) -> list[bytes]:
-        self.now += 1.0
         if self.talks and self.random.random() < 0.5:
             keys = self.talks.pop(self.random.randrange(len(self.talks)))
             keys = keys + self.new(self.prompt // 8)
@@ -148,6 +147,7 @@ class Requests:
         return [self.random.randbytes(KEY_BYTES) for _ in range(blocks)]
 
     def serve(self, keys: list[bytes]) -> None:
+        self.now += 1.0
         match = self.manager.lookup(keys, 0, len(keys) - 1)
         found = match.blocks
         if found:
