@@ -233,8 +233,8 @@ class SessionAware(EvictionPolicy):
             last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, expires, parent)
             if parent is not None and last.live:
                 parent.last = last
-        # Every block of the request is in a group that the turn has used.
-        opened = idle[self._open.contains(idle)]
+        # Every block of the request is in a group that the turn has used, but for new ones in front of known ones.
+        opened = idle[self._open.contains(idle) & (self._group[idle] != _NONE)]
         self._open.dropped(opened[::-1])
         self._idle[opened] = True
         self._idle_count += len(opened)
