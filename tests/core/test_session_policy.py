@@ -8,9 +8,9 @@ from workloads import WORKLOADS, chat, noise, replay, serve
 from kvbm.core.manager import BlockManager
 from kvbm.core.policy import Retention, Turn, make_policy
 from kvbm.core.policy.group import Group
-from kvbm.core.policy.returns import Returns, end_of
+from kvbm.core.policy.returns import EDGES, Returns, bucket_of
 from kvbm.core.policy.shares import Shares
-from kvbm.core.policy.waiting import Waiting
+from kvbm.core.policy.waiting import Waiting, age
 from kvbm.core.pool import Pool
 from tiernames import HOST
 
@@ -151,15 +151,35 @@ def test_a_block_that_is_computed_again_in_front_of_a_shared_group_can_be_evicte
     assert not pool.findable
 
 
-@pytest.mark.timeout(30)
+def ages_counted(time, now, together):
+    returns, group = Returns(), Group(1)
+    group.time = time
+    waiting = Waiting(returns, 10)
+    waiting.add(group)
+    if together:
+        waiting.look(now)
+    waiting.remove(group)
+    age(returns, group, now)
+    return group.bucket, list(returns.exposed)
+
+
 @pytest.mark.parametrize("bucket", range(6))
-def test_a_group_moves_on_when_it_is_due_however_its_age_is_rounded(bucket):
-    """Ages are sums and differences of floats: at the very moment, one may say what the other denies."""
+def test_an_age_is_counted_once_alone_or_with_those_of_others(bucket):
+    """At the very moment at which a group is due, floats are rounded: both must say the same."""
     chance = random.Random(bucket)
+    for time in (chance.random() * 1e3 for _ in range(50)):
+        now = time + float(EDGES[bucket + 1])
+        assert ages_counted(time, now, together=True) == ages_counted(time, now, together=False)
+
+
+def test_a_sample_leaves_no_group_out():
     returns = Returns()
-    for _ in range(200):
-        waiting, group = Waiting(returns), Group(1)
-        group.time, group.bucket = chance.random() * 1e3, bucket
+    waiting = Waiting(returns, 10)
+    groups = [Group(number) for number in range(95)]
+    for group in groups:
         waiting.add(group)
-        waiting.advance(group.time + end_of(bucket))
-        assert group.bucket == bucket + 1
+    for _ in range(10):
+        waiting.look(100.0)
+    for group in groups:
+        waiting.remove(group)
+    assert {group.bucket for group in groups} == {bucket_of(100.0)}

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
+from msgspec.structs import replace
+
 from kvbm.config.fleet import FleetSettings
 from kvbm.config.kinds import Backends, Choice, FilePath, Host, Number, Shares, Switch, Text
 from kvbm.config.setting import (
@@ -34,7 +36,7 @@ DEFAULT = "default"  # the source of a setting that no file, variable or JSON se
 _SWITCH = Switch()
 _PRESENCE = Switch(presence=True)
 _TEXT = Text()
-_POLICY = Choice(words=("lru", "session", "arc", "s3fifo"))
+_POLICY = Choice(words=("auto", "lru", "session", "arc", "s3fifo"))
 _ON_OFF = (("1", "on"), ("true", "on"), ("yes", "on"), ("0", "off"), ("false", "off"), ("no", "off"))
 _GIGABYTES = Number(unit="gigabytes (1 GB = 1e9 bytes)", whole=False, example="20 or 0.5")
 _BLOCKS = Number(unit="blocks", high=2**31 - 1, example="10000")  # slot numbers fit in 31 bits
@@ -77,10 +79,11 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "KVBM_HOST_PERSIST_DIR", HOST, FilePath(example="/dev/shm"),
         "Directory of the persistent host tier. It must be on a memory filesystem (tmpfs) with room for the host tier.",
     )] = Path("/dev/shm")
-    host_policy: Annotated[Literal["lru", "session", "arc", "s3fifo"], Setting(
+    host_policy: Annotated[Literal["auto", "lru", "session", "arc", "s3fifo"], Setting(
         "KVBM_HOST_POLICY", HOST, _POLICY,
-        "Which block the host tier evicts when it is full. session learns when conversations go on (docs/policies.md).",
-    )] = "lru"
+        "Which block the host tier evicts when it is full. session learns when conversations go on. auto is session, "
+        "but lru under SGLang and for models with sliding windows or states (docs/policies.md).",
+    )] = "auto"
     tenant_shares: Annotated[str, Setting(
         "KVBM_TENANT_SHARES", HOST, Shares(example="acme=0.3,beta=0.2"),
         "Parts of the host tier, and of the disk tier, that belong to tenants. A tenant is the cache salt of its "
@@ -124,10 +127,10 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "On filesystems without fallocate, fill the file with zeros instead of leaving it sparse. Any value except "
         "those that mean off turns it on.",
     )] = False
-    disk_policy: Annotated[Literal["lru", "session", "arc", "s3fifo"], Setting(
+    disk_policy: Annotated[Literal["auto", "lru", "session", "arc", "s3fifo"], Setting(
         "KVBM_DISK_POLICY", DISK, _POLICY,
         "Which block the disk tier evicts when it is full; see KVBM_HOST_POLICY.",
-    )] = "lru"
+    )] = "auto"
     disable_disk_offload_filter: Annotated[bool, Setting(
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", DISK, _SWITCH,
         "Write every block of the host tier to disk, without the frequency filter (KVBM_DISK_FILTER_THRESHOLD).",
@@ -376,6 +379,11 @@ class Config(FleetSettings, frozen=True, kw_only=True):
     warnings: tuple[str, ...]  # sentences for the leader to log
     misspelt: tuple[str, ...]  # those of the warnings about a name that resembles a setting
     unused_because: dict[str, str]  # name of a setting that is set but not used, as the user wrote it -> why
+
+    def with_policy(self, name: Literal["lru", "session"]) -> "Config":
+        """The same with this eviction policy where the user leaves the choice to KVBM."""
+        host, disk = (name if asked == "auto" else asked for asked in (self.host_policy, self.disk_policy))
+        return replace(self, host_policy=host, disk_policy=disk)
 
     @property
     def unused(self) -> tuple[str, ...]:

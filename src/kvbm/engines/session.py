@@ -110,7 +110,7 @@ def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
 class Session:
     """``engine``: its name in logs. ``step_tokens``: the most tokens that it computes in a step. ``hidden_size`` of the
     model, None if unknown. ``layers_from``: see :class:`CostModel`. ``outside_only``: no load can happen in a step.
-    ``used``: which blocks a request uses that has come so far, the front first."""
+    ``used``: which blocks a request uses that has come so far, the front first; None: all of them."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Session:
         hidden_size: int | None,
         layers_from: float = inf,
         outside_only: bool = False,
-        used: Callable[[Sequence[Key], int], Sequence[Key]] = _front,
+        used: Callable[[Sequence[Key], int], Sequence[Key]] | None = None,
     ) -> None:
         self.leader: Leader | None = None  # until the workers have said how much room they have
         self.counts = Counts()
@@ -143,12 +143,13 @@ class Session:
         self.steps = StepTimes(self.cost)
         self.observer = Observer(config, faults.counts)
         self._engine = engine
-        self._config = config
+        # The policy for conversations takes a request for a prefix of the next one.
+        self._config = config.with_policy("session" if used is None else "lru")
         self._faults = faults
         self.block_size = block_size
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
-        self._used = used
+        self._used = used or _front
         self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
 
     # -- start and end ------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class SimulatedEngine:
         self._trace = trace
         self._machine = machine
         self._now = 0.0
+        config = config.with_policy("session")  # as an engine that tells whole requests
         rates = {name: machine.rates.get(name, registry.TIERS[name].prior) for name in sizes}
         self._rates = rates
         catalogs = {name: registry.TIERS[name].make_pool(config, slots, self._clock) for name, slots in sizes.items()}

@@ -154,7 +154,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
 
     def eviction_policy(self, config: Config) -> str:
         """The name of the policy that the settings ask for."""
-        return "lru"
+        return "auto"
 
     def make_pool(
         self, config: Config, slots: int, clock: Clock = time.monotonic, journal: Journal | None = None
@@ -166,6 +166,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         from kvbm.core.pool import Pool
 
         name, shares = self.eviction_policy(config), dict(enumerate(split_shares(config.tenant_shares).values(), 1))
+        name = "lru" if name == "auto" else name
         policy = make_policy(name, slots, clock)
         if shares:
             policy = Shares(slots, shares, lambda size: make_policy(name, size, clock))

@@ -14,8 +14,9 @@ from kvbm.core.policy.classes import CLASSES, FAMILIES, LEVELS, Family
 _FIRST_SECONDS = 1.0
 _GROWTH = 1.2
 BUCKETS = 56
+WIDTH = BUCKETS + 1  # of a row of changes: one may be behind the last bucket
 _EDGES = [0.0, *(_FIRST_SECONDS * _GROWTH**i for i in range(BUCKETS - 1))]  # where each bucket begins
-_ENDS = [*_EDGES[1:], *[float("inf")] * BUCKETS]  # and beyond the last
+EDGES = np.array(_EDGES)
 _WIDTHS = np.diff([*_EDGES, _EDGES[-1] * _GROWTH])
 _PAST = np.where(np.tri(BUCKETS, k=-1, dtype=bool), np.inf, 0.0)  # horizons that end before the bucket
 # Classes with about the same chance of a return share a score: two scores double the chance.
@@ -30,16 +31,12 @@ _CLASS_WEIGHT = 100.0
 _PRIOR_RETURN = 0.05
 _PRIOR_WEIGHT = 10.0
 _SMOOTHING = np.array([1, 2, 3, 2, 1]) / 9  # over neighbouring buckets: few returns make a ragged curve
-_DECAY = 0.998  # of everything learned, with each new table: half of it is forgotten after 350 tables
+_DECAY = 0.998  # of everything learned, with each new table of a family: half is forgotten after 350 tables
+_MAX_WEIGHT = 1e6
 
 
 def bucket_of(seconds: float) -> int:
     return bisect_right(_EDGES, seconds) - 1
-
-
-def end_of(bucket: int) -> float:
-    """The age at which a block leaves this bucket."""
-    return _ENDS[bucket]
 
 
 class _Model:
@@ -47,7 +44,7 @@ class _Model:
 
     def __init__(self, family: Family, returned: np.ndarray, exposed: np.ndarray) -> None:
         self._prior = family.prior * _PRIOR_RETURN
-        self._returned, self._exposed = returned, exposed  # classes of this family x buckets
+        self._returned, self._exposed = returned, exposed  # as in Returns, the classes of this family
         values = np.array(list(product(*map(range, family.features))))
         self._values = [values[:, i] for i in range(len(family.features))]
         self._scales = [np.ones(count) for count in family.features]
@@ -60,22 +57,23 @@ class _Model:
         logs: np.ndarray = sum(log[value] for log, value in zip(self._logs, self._values, strict=True))
         return logs
 
-    def fit(self) -> np.ndarray:
+    def fit(self, weight: float) -> np.ndarray:
         """The chance of a return for each age, of a class with the ratio 1. One round of an iteration that goes on
         from table to table: the ages from the ratios of the classes, then one feature after the other."""
-        returned, exposed = self._returned, self._exposed
-        returned *= _DECAY
-        exposed *= _DECAY
+        returns_by_age = self._returned.sum(0)[:-1] / weight
+        reached_by_age = np.cumsum(self.ratios @ self._exposed)[:-1] / weight
         # Where few blocks have reached an age, a return is no likelier than at the age before it.
         chances, chance = [], self._prior
-        for seen, reached in zip(returned.sum(0).tolist(), (self.ratios @ exposed).tolist(), strict=True):
+        for seen, reached in zip(returns_by_age.tolist(), reached_by_age.tolist(), strict=True):
             assumed = self._prior if reached >= _PRIOR_WEIGHT else min(chance, self._prior)
             chance = (seen + _PRIOR_WEIGHT * assumed) / (reached + _PRIOR_WEIGHT)
             chances.append(chance)
         hazard = np.array(chances)
         hazard = np.convolve(np.pad(hazard, 2, mode="edge"), _SMOOTHING, mode="valid")
         np.minimum(hazard, 0.9, out=hazard)
-        counts, expected = returned.sum(1), exposed @ hazard
+        # A change of the exposed at an age counts for that age and all later ones.
+        later = np.append(np.cumsum(hazard[::-1])[::-1], 0.0)
+        counts, expected = self._returned.sum(1) / weight, np.maximum(self._exposed @ later, 0.0) / weight
         total = self._sum()
         for i, (value, scale) in enumerate(zip(self._values, self._scales, strict=True)):
             others = expected * np.exp(total - self._logs[i][value])
@@ -92,23 +90,33 @@ class Returns:
     """Counts how many groups of blocks of each class reach an age (``exposed``), and return at it (``returned``).
 
     Groups that are still waiting count for the ages that they have reached, so early returns do not look more frequent
-    than they are.
+    than they are. What is new counts for more (``weight``), so that what is old is forgotten. ``exposed`` has changes
+    from one age to the next: a group that grows older is two of them, however much older.
     """
 
     def __init__(self) -> None:
-        # Flat arrays, entry ``class * BUCKETS + bucket``: numpy takes three times as long to add one to an element.
-        self.returned = array("d", [0.0]) * (CLASSES * BUCKETS)
-        self.exposed = array("d", [0.0]) * (CLASSES * BUCKETS)
-        returned, exposed = (np.frombuffer(a).reshape(CLASSES, BUCKETS) for a in (self.returned, self.exposed))
+        # Flat arrays, entry ``class * WIDTH + bucket``: numpy takes three times as long to add one to an element.
+        self.returned = array("d", [0.0]) * (CLASSES * WIDTH)
+        self.exposed = array("d", [0.0]) * (CLASSES * WIDTH)
+        self.weight = 1.0
+        self._counts = [np.frombuffer(counts) for counts in (self.returned, self.exposed)]
+        returned, exposed = (counts.reshape(CLASSES, WIDTH) for counts in self._counts)
         self._models = []
         for family in FAMILIES:
             mine = slice(family.first, family.first + family.classes)
             self._models.append(_Model(family, returned[mine], exposed[mine]))
-        self.values = np.empty((len(FAMILIES) * SCORES, BUCKETS))  # by row and bucket
+        self.values = np.zeros((len(FAMILIES) * SCORES, BUCKETS))  # by row and bucket, where the bucket begins
+        self._slopes = np.zeros_like(self.values)  # from there to the next
         self.rows = array("i", [0]) * CLASSES  # of each class: its family and score
+        self.all_rows = np.frombuffer(self.rows, np.int32)  # the same memory
         self._next = 0
         for _ in FAMILIES:
             self.update()
+
+    def expose(self, first: np.ndarray, end: np.ndarray) -> None:
+        """Groups have reached the ages from the first to the one before the end."""
+        np.add.at(self._counts[1], first, self.weight)
+        np.subtract.at(self._counts[1], end, self.weight)
 
     def update(self) -> None:
         """Make the table of values anew for one family, the next each time: the uses to be expected of a block for each
@@ -116,13 +124,27 @@ class Returns:
         seconds and many within minutes: a value that looked at the next moment only would evict the young ones."""
         number, self._next = self._next, (self._next + 1) % len(FAMILIES)
         model, family = self._models[number], FAMILIES[number]
-        hazard = model.fit()
+        self.weight /= _DECAY ** (1 / len(FAMILIES))
+        if self.weight > _MAX_WEIGHT:
+            for counts in self._counts:
+                counts /= self.weight
+            self.weight = 1.0
+        hazard = model.fit(self.weight)
         scores = np.clip(np.rint(2 * np.log2(model.ratios)) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
         first = number * SCORES
-        self.rows[family.first : family.first + family.classes] = array(
-            "i", (first + scores).astype(np.int32).tobytes()
-        )
-        self.values[first : first + SCORES] = _best_rates(np.minimum(hazard * _FACTORS[:, None], 0.99))
+        self.all_rows[family.first : family.first + family.classes] = first + scores
+        some = np.flatnonzero(np.bincount(scores))
+        rates = _best_rates(np.minimum(hazard * _FACTORS[some, None], 0.99))
+        self.values[first + some] = rates
+        self._slopes[first + some, :-1] = np.diff(rates, axis=1) / _WIDTHS[:-1]
+
+    def values_at(self, kinds: np.ndarray, ages: np.ndarray, buckets: np.ndarray) -> np.ndarray:
+        """The values of groups of these classes and ages."""
+        cells = self.all_rows[kinds] * BUCKETS + buckets
+        found: np.ndarray = self._slopes.ravel()[cells]
+        found *= ages - EDGES[buckets]
+        found += self.values.ravel()[cells]
+        return found
 
 
 def _best_rates(hazard: np.ndarray) -> np.ndarray:

@@ -23,16 +23,16 @@ from kvbm.core.policy.classes import (
 )
 from kvbm.core.policy.group import Group
 from kvbm.core.policy.lru import LRU
-from kvbm.core.policy.returns import BUCKETS, Returns, bucket_of
-from kvbm.core.policy.waiting import Candidates, Waiting
+from kvbm.core.policy.returns import WIDTH, Returns, bucket_of
+from kvbm.core.policy.waiting import Waiting, age
 
 _NONE = -1
 _TABLE_TURNS = 12  # turns between two tables of values, of one family each
 _MIN_BATCH = 64  # slots of a group that are looked at together
 _MIN_GHOSTS = 4096
+_CANDIDATES = 1024  # groups of which the lowest are evicted
 _RUNNING_SECONDS = 60.0
 _MAX_AWAITED = 16384
-_AGING_SECONDS = 1.0
 
 
 class SessionAware(EvictionPolicy):
@@ -48,15 +48,13 @@ class SessionAware(EvictionPolicy):
         self._groups: list[Group] = []
         self._unused: list[Group] = []
         self._returns = Returns()
-        self._values = self._returns.values.ravel()  # the same memory; one for each cell
-        self._candidates = Candidates(self._returns)
+        self._candidates = Waiting(self._returns, _CANDIDATES)
         self._ghosts: dict[Key, Group] = {}
-        self._waiting_ghosts = Waiting(self._returns)
+        self._buried = Waiting(self._returns, _MIN_GHOSTS)
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
         self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
         self._turns = 0
-        self._aged_at = clock()
 
     # -- what the pool tells ------------------------------------------------------------------------------------------
 
@@ -107,7 +105,7 @@ class SessionAware(EvictionPolicy):
         for number in set(owners.tolist()):
             group = self._groups[number]
             group.end = max(group.end, int(self._at[some[owners == number]].max()) + 1)
-            if not group.placed:
+            if group.home is None:
                 self._place(group)
 
     def dropped(self, slots: Slots) -> None:
@@ -131,12 +129,11 @@ class SessionAware(EvictionPolicy):
 
     def evict_run(self, count: int, tenant: int = COMMON) -> list[int]:
         now = self._clock()
-        self._advance(now)
         loose = np.inf
-        if len(self._open) and (age := now - self._used_at[self._open.oldest()]) >= _RUNNING_SECONDS:
-            loose = self._values[self._returns.rows[LOOSE] * BUCKETS + bucket_of(age)]
+        if len(self._open) and (idle := now - self._used_at[self._open.oldest()]) >= _RUNNING_SECONDS:
+            loose = self._returns.values[self._returns.rows[LOOSE], bucket_of(idle)]
         while True:
-            value, group = self._candidates.lowest()
+            value, group = self._candidates.lowest(now)
             if group is None and self._stalled and loose == np.inf and (run := self._pop_stalled(count)):
                 return run
             if group is None or loose <= value:
@@ -198,17 +195,19 @@ class SessionAware(EvictionPolicy):
         if len(set(keys)) < max(len(keys), 1):
             return self.hit(idle)  # nothing to learn: no prompt has a block twice
         now = self._clock()
-        self._advance(now)
         self._turns += 1
         if self._turns % _TABLE_TURNS == 0:
+            self._candidates.look(now)
+            self._buried.look(now)
             self._returns.update()
-            self._candidates.revalue()
+            self._candidates.forget_values()
         path = self._path(keys, slots)
         parent, shared_end, number = None, 0, 1
         shared = self._shared(path)
         for i, (group, start, stop) in enumerate(path):
-            self._candidates.age(group, now)
-            self._returns.returned[group.kind * BUCKETS + group.bucket] += 1
+            self._unplace(group)
+            age(self._returns, group, now)
+            self._returns.returned[group.kind * WIDTH + group.bucket] += self._returns.weight
             if i <= shared:
                 if not group.live:
                     self._forget(group)
@@ -228,20 +227,14 @@ class SessionAware(EvictionPolicy):
         expires = now + seconds
         if shared_end < end - 1:
             kind = of_private(level, number, new, turn.output_tokens)
-            parent = self._make(keys, slots, shared_end, end - 1, kind, number, now, parent)
-            parent.expires = expires
+            parent = self._make(keys, slots, shared_end, end - 1, kind, number, now, expires, parent)
             shared_end = end - 1
         if shared_end < end:
-            last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, parent)
-            last.expires = expires
+            last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, expires, parent)
             if parent is not None and last.live:
                 parent.last = last
-        # Every block of the request is in a group that the turn has used, unless a shared group has outlived the blocks
-        # in front of it: those were computed again, and stay loose.
-        opened = idle[self._open.contains(idle)]
-        grouped = self._group[opened] != _NONE
-        self._open.hit(opened[~grouped])
-        opened = opened[grouped]
+        # Every block of the request is in a group that the turn has used, but for new ones in front of known ones.
+        opened = idle[self._open.contains(idle) & (self._group[idle] != _NONE)]
         self._open.dropped(opened[::-1])
         self._idle[opened] = True
         self._idle_count += len(opened)
@@ -280,7 +273,8 @@ class SessionAware(EvictionPolicy):
 
     def _overtake(self, last: Group) -> None:
         """The conversation has gone on without this block: it was not full, or the answer was made anew."""
-        self._candidates.age(last, self._clock())
+        self._unplace(last)
+        age(self._returns, last, self._clock())
         self._orphan(last)
         last.kind = OVERTAKEN.first
         self._place(last)
@@ -295,16 +289,15 @@ class SessionAware(EvictionPolicy):
         group.live -= front.live
         group.head = None
         group.kind = of_rest(level_of(group.kind), group.live > front.live)
-        if group.placed:
-            self._place(group)
+        self._place(group)
         return front
 
     def _make(
         self, keys: Sequence[Key], slots: np.ndarray, start: int, stop: int, kind: int, turn: int, now: float,
-        parent: Group | None
+        expires: float, parent: Group | None
     ) -> Group:  # fmt: skip
         group = self._new_group()
-        group.head, group.kind, group.turn = keys[start], kind, turn
+        group.head, group.kind, group.turn, group.expires = keys[start], kind, turn, expires
         self._own(group, slots[start:stop])
         self._touch(group, now, parent)
         if not group.live:
@@ -334,7 +327,9 @@ class SessionAware(EvictionPolicy):
                 group.parent = parent
                 parent.children += 1
         group.time, group.bucket = now, 0
-        self._returns.exposed[group.kind * BUCKETS] += 1
+        first = group.kind * WIDTH
+        self._returns.exposed[first] += self._returns.weight
+        self._returns.exposed[first + 1] -= self._returns.weight
         group.end = len(group.slots)
         self._place(group)
 
@@ -354,7 +349,7 @@ class SessionAware(EvictionPolicy):
         self._idle[slot] = True
         self._idle_count += 1
         group.end = len(group.slots)
-        if not group.placed:
+        if group.home is not self._candidates:
             self._place(group)
 
     # -- groups -------------------------------------------------------------------------------------------------------
@@ -390,14 +385,14 @@ class SessionAware(EvictionPolicy):
 
     def _unplace(self, group: Group) -> None:
         group.version += 1
-        group.placed = False
+        if group.home is not None:
+            group.home.remove(group)
         self._stalled.pop(group.id, None)
 
     def _place(self, group: Group) -> None:
         """Make the group a candidate for eviction, by its class and age."""
         self._unplace(group)
-        self._candidates.age(group, self._clock())
-        group.placed = True
+        age(self._returns, group, self._clock())
         self._candidates.add(group)
 
     def _bury(self, group: Group) -> None:
@@ -409,16 +404,9 @@ class SessionAware(EvictionPolicy):
             return
         self._ghosts[group.head] = group
         self._ghost_order.append((group.version, group))
-        self._waiting_ghosts.add(group)
+        self._buried.add(group)
         limit = _MIN_GHOSTS + 4 * (len(self._groups) - len(self._unused) - len(self._ghosts))
         while len(self._ghost_order) > limit:
             version, old = self._ghost_order.popleft()
             if old.version == version:
                 self._forget(old)
-
-    def _advance(self, now: float) -> None:
-        """Move the groups on that have grown older than their buckets."""
-        if now - self._aged_at >= _AGING_SECONDS:
-            self._aged_at = now
-            self._candidates.advance(now)
-            self._waiting_ghosts.advance(now)

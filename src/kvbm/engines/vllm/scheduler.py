@@ -69,7 +69,7 @@ class SchedulerAdapter:
             hidden_size=vllm_config.model_config.get_hidden_size(),
             layers_from=self._decode_tokens + 1 if self._may_layer else inf,
             outside_only=groups.apart,
-            used=groups.used,
+            used=groups.used if groups.apart else None,
         )  # fmt: skip
         self.observer, self._cost, self._steps = self.session.observer, self.session.cost, self.session.steps
         self._requests: dict[str, RequestState] = {}
