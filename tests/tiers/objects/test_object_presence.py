@@ -8,7 +8,7 @@ from object_blocks import WAIT_SECONDS, Blocks, ended, group_places, new_names, 
 
 from kvbm.core.catalog import PENDING
 from kvbm.tiers.objects.catalog import ObjectCatalog
-from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.client import Client, ObjectStoreError
 from kvbm.tiers.objects.format import blocks_in, object_of
 from kvbm.tiers.objects.presence import MAX_CHECKS, WAIT_SHARE, Presence
 from kvbm.tiers.objects.settings import ObjectSettings
@@ -340,3 +340,31 @@ def test_no_lookup_waits_for_a_store_that_owes_an_answer(opened, clock):
     presence.expect(third)
     assert presence.find(third[0]) == PENDING
     bucket.may_answer.set()
+
+
+def test_no_lookup_waits_for_a_store_that_has_failed_until_it_answers(opened):
+    class Failing(Bucket):
+        fails = True
+
+        def exists(self, name):
+            if self.fails:
+                raise ObjectStoreError("500")
+            return super().exists(name)
+
+    bucket = Failing()
+    presence = opened(bucket)
+
+    def is_pending():
+        keys = random_keys(2)
+        bucket.may_answer.clear()
+        presence.expect(keys)
+        found = presence.find(keys[0])
+        bucket.may_answer.set()
+        settled(presence)
+        return found == PENDING
+
+    presence.expect(random_keys(2))
+    settled(presence)
+    bucket.fails = False
+    assert not is_pending(), "this one hears that the store answers again"
+    assert is_pending()

@@ -12,8 +12,8 @@ Answers age: an object may be deleted, and another engine may write one. The eng
 
 A lookup is pending no longer than the requests of its check usually take (their smoothed time plus four times its
 deviation, as TCP bounds its retransmissions) or a part of the time that computing its blocks takes, whichever is more,
-and never longer than KVBM_OBJECT_LOOKUP_SECS. An answer that comes later serves the next lookup; until it comes, no
-lookup is pending.
+and never longer than KVBM_OBJECT_LOOKUP_SECS. An answer that comes later serves the next lookup; until it comes, and
+after a request that failed until one succeeds, no lookup is pending.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class Presence:
         # Seconds that the engine takes to compute so many blocks; 0 while that is not known.
         self.compute_seconds: Callable[[int], float] = lambda _: 0.0
         self._latency = _Latency()
+        self._is_failing = False  # the last existence request failed
         self.changes = 0  # goes up with every object that has become present or missing
 
     # -- the leader ---------------------------------------------------------------------------------------------------
@@ -157,8 +158,9 @@ class Presence:
             is_known = now < self._recent.get(span, 0.0) or any(check.span == span for check in self._checks)
             if is_known or len(self._checks) >= MAX_CHECKS:
                 return
-            # A store that owes an answer is slow for every request: the first one that waited in vain is the last.
-            is_late = any(now >= check.deadline for check in self._checks)
+            # A store that owes an answer, or has failed to give one, is slow for every request: the first one that
+            # waited in vain is the last.
+            is_late = self._is_failing or any(now >= check.deadline for check in self._checks)
             check = _Check(keys, start, now + (0.0 if is_late else self._longest_wait(len(keys) - start)))
             self._checks.append(check)
         try:
@@ -327,7 +329,9 @@ class Presence:
                     break
         except ObjectStoreError:
             there = None
+            self._is_failing = True
         else:
+            self._is_failing = False
             self._latency.observe(time.monotonic() - began)
         self._answered(identifier, there)
 
