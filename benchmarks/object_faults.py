@@ -110,7 +110,7 @@ def _serve(pipe: Any, arguments: tuple[Any, ...]) -> None:
         "ask": lambda seed, tokens, answer: engine.ask(prompt(seed, tokens), answer),
         "drain": engine.drain,
         "use_store": use_store,
-        "loaded": lambda: sum(engine.counts.onboarded_blocks.values()),
+        "loaded": lambda: engine.counts.onboarded_blocks.get("object", 0),
         "objects": lambda: [item.name for item in engine.catalog._clients[0].list("kvbm-1/") if "/0/" in item.name],
         "collect": gc.collect,
         "close": engine.close,
