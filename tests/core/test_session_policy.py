@@ -114,6 +114,23 @@ def test_a_tenant_that_reads_all_of_its_blocks_takes_none_of_anothers_share():
     assert set(pool.findable) == {b"a", b"b", b"c", b"d"}
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["not written", "dropped while it is read"])
+def test_a_slot_that_was_given_up_does_not_count_for_its_tenant(dropped):
+    pool = Pool(4, Shares(4, {1: 0.5, 2: 0.5}, lambda slots: make_policy("lru", slots, float)))
+    pool.commit(pool.reserve([b"a", b"b"], [1, 1]))
+    slots = pool.reserve([b"x", b"y"], [1, 1])
+    if dropped:
+        pool.commit(slots)
+        pool.pin(slots)
+        pool.drop([b"x", b"y"])
+        pool.unpin(slots)
+    else:
+        pool.abandon(slots)
+    pool.lend(2)
+    assert pool.reserve([b"c"], [2]) is None
+    assert set(pool.findable) == {b"a", b"b"}
+
+
 @pytest.mark.parametrize(("seconds", "first"), [(50.0, b"a"), (5000.0, b"b")])
 def test_a_wish_to_keep_blocks_ends_with_its_lifetime(seconds, first):
     """Without a wish, the older of two prompts goes first."""

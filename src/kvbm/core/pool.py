@@ -168,13 +168,13 @@ class Pool(Catalog):
 
     def abandon(self, slots: Iterable[int]) -> None:
         """The slots could not be written: they are free again, and their blocks are never found."""
-        keys: list[Key] = []
-        for slot in slots:
-            key = self._key_at(slot)
+        freed = list(slots)
+        keys = list(map(self._key_at, freed))
+        for key, slot in zip(keys, freed, strict=True):
             del self._writing[key]
             del self._keys[slot]
-            self._free.append(slot)
-            keys.append(key)
+        self._free.extend(freed)
+        self._policy.freed(freed)
         self._changed(keys, None)
 
     def lend(self, count: int) -> list[int]:
@@ -264,7 +264,9 @@ class Pool(Catalog):
             each = dict.fromkeys(idle.tolist())  # free once, however often it is named
             gone = self._doomed.intersection(each)
             self._doomed -= gone
-            self._free.extend(slot for slot in each if slot in gone)
+            freed = [slot for slot in each if slot in gone]
+            self._free.extend(freed)
+            self._policy.freed(freed)
             idle = np.array([slot for slot in each if slot not in gone], np.int32)
         if self._hit_while_pinned:
             each = idle.tolist()

@@ -52,7 +52,11 @@ class EvictionPolicy(ABC):
 
     def assigned(self, slots: Sequence[int], tenants: Sequence[int] | None) -> None:
         """The pool has reserved these slots for blocks of these tenants (None: the common one); :meth:`inserted` or
-        nothing follows."""
+        :meth:`freed` follows."""
+        return
+
+    def freed(self, slots: Sequence[int]) -> None:
+        """These slots, which could not be evicted, are free: not written, or dropped before their last reader left."""
         return
 
     def tenants_of(self, slots: Sequence[int]) -> Sequence[int] | None:

@@ -33,12 +33,14 @@ class Shares(EvictionPolicy):
     def assigned(self, slots: Sequence[int], tenants: Sequence[int] | None) -> None:
         some = np.asarray(slots, np.int32)
         self._promised = dict.fromkeys(self._policies, 0)
-        self._set_free(some)  # a block that could not be written leaves its slot without a word
         if tenants is None:
             self._tenant[some] = COMMON
         else:
             self._tenant[some] = [tenant if tenant in self._policies else COMMON for tenant in tenants]
         self._count(some, 1)
+
+    def freed(self, slots: Sequence[int]) -> None:
+        self._set_free(np.asarray(slots, np.int32))
 
     def _set_free(self, slots: np.ndarray) -> None:
         self._count(slots, -1)
