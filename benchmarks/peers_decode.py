@@ -61,6 +61,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def pin(pid: int, cores: set[int]) -> None:
+    """All threads of a process; those that it starts later have the cores of the thread that starts them."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
 def engine_arguments(gpu: Path | None) -> tuple[dict, int]:
     """Arguments of vLLM, and the tokens of a prompt whose blocks are read."""
     if gpu is None:
@@ -104,7 +110,7 @@ def main() -> int:
         server = catalog._server
         assert server.is_ready.wait(60)
         others = {1} if options.pin and os.cpu_count() > 1 else os.sched_getaffinity(0)
-        os.sched_setaffinity(server.pid, others)
+        pin(server.pid, others)
         time.sleep(1.0)
         used = -cpu_seconds(os.getpid()) - cpu_seconds(server.pid)
         time.sleep(IDLE_SECONDS)
@@ -118,23 +124,32 @@ def main() -> int:
         )  # fmt: skip
         os.sched_setaffinity(reader.pid, others)
         steps: dict[bool, list[float]] = {False: [], True: []}
-        names = [f"r{i}" for i in range(4)]
-        scenario.add(names, [prompt(100 + i, 64) for i in range(4)], 8000)
-        for _ in range(20):
-            scenario.step()
+        names: list[str] = []
+
+        def decode() -> None:
+            """Requests for the next windows, if those before them have ended."""
+            if scenario.engine.has_unfinished_requests():
+                return
+            first = len(names)
+            names.extend(f"r{first + i}" for i in range(4))
+            scenario.add(names[first:], [prompt(100 + first + i, 64) for i in range(4)], 8000)
+            for _ in range(20):
+                scenario.step()
+
         end, on = time.monotonic() + options.seconds, False
         while time.monotonic() < end:
+            decode()
             on = not on
             reader.stdin.write(b"1" if on else b"0")
             reader.stdin.flush()
             time.sleep(0.1)
             window = time.monotonic() + WINDOW_SECONDS
-            while time.monotonic() < window:
+            while time.monotonic() < window and scenario.engine.has_unfinished_requests():
                 began = time.perf_counter()
                 scenario.engine.step()
                 steps[on].append(time.perf_counter() - began)
         read = int(reader.communicate()[0].split()[-1])
-        scenario.abort(names)
+        scenario.abort(names[-4:])
         scenario.close()
     points = {on: [sorted(times)[int(len(times) * part)] * 1e3 for part in (0.5, 0.99)] for on, times in steps.items()}
     counts = f"{len(steps[False])} steps without reads, {len(steps[True])} with, {read / 1e9:.1f} GB read"
