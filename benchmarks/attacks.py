@@ -38,6 +38,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cores import keep_to
+
 ATTACKS: dict[str, tuple[str, int]] = {  # name -> (what an attacker does, how many processes do it)
     "none": ("", 0),
     "one client of /metrics": ("metrics", 1),
@@ -207,9 +209,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     cores = sorted(os.sched_getaffinity(0))
     here, there = {cores[0]}, {cores[-1]}
     engine = Engine(options.model, options.dtype, options.port)
-    os.sched_setaffinity(0, here)
-    for task in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(task), here)
+    keep_to(here, os.getpid())
     time.sleep(1)
     if (child := child_of_metrics()) is not None:
         os.sched_setaffinity(child, there)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from cores import keep_to
 from object_requests import HERE, Engine, model_path, percentile, prompt
 
 MAX_STEP_PERCENT = 1.0
@@ -103,14 +104,6 @@ class Spinner:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-def keep_to(cores: set[int], *processes: int) -> None:
-    """All their threads."""
-    for process in processes:
-        for task in os.listdir(f"/proc/{process}/task"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(task), cores)
 
 
 def load(endpoint: str, blocks: str) -> None:

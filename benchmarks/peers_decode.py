@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from cores import keep_to
+
 ROOT = Path(__file__).parents[1]
 for folder in ("src", "tests/tiers/peers", "tests/engines/vllm", "tests"):
     sys.path.insert(0, str(ROOT / folder))
@@ -59,12 +61,6 @@ def read_on(address: str, fingerprint: str, slot_bytes: int, keys: str) -> None:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def pin(pid: int, cores: set[int]) -> None:
-    """All threads of a process; those that it starts later have the cores of the thread that starts them."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(thread), cores)
 
 
 def engine_arguments(gpu: Path | None) -> tuple[dict, int]:
@@ -110,7 +106,7 @@ def main() -> int:
         server = catalog._server
         assert server.is_ready.wait(60)
         others = {1} if options.pin and os.cpu_count() > 1 else os.sched_getaffinity(0)
-        pin(server.pid, others)
+        keep_to(others, server.pid)
         time.sleep(1.0)
         used = -cpu_seconds(os.getpid()) - cpu_seconds(server.pid)
         time.sleep(IDLE_SECONDS)
@@ -122,7 +118,7 @@ def main() -> int:
              str(setup.slot_bytes[0]), keys],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        os.sched_setaffinity(reader.pid, others)
+        keep_to(others, reader.pid)
         steps: dict[bool, list[float]] = {False: [], True: []}
         names: list[str] = []
 

@@ -154,7 +154,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
 
     def eviction_policy(self, config: Config) -> str:
         """The name of the policy that the settings ask for."""
-        return "auto"
+        return "lru"
 
     def make_pool(
         self, config: Config, slots: int, clock: Clock = time.monotonic, journal: Journal | None = None
