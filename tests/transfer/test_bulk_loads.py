@@ -189,7 +189,7 @@ def copier(monkeypatch):
     def make(bench):
         copier = object.__new__(cuda.CudaCopier)
         copier._bulk, copier._bulk_blocks, copier._prefetched = bench.loads, 1, None
-        copier._load_stream = copier._engine_stream = FakeStream()
+        copier.load_stream = copier.engine_stream = FakeStream()
         copier._step_began = FakeEvent()
         return copier
 

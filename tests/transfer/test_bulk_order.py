@@ -250,19 +250,19 @@ class History:
             Event=Issued, Thread=lambda target, **_: SimpleNamespace(start=lambda: None, join=target)))  # fmt: skip
         patch.setattr(engine_copies, "_MAX_CALL_PIECES", source.choice((1, 3, 100)))
         self.copier = copier = object.__new__(cuda.CudaCopier)
-        copier._layout, copier._slab, copier._device = self.layout, slab, None
+        copier._layout, copier._slab, copier.device = self.layout, slab, None
         copier._layer_index = {name: i for i, name in enumerate(self.layout.layers)}
-        copier._load_stream, copier._store_stream, copier._engine_stream = gpu.stream(), gpu.stream(), self.engine
-        copier._kernel = kernel_copies.KernelCopies(self.layout, slab, "cpu")
-        copier._kernel._table = copier._kernel._table.tolist()
-        self.arrived = copier._kernel.arrived = Arrived(gpu, LAYERS)
+        copier.load_stream, copier._store_stream, copier.engine_stream = gpu.stream(), gpu.stream(), self.engine
+        copier.kernel = kernel_copies.KernelCopies(self.layout, slab, "cpu")
+        copier.kernel._table = copier.kernel._table.tolist()
+        self.arrived = copier.kernel.arrived = Arrived(gpu, LAYERS)
         copier._engine = None
         if source.random() < 0.7:
             copier._engine = engine_copies.EngineCopies(self.layout, slab, None, 0, self.batch)
         gpu.memory.update(dict.fromkeys(range(BUFFERS, BUFFERS + buffers * size, WORD)))
         memory = SimpleNamespace(numel=lambda: buffers * size, data_ptr=lambda: BUFFERS)
         copier._bulk = bulk_loads.BulkLoads(
-            self.layout, slab, None, copier._load_stream, copier._kernel, memory, self.batch
+            self.layout, slab, None, copier.load_stream, copier.kernel, memory, self.batch
         )
         assert copier._bulk.can_take()
         assert len(copier._bulk._buffers) == buffers

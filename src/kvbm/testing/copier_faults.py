@@ -123,10 +123,12 @@ class _Late(Ticket):
 
 
 class _Spoiled(Ticket):
+    bad: Sequence[int] = ()
+    reason = ""
+
     def __init__(self, inner: Ticket, bad: Sequence[int], reason: str) -> None:
         self.inner = inner
-        self._bad = bad
-        self._reason = reason
+        self.bad, self.reason = bad, reason
 
     def done(self) -> bool:
         return self.inner.done()
@@ -135,13 +137,5 @@ class _Spoiled(Ticket):
         self.inner.wait()
 
     @property
-    def bad(self) -> Sequence[int]:
-        return self._bad
-
-    @property
     def unpackable(self) -> Sequence[int]:
         return self.inner.unpackable
-
-    @property
-    def reason(self) -> str:
-        return self._reason

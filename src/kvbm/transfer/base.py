@@ -22,6 +22,11 @@ from typing import Protocol
 _PROBE_BYTES = 256 << 20
 
 
+def describe_error(error: BaseException) -> str:
+    """For the reason of a ticket."""
+    return f"{type(error).__name__}: {error}"
+
+
 def slots_tried(block_bytes: int, num_blocks: int, slots: int) -> int:
     """How many slots, from the first on, a copier may overwrite in its constructor, to warm up and to measure."""
     return max(1, min(num_blocks, slots, _PROBE_BYTES // block_bytes))
@@ -131,17 +136,18 @@ class Copier(ABC):
         ``tokens``: how many tokens the step computes, for a load by layer.
         """
 
-    @abstractmethod
     def wait_layer(self, layer: str) -> None:
-        """Make work that the engine submits after this call wait for this layer of all ``BY_LAYER`` loads."""
+        """Make work that the engine submits after this call wait for this layer of all ``BY_LAYER`` loads. Nothing to
+        do for a copier that waits for the whole load before the step."""
+        return
 
-    @abstractmethod
     def end_load(self, ticket: Ticket) -> bool:
         """End a ``BY_LAYER`` load after its forward pass has been submitted. False if the pass may have read too early.
 
         That happens when a layer did not call :meth:`wait_layer`, for example because the engine replayed a CUDA graph.
         The caller must then treat the loaded blocks as bad.
         """
+        return True
 
     @abstractmethod
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:

@@ -21,14 +21,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kvbm.transfer.base import Copier, Ticket, When
-from kvbm.transfer.cpu import view_rows
+from kvbm.transfer.base import Copier, Ticket, When, describe_error
+from kvbm.transfer.cpu import FutureTicket, Outcome, view_rows
 from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.wire import Wire
 
@@ -62,14 +62,6 @@ class Rows(ABC):
         return
 
 
-class Outcome(NamedTuple):
-    """The result of a load. ``bad`` is the same on every rank."""
-
-    bad: list[int]
-    reason: str
-    seconds: float = 0.0
-
-
 class BroadcastCopier(Copier):
     """Wraps a rank's own copier, which has a slab on the first rank only."""
 
@@ -91,12 +83,6 @@ class BroadcastCopier(Copier):
         except Exception as error:
             self._fence_error = error
 
-    def wait_layer(self, layer: str) -> None:
-        return
-
-    def end_load(self, ticket: Ticket) -> bool:
-        return True
-
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
         return self._inner.store(blocks, slots)
 
@@ -116,11 +102,12 @@ class BroadcastCopier(Copier):
             return error
 
     def _pass_on(self, fetch: Ticket | Exception | None, blocks: Sequence[int]) -> Outcome:
-        """Take part in one broadcast, even if this rank's own load has failed. Called in the order of the loads."""
+        """Take part in one broadcast, even if this rank's own load has failed. Called in the order of the loads. Every
+        rank gets the same bad blocks."""
         bad: Sequence[int] = ()
         reason = ""
         if isinstance(fetch, Exception):
-            bad, reason = range(len(blocks)), _text(fetch)
+            bad, reason = range(len(blocks)), describe_error(fetch)
         elif fetch is not None:
             bad, reason = fetch.bad, fetch.reason
         try:
@@ -128,10 +115,10 @@ class BroadcastCopier(Copier):
             if len(lost) < len(blocks):
                 error = self._exchange(blocks)
                 if error is not None:
-                    lost, reason = list(range(len(blocks))), _text(error)
+                    lost, reason = list(range(len(blocks))), describe_error(error)
                 lost = self._wire.agree(blocks, lost)
         except Exception as error:
-            lost, reason = list(range(len(blocks))), _text(error)
+            lost, reason = list(range(len(blocks))), describe_error(error)
         return Outcome(lost, reason or ("failed on another rank" if lost else ""))
 
     def _exchange(self, blocks: Sequence[int]) -> Exception | None:
@@ -178,7 +165,7 @@ class CpuBroadcastCopier(BroadcastCopier):
         self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
     ) -> Ticket:
         fetch = self._fetch(slots, blocks, after)
-        ticket = AgreedTicket(self._thread.submit(self._run, fetch, blocks))
+        ticket = FutureTicket(self._thread.submit(self._run, fetch, blocks), len(blocks))
         if when is not When.LATER:
             ticket.wait()
         return ticket
@@ -194,29 +181,6 @@ class CpuBroadcastCopier(BroadcastCopier):
         super().close()
 
 
-class AgreedTicket(Ticket):
-    def __init__(self, future: Future[Outcome]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> None:
-        self._future.result()
-
-    @property
-    def bad(self) -> Sequence[int]:
-        return self._future.result().bad
-
-    @property
-    def reason(self) -> str:
-        return self._future.result().reason
-
-    @property
-    def seconds(self) -> float:
-        return self._future.result().seconds
-
-
 class CpuRows(Rows):
     def __init__(self, layout: BlockLayout, batch: int, buffers: int) -> None:
         self.buffers = [torch.zeros(batch, layout.slot_bytes, dtype=torch.uint8) for _ in range(buffers)]
@@ -224,7 +188,6 @@ class CpuRows(Rows):
             (view_rows(s.address, layout.num_blocks, s.stride, s.size), slice(s.offset, s.offset + s.size))
             for s in layout.merged()
         ]
-
         self._blocks = np.zeros(0, np.int64)
 
     def begin(self, blocks: Sequence[int]) -> None:
@@ -239,7 +202,3 @@ class CpuRows(Rows):
         rows = buffer.numpy()
         for engine, place in self._segments:
             engine[self._blocks[start:end]] = rows[: end - start, place]
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

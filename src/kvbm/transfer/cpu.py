@@ -11,23 +11,33 @@ import ctypes
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbm.transfer.base import Copier, Slab, Ticket, When
+from kvbm.transfer.base import Copier, Slab, Ticket, When, describe_error
 from kvbm.transfer.layout import BlockLayout, Segment
 from kvbm.transfer.packing import Tile, pack, unpack
 
 Bytes = npt.NDArray[np.uint8]
 
 
+class Outcome(NamedTuple):
+    """How a transfer on a thread has ended; see :class:`~kvbm.transfer.base.Ticket`."""
+
+    bad: Sequence[int] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    unpackable: Sequence[int] = ()
+
+
 class FutureTicket(Ticket):
-    def __init__(self, future: Future[float], blocks: int, unpackable: Sequence[int] = ()) -> None:
-        """``unpackable``: filled by the time the transfer is over."""
+    """A transfer on a thread. If the thread raises, all ``blocks`` are bad."""
+
+    def __init__(self, future: Future[Outcome], blocks: int) -> None:
         self._future = future
         self._blocks = blocks
-        self._unpackable = unpackable
 
     def done(self) -> bool:
         return self._future.done()
@@ -36,21 +46,25 @@ class FutureTicket(Ticket):
         self._future.exception()
 
     @property
+    def _outcome(self) -> Outcome:
+        error = self._future.exception()
+        return self._future.result() if error is None else Outcome(range(self._blocks), describe_error(error))
+
+    @property
     def bad(self) -> Sequence[int]:
-        return range(self._blocks) if self._future.exception() is not None else ()
+        return self._outcome.bad
 
     @property
     def unpackable(self) -> Sequence[int]:
-        return self._unpackable
+        return self._outcome.unpackable
 
     @property
     def reason(self) -> str:
-        error = self._future.exception()
-        return "" if error is None else f"{type(error).__name__}: {error}"
+        return self._outcome.reason
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self._future.exception() is not None else self._future.result()
+        return self._outcome.seconds
 
 
 class CpuCopier(Copier):
@@ -67,14 +81,14 @@ class CpuCopier(Copier):
     ) -> Ticket:
         waiting = list(after)
 
-        def copy() -> float:
+        def copy() -> Outcome:
             for ticket in waiting:
                 ticket.wait()
             began = time.perf_counter()
             for slot, block, count in runs(slots, blocks):
                 for pieces in self._pieces:
                     pieces.load(slot, block, count)
-            return time.perf_counter() - began
+            return Outcome(seconds=time.perf_counter() - began)
 
         ticket = FutureTicket(self._loads.submit(copy), len(blocks))
         if when is not When.LATER:
@@ -83,28 +97,21 @@ class CpuCopier(Copier):
         return ticket
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        unpackable: list[int] = []
-
-        def copy() -> float:
+        def copy() -> Outcome:
             began = time.perf_counter()
+            unpackable: list[int] = []
             at = 0
             for slot, block, count in runs(slots, blocks):
                 left_out = set().union(*(pieces.store(slot, block, count) for pieces in self._pieces))
                 unpackable.extend(sorted(at + row for row in left_out))
                 at += count
-            return time.perf_counter() - began
+            return Outcome(seconds=time.perf_counter() - began, unpackable=unpackable)
 
-        return FutureTicket(self._stores.submit(copy), len(blocks), unpackable)
+        return FutureTicket(self._stores.submit(copy), len(blocks))
 
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
             ticket.wait()
-
-    def wait_layer(self, layer: str) -> None:
-        return
-
-    def end_load(self, ticket: Ticket) -> bool:
-        return True
 
     def scribble(self, blocks: Sequence[int]) -> None:
         for pieces in self._pieces:

@@ -83,18 +83,18 @@ class CudaCopier(Copier):
         pinned = time.monotonic()
         self._layout = layout
         self._slab = slab
-        self._device = device
+        self.device = device
         self._layer_index = {name: i for i, name in enumerate(layout.layers)}
         with torch.cuda.device(device):
             low, high = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]
-            self._load_stream = torch.cuda.Stream(device, priority=high)
+            self.load_stream = torch.cuda.Stream(device, priority=high)
             self._store_stream = torch.cuda.Stream(device, priority=low)
-            self._kernel = KernelCopies(layout, slab, device)
+            self.kernel = KernelCopies(layout, slab, device)
             self._engine = self._open_stores(stores, low)
             self._bulk = self._open_bulk(staging)
             self._bulk_blocks = bulk_bytes // layout.block_bytes  # shorter loads lose the gain in the last scatter
             self.portion = self._bulk_blocks
-            self._engine_stream = torch.cuda.current_stream(device)
+            self.engine_stream = torch.cuda.current_stream(device)
             self._step_began = torch.cuda.Event()
             self._forward_ended = torch.cuda.Event()
             torch.cuda.current_stream().synchronize()
@@ -117,73 +117,58 @@ class CudaCopier(Copier):
     # -- the contract -------------------------------------------------------------------------------------------------
 
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
-        stream = self._engine_stream = torch.cuda.current_stream(self._device)
+        stream = self.engine_stream = torch.cuda.current_stream(self.device)
         _hold(stream, tickets)
         self._step_began.record(stream)
 
     def begin_load(self) -> None:
         # Not the current stream: between steps the engine may have switched to another stream.
-        self._step_began.record(self._engine_stream)
+        self._step_began.record(self.engine_stream)
 
     def load(
         self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
     ) -> Ticket:
         try:
-            if when is not When.BY_LAYER:
-                return self._load_whole(slots, blocks, after, when)
-            for segment in self._layout.segments:
-                self._expected[segment.layer] += len(blocks)
-            ticket = self._load_layers(slots, blocks, after, tokens)
+            if when is When.BY_LAYER:
+                for segment in self._layout.segments:
+                    self._expected[segment.layer] += len(blocks)
+            ticket = self._submit(slots, blocks, after, when, tokens)
+            if when is When.NOW:
+                ticket.hold(self.engine_stream)
         except Exception:
             # Set the counts to their expected values, or the next load would wait for ever.
-            with torch.cuda.stream(self._load_stream):
-                self._kernel.arrived.copy_(torch.tensor(self._expected, dtype=torch.int64).to(torch.int32))
+            with torch.cuda.stream(self.load_stream):
+                self.kernel.arrived.copy_(torch.tensor(self._expected, dtype=torch.int64).to(torch.int32))
             # Copies that were submitted must not overwrite blocks that the engine computes after this failure.
-            self._engine_stream.wait_event(mark(self._load_stream))
+            self.engine_stream.wait_event(mark(self.load_stream))
             raise
-        ticket.unasked = set(range(len(self._expected)))
-        self._open.append(ticket)
+        if when is When.BY_LAYER:
+            ticket.unasked = set(range(len(self._expected)))
+            self._open.append(ticket)
         return ticket
 
-    def _load_layers(
-        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], tokens: int
+    def _submit(
+        self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int
     ) -> EventTicket:
+        by_layer, gently = when is When.BY_LAYER, when is When.LATER
         fetched = self._take_prefetched(slots)
-        if fetched is None and self._bulk is not None and self._suits_bulk(slots, tokens):
-            fetched = self._bulk.begin(slots)
-        stream = self._load_stream
+        if fetched is None and self._bulk is not None and self._suits_bulk(slots, tokens if by_layer else 0, gently):
+            fetched = self._bulk.begin(slots, not by_layer, gently)
+        if fetched is not None and not by_layer:
+            fetched.gently = gently  # other requests may have begun to decode since the prefetch
+        stream = self.load_stream
         # Earlier steps may still use the blocks. The step that begins now waits for the load.
         stream.wait_event(self._step_began)
         _hold(stream, after)
         with torch.cuda.stream(stream):
             began = mark(stream)
-            if fetched is None or self._bulk is None:
-                self._kernel.to_device(slots, blocks, signal=True)
-                if self._bulk is not None:
+            if fetched is not None and self._bulk is not None:
+                self._bulk.place(fetched, blocks, signal=by_layer)
+            else:
+                self.kernel.to_device(slots, blocks, signal=by_layer)
+                if by_layer and self._bulk is not None:
                     self._bulk.yield_bus_to_kernel()
-            else:
-                self._bulk.place(fetched, blocks, signal=True)
             return EventTicket(began, mark(stream))
-
-    def _load_whole(self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When) -> Ticket:
-        fetched = self._take_prefetched(slots)
-        if fetched is None and self._bulk is not None and self._suits_bulk(slots, whole=when is When.LATER):
-            fetched = self._bulk.begin(slots, whole=True, gently=when is When.LATER)
-        if fetched is not None:
-            fetched.gently = when is When.LATER  # other requests may have begun to decode since the prefetch
-        stream = self._load_stream
-        stream.wait_event(self._step_began)
-        _hold(stream, after)
-        with torch.cuda.stream(stream):
-            began = mark(stream)
-            if fetched is None or self._bulk is None:
-                self._kernel.to_device(slots, blocks)
-            else:
-                self._bulk.place(fetched, blocks, signal=False)
-            ticket = EventTicket(began, mark(stream))
-        if when is When.NOW:
-            ticket.hold(self._engine_stream)
-        return ticket
 
     def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
         if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens, whole):
@@ -211,8 +196,8 @@ class CudaCopier(Copier):
         if index is None or not self._open:
             return
         # The counts only grow, so the total of the last load includes all loads before it.
-        stream = torch.cuda.current_stream(self._device)
-        wait_until(stream, self._kernel.arrived.data_ptr() + 4 * index, self._expected[index])
+        stream = torch.cuda.current_stream(self.device)
+        wait_until(stream, self.kernel.arrived.data_ptr() + 4 * index, self._expected[index])
         for ticket in self._open:
             ticket.unasked.discard(index)
 
@@ -223,7 +208,7 @@ class CudaCopier(Copier):
         return not ticket.unasked
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Ticket:
-        engine = torch.cuda.current_stream(self._device)
+        engine = torch.cuda.current_stream(self.device)
         if self._engine is not None:
             return self._engine.store(blocks, slots, engine)
         return self._store_by_kernel(blocks, slots, engine)
@@ -234,13 +219,13 @@ class CudaCopier(Copier):
         stream.wait_event(self._forward_ended)
         with torch.cuda.stream(stream):
             began = mark(stream)
-            self._kernel.to_host(slots, blocks)
+            self.kernel.to_host(slots, blocks)
             return EventTicket(began, mark(stream))
 
     def scribble(self, blocks: Sequence[int]) -> None:
-        with torch.cuda.stream(self._load_stream):
-            self._kernel.zero(blocks)
-        self._load_stream.synchronize()
+        with torch.cuda.stream(self.load_stream):
+            self.kernel.zero(blocks)
+        self.load_stream.synchronize()
 
     def close(self) -> None:
         self.end_prefetch()
@@ -248,34 +233,17 @@ class CudaCopier(Copier):
             self._engine.close()
         if self._bulk is not None:
             self._bulk.wait()
-        self._load_stream.synchronize()
+        self.load_stream.synchronize()
         self._store_stream.synchronize()
         self._slab.close()
 
-    # -- for the broadcast copier -------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def kernel(self) -> KernelCopies:
-        return self._kernel
-
-    @property
-    def load_stream(self) -> torch.cuda.Stream:
-        return self._load_stream
-
-    @property
-    def engine_stream(self) -> torch.cuda.Stream:
-        return self._engine_stream
-
     def hold_loads(self) -> None:
-        """Make loads wait for work that the engine submitted before its step began: it may still use the blocks."""
-        self._load_stream.wait_event(self._step_began)
+        """For broadcasts: make loads wait for work that the engine submitted before its step began. It may still use
+        the blocks."""
+        self.load_stream.wait_event(self._step_began)
 
     def _open_stores(self, stores: str, priority: int) -> EngineCopies | None:
-        layout, slab, device = self._layout, self._slab, self._device
+        layout, slab, device = self._layout, self._slab, self.device
         if not layout.tile_values:
             return EngineCopies.open(layout, slab, device, priority) if stores != "kernel" else None
         batch = batch_function()
@@ -286,12 +254,12 @@ class CudaCopier(Copier):
     def _open_bulk(self, size: int) -> BulkLoads | None:
         """None if the device has no memory to spare, or CUDA has no batched copies."""
         batch = batch_function()
-        free, _ = torch.cuda.mem_get_info(self._device)
+        free, _ = torch.cuda.mem_get_info(self.device)
         size = min(size, free // 4)
         if not size or batch is None:
             return None
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        bulk = BulkLoads(self._layout, self._slab, self._device, self._load_stream, self._kernel, memory, batch)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        bulk = BulkLoads(self._layout, self._slab, self.device, self.load_stream, self.kernel, memory, batch)
         return bulk if bulk.can_take() else None
 
     # -- start --------------------------------------------------------------------------------------------------------
@@ -301,9 +269,9 @@ class CudaCopier(Copier):
         restores the slots that the copier overwrites (:func:`~kvbm.transfer.base.slots_tried`)."""
         self.begin_step([])
         if not self._layout.tile_values:
-            self._store_by_kernel([0], [0], self._engine_stream).wait()
+            self._store_by_kernel([0], [0], self.engine_stream).wait()
         if self._engine is not None:
-            self._engine.store([0], [0], self._engine_stream).wait()
+            self._engine.store([0], [0], self.engine_stream).wait()
         bulk, wanted = self._bulk, self._bulk_blocks
         self._bulk_blocks = 1
         for self._bulk in (bulk, None):
@@ -313,8 +281,8 @@ class CudaCopier(Copier):
                 self.end_load(ticket)
         self._bulk, self._bulk_blocks = bulk, wanted
         # If this driver cannot make a stream wait for a count, this raises at start.
-        wait_until(self._load_stream, self._kernel.arrived.data_ptr(), self._expected[0])
-        torch.cuda.synchronize(self._device)
+        wait_until(self.load_stream, self.kernel.arrived.data_ptr(), self._expected[0])
+        torch.cuda.synchronize(self.device)
 
     def _engine_is_fast_enough(self) -> bool:
         """Store some blocks with the kernel and with the copy engine, and compare the rates."""
@@ -323,9 +291,9 @@ class CudaCopier(Copier):
         blocks = list(range(count))
         rates = []
         for store in (self._store_by_kernel, self._engine.store):
-            store(blocks, blocks, self._engine_stream).wait()
+            store(blocks, blocks, self.engine_stream).wait()
             began = time.perf_counter()
-            store(blocks, blocks, self._engine_stream).wait()
+            store(blocks, blocks, self.engine_stream).wait()
             rates.append(count * self._layout.block_bytes / (time.perf_counter() - began))
         logger.info("stores reach %.1f GB/s by kernel, %.1f GB/s by copy engine", rates[0] / 1e9, rates[1] / 1e9)
         return rates[1] >= _MIN_ENGINE_RATE * rates[0]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvbm.transfer.base import Copier, Ticket, When
-from kvbm.transfer.broadcast import BroadcastCopier, Outcome, Passing, Rows
+from kvbm.transfer.broadcast import BroadcastCopier, Passing, Rows
+from kvbm.transfer.cpu import Outcome
 from kvbm.transfer.cuda import CudaCopier, EventTicket
 from kvbm.transfer.kernel_copies import KernelCopies, mark
 from kvbm.transfer.layout import BlockLayout
@@ -43,17 +44,12 @@ class CudaBroadcastCopier(BroadcastCopier):
 class AgreedEvent(EventTicket):
     """The bad blocks are known at once; the others have arrived when the event is over."""
 
+    bad: Sequence[int] = ()
+    reason = ""
+
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, outcome: Outcome) -> None:
         super().__init__(began, ended)
-        self._outcome = outcome
-
-    @property
-    def bad(self) -> Sequence[int]:
-        return self._outcome.bad
-
-    @property
-    def reason(self) -> str:
-        return self._outcome.reason
+        self.bad, self.reason = outcome.bad, outcome.reason
 
 
 class CudaRows(Rows):

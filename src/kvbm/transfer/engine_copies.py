@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvbm.tracing import annotate
-from kvbm.transfer.base import Slab, Ticket
+from kvbm.transfer.base import Slab, Ticket, describe_error
 from kvbm.transfer.cuda_calls import BatchCopy, batch_function
 from kvbm.transfer.kernel_copies import mark
 from kvbm.transfer.layout import BlockLayout
@@ -71,7 +71,7 @@ class IssuedTicket(Ticket):
 
     @property
     def reason(self) -> str:
-        return "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        return "" if self._error is None else describe_error(self._error)
 
     @property
     def seconds(self) -> float:

@@ -51,18 +51,16 @@ def oldest(stores: Iterable[AwaitedStore]) -> Operation | None:
 class _Copied(Ticket):
     """A copy from host memory to pages. It is over when the call that makes it returns."""
 
+    seconds = 0.0
+
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
         return
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds
 
 
 class PageLoad(Load):
