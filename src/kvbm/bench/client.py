@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
     tokens: list[int] | str | None = None
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class Sample(msgspec.Struct, kw_only=True):
     """The result of a request. Times are seconds since the start of the run; ``error`` is empty for a full answer."""
 
     user: int
@@ -43,12 +43,20 @@ class Answer(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0  # of the prompt, where the server reports them
     output_tokens: int = 0
     gaps: list[float] = []  # seconds between two pieces of text, which are single tokens with most servers
-    text: str = ""
     error: str = ""
+
+    @classmethod
+    def of(cls, answer: Answer) -> Sample:
+        """Without the text."""
+        return cls(**{name: getattr(answer, name) for name in cls.__struct_fields__})
 
     @property
     def generation_seconds(self) -> float | None:
         return None if self.ttft is None else self.finished - self.started - self.ttft
+
+
+class Answer(Sample, kw_only=True):
+    text: str = ""
 
 
 class Endpoint:

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 
 from kvbm.bench.results import Result, Run, percentile
 from kvbm.observe import charts
-from kvbm.observe.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    WIDTH,
-    color,
-    figure,
-    grid,
-    legend,
-    lines,
-    table,
-    x_axis,
-    y_axis,
-)
+from kvbm.observe.charts import color, figure, grid, table, x_axis, y_axis
 from kvbm.observe.format import columns
 
 
@@ -32,7 +19,7 @@ def page(results: Sequence[Result]) -> str:
     parts = [f"<h1>Time to first token: {escape(' and '.join(targets))}</h1>", _about(results)]
     if verdict := _verdict(runs, targets):
         parts.append(f'<p class="verdict">{escape(verdict)}</p>')
-    parts.append(legend(targets))
+    parts.append(charts.legend(targets))
     swept = [run for run in runs if run.qps]
     if len({run.qps for run in swept}) > 1:
         parts.append(figure("Mean time to first token over rate",
@@ -93,7 +80,7 @@ def _lines(runs: Sequence[Run], targets: Sequence[str], read: Callable[[Run], fl
         target: sorted((qps, value, f"{qps:g}/s: {value:.3f}") for name, qps, value in points if name == target)
         for target in targets
     }
-    return lines(series, x, y)
+    return charts.lines(series, x, y)
 
 
 def _boxes(runs: Sequence[Run], targets: Sequence[str]) -> str:
@@ -104,13 +91,13 @@ def _boxes(runs: Sequence[Run], targets: Sequence[str]) -> str:
     low = min(percentile(ttfts, 5) for _, ttfts in groups)
     high = max(percentile(ttfts, 95) for _, ttfts in groups)
     y = y_axis(low * 0.8, max(high * 1.25, low * 2), logarithmic=True)
-    slot = (WIDTH - LEFT - RIGHT) / len(rates)
+    slot = (charts.WIDTH - charts.LEFT - charts.RIGHT) / len(rates)
     width = min(36.0, 0.8 * slot / len(targets))
     out = [grid(None, y)]
     for at, qps in enumerate(rates):
-        middle = LEFT + (at + 0.5) * slot
-        label = f"{qps:g}" if qps else "trace"
-        out.append(f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
+        middle = charts.LEFT + (at + 0.5) * slot
+        below, label = charts.HEIGHT - charts.BOTTOM + 18, _rate(qps)
+        out.append(f'<text x="{middle:.1f}" y="{below}" text-anchor="middle">{label}</text>')
         for run, ttfts in groups:
             if run.qps != qps:
                 continue
@@ -164,15 +151,14 @@ def _table(runs: Sequence[Run]) -> str:
     time_rows, rate_rows = [], []
     for run in runs:
         s = run.summary
-        name = run.target, f"{run.qps:g}" if run.qps else "trace"
+        name = run.target, _rate(run.qps)
         ttfts = (s.ttft_mean, s.ttft_p50, s.ttft_p90, s.ttft_p99, s.ttft_max)
         gaps = (s.gap_mean, s.gap_p50, s.gap_p99)
         time_rows.append([*name, *map(_seconds, ttfts), *map(_milliseconds, gaps)])
         rate_rows.append(
             [*name, s.sent, s.answered, s.failed, s.without_text, s.unfinished, s.late,
              f"{s.requests_per_second:.2f}", f"{s.input_tokens_per_second:,.0f}", f"{s.output_tokens_per_second:,.1f}",
-             "–" if s.tokens_per_second_of_a_request is None else f"{s.tokens_per_second_of_a_request:.1f}",
-             "–" if s.cached_percent is None else f"{s.cached_percent:.0f}"]
+             _figure(s.tokens_per_second_of_a_request, 1), _figure(s.cached_percent, 0)]
         )  # fmt: skip
     note = (
         "<p>Times to first token in seconds: from sending a request to the first text that is not empty. <i>Gap</i>: "
@@ -204,12 +190,11 @@ def _servers(runs: Sequence[Run]) -> str:
     return "<h2>What the servers counted meanwhile</h2>" + table(header, rows)
 
 
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def _figure(value: float | None, digits: int, factor: float = 1) -> str:
+    return "–" if value is None else f"{factor * value:.{digits}f}"
 
 
-def _milliseconds(value: float | None) -> str:
-    return "–" if value is None else f"{1e3 * value:.1f}"
+_seconds, _milliseconds = partial(_figure, digits=3), partial(_figure, digits=1, factor=1e3)
 
 
 def text(runs: Sequence[Run]) -> str:
@@ -219,17 +204,17 @@ def text(runs: Sequence[Run]) -> str:
         "tokens out/s", "hit %",
     )  # fmt: skip
     rows = [
-        (run.target, _rate(run), str(run.summary.answered), str(run.summary.failed),
+        (run.target, _rate(run.qps), str(run.summary.answered), str(run.summary.failed),
          _seconds(run.summary.ttft_mean), _seconds(run.summary.ttft_p50), _seconds(run.summary.ttft_p99),
          _milliseconds(run.summary.gap_p50), _milliseconds(run.summary.gap_p99),
          f"{run.summary.requests_per_second:.2f}", f"{run.summary.output_tokens_per_second:.1f}",
-         "–" if run.hit_percent is None else f"{run.hit_percent:.0f}")
+         _figure(run.hit_percent, 0))
         for run in runs
     ]  # fmt: skip
     lines = columns([names, *rows], right=range(len(names)))
-    hits = [f"hits of {run.target} at {_rate(run)}: {run.describe_hits()}" for run in runs]
+    hits = [f"hits of {run.target} at {_rate(run.qps)}: {run.describe_hits()}" for run in runs]
     return "\n".join([*lines, "", *hits])
 
 
-def _rate(run: Run) -> str:
-    return f"{run.qps:g}" if run.qps else "trace"
+def _rate(qps: float) -> str:
+    return f"{qps:g}" if qps else "trace"

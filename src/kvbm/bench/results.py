@@ -9,34 +9,10 @@ from typing import Any
 
 import msgspec
 
-from kvbm.bench.client import Answer
+from kvbm.bench.client import Sample as Sample
 
 FORMAT = 1
 _OWN_HITS, _TIER_HITS = "engine_cache_hit_tokens", "external_cache_hit_tokens"  # of `Run.server`
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, without its text."""
-
-    user: int
-    round: int
-    started: float
-    finished: float
-    ttft: float | None
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    gaps: list[float] = []  # seconds between two tokens
-    error: str = ""
-
-    @classmethod
-    def of(cls, answer: Answer) -> Sample:
-        fields = {name: getattr(answer, name) for name in cls.__struct_fields__}
-        return cls(**fields)
-
-    @property
-    def generation_seconds(self) -> float | None:
-        return None if self.ttft is None else self.finished - self.started - self.ttft
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

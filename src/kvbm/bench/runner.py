@@ -8,8 +8,8 @@ import threading
 import time
 from typing import NamedTuple
 
-from kvbm.bench.client import Answer, Endpoint, EndpointError
-from kvbm.bench.results import Run, Sample, summarise
+from kvbm.bench.client import Answer, Endpoint, EndpointError, Sample
+from kvbm.bench.results import Run, summarise
 from kvbm.bench.workload import Ask, MultiRound, Workload, warm_up
 from kvbm.observe.format import printable
 from kvbm.observe.terminal import progress
