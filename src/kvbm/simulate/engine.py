@@ -11,8 +11,8 @@ with the sizes of the record every lookup finds the blocks that it found in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from kvbm.core.pool import Pool
 from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults
 from kvbm.engines.session import Completed, RequestState, Session
+from kvbm.observe.record import LookupLine, StoreLine
 from kvbm.plans import (
     DEVICE,
     Hello,
@@ -92,6 +93,8 @@ class SimulatedEngine:
         self.totals = Totals(tiers={name: TierCounts() for name in (DEVICE, *sizes)})
         self.found: list[dict[TierName, int]] = []  # by each lookup, in blocks
         self.loaded: list[int] = []
+        self._finished = 0  # requests
+        self._progress: Callable[[int], None] | None = None
 
     def _start(self, name: str, request: Request) -> _Running:
         state = RequestState(name)
@@ -105,13 +108,12 @@ class SimulatedEngine:
 
     def run(self, progress: Callable[[int], None] | None = None, exact: bool = False) -> Totals:
         """Replay every request. ``progress``: is told how many requests have ended, now and then."""
+        self._progress = progress
         if self._trace.is_exact:
-            self._run_record(exact, progress)
+            self._run_record(exact)
         else:
             for number, request in enumerate(self._trace.requests, 1):
                 self._serve(str(number), request)
-                if progress is not None and not number % 256:
-                    progress(number)
         counts = self._leader.counts
         size = self._machine.block_bytes
         for name, tier in self.totals.tiers.items():
@@ -149,43 +151,49 @@ class SimulatedEngine:
 
     # -- a record -----------------------------------------------------------------------------------------------------
 
-    def _run_record(self, exact: bool, progress: Callable[[int], None] | None) -> None:
-        """Replay operations in their order."""
-        running = {number: self._start(str(number), request) for number, request in enumerate(self._trace.requests)}
-        ended = 0
+    def _run_record(self, exact: bool) -> None:
+        """Replay operations in their order. ``exact``: the ends of transfers too."""
+        operations: dict[int, Callable[[], None]] = {}  # by their places in the order
+        stores: dict[int, list[tuple[_Running, StoreLine]]] = {}  # one plan may have those of several requests
         plans: dict[int, int] = {}  # plan of the record -> that of the replay
-        for operation in _operations(self._trace, exact):
-            match operation:
-                case _Lookup(number, at):
-                    line = running[number].request.lookups[at]
-                    self._now = line.at / 1e3
-                    if line.prices is not None:
-                        self.session.cost.assume(line.prices)
-                    self._arrive(
-                        running[number], line.prompt_tokens, line.device_tokens, line.limit, line.others_running
-                    )
-                case _Store(parts, planned, at):
-                    self._now = at
-                    plan = self._complete([(running[number], first, end) for number, first, end in parts])
-                    if plan is not None:
-                        plans[planned] = plan.id
-                case _End(number):
-                    self._now = running[number].request.ended_at
-                    self._finish(running.pop(number))
-                    ended += 1
-                    if progress is not None and not ended % 256:
-                        progress(ended)
-                case Transfer():
-                    self._now = operation.at
-                    self._end_transfer(operation, plans)
-                case _Moves():
-                    self._plan_moves()
+        for number, request in enumerate(self._trace.requests):
+            running = self._start(str(number), request)
+            operations.update((line.order, partial(self._look_up, running, line)) for line in request.lookups)
+            for line in request.stores:
+                stores.setdefault(line.order, []).append((running, line))
+            operations[request.ended] = partial(self._end, running)
+        operations.update((order, partial(self._store, parts, plans)) for order, parts in stores.items())
+        for transfer in self._trace.transfers:
+            if exact or transfer.kind == "reset":
+                operations[transfer.order] = partial(self._end_transfer, transfer, plans)
+            if exact and transfer.planned:
+                operations[transfer.planned] = self._plan_moves
+        for order in sorted(operations):
+            operations[order]()
             if not exact:
                 self._settle()
+
+    def _look_up(self, running: _Running, line: LookupLine) -> None:
+        self._now = line.at / 1e3
+        if line.prices is not None:
+            self.session.cost.assume(line.prices)
+        self._arrive(running, line.prompt_tokens, line.device_tokens, line.limit, line.others_running)
+
+    def _store(self, parts: Sequence[tuple[_Running, StoreLine]], plans: dict[int, int]) -> None:
+        line = parts[0][1]
+        self._now = line.at / 1e3
+        plan = self._complete([(running, part.first, part.end) for running, part in parts])
+        if plan is not None:
+            plans[line.plan] = plan.id
+
+    def _end(self, running: _Running) -> None:
+        self._now = running.request.ended_at
+        self._finish(running)
 
     def _end_transfer(self, transfer: Transfer, plans: Mapping[int, int]) -> None:
         """Of plans, the record names its own. Loads and moves are numbered as they are in the replay, as long as it
         does the same; a store is told by its request."""
+        self._now = transfer.at
         match transfer.kind:
             case "load":
                 plan = self._loads.pop(transfer.plan, None)
@@ -280,6 +288,9 @@ class SimulatedEngine:
 
     def _finish(self, running: _Running) -> None:
         self.session.finish(running.state, running.request.output_tokens, running.request.keys)
+        self._finished += 1
+        if self._progress is not None and not self._finished % 256:
+            self._progress(self._finished)
 
     def _allocate(self, blocks: int) -> range:
         first, self._engine_blocks = self._engine_blocks, self._engine_blocks + blocks
@@ -318,49 +329,3 @@ class SimulatedEngine:
             rate = self._rates[tier]
             took[tier] = rate.fixed_seconds + count * self._machine.block_bytes / rate.bytes_per_second
         return LoadResult(plan.id, seconds=sum(took.values()), tier_seconds=took)
-
-
-class _Lookup(NamedTuple):
-    request: int
-    at: int  # in its lookups
-
-
-class _Store(NamedTuple):
-    parts: list[tuple[int, int, int]]  # request, first, end
-    plan: int
-    at: float
-
-
-class _End(NamedTuple):
-    request: int
-
-
-class _Moves(NamedTuple):
-    """The leader plans moves."""
-
-
-_Operation = _Lookup | _Store | _End | _Moves | Transfer
-
-
-def _operations(trace: Trace, exact: bool) -> Iterator[_Operation]:
-    """Of a record, in order. ``exact``: with the ends of transfers."""
-    found: list[tuple[int, _Operation]] = []
-    for number, request in enumerate(trace.requests):
-        found += [(line.order, _Lookup(number, at)) for at, line in enumerate(request.lookups)]
-        found += [
-            (line.order, _Store([(number, line.first, line.end)], line.plan, line.at / 1e3)) for line in request.stores
-        ]
-        found.append((request.ended, _End(number)))
-    for transfer in trace.transfers:
-        if exact or transfer.kind == "reset":
-            found.append((transfer.order, transfer))
-        if exact and transfer.planned:
-            found.append((transfer.planned, _Moves()))
-    found.sort(key=lambda item: item[0])
-    for _, same in groupby(found, key=lambda item: item[0]):
-        first, *others = (operation for _, operation in same)
-        if isinstance(first, _Store):  # of several requests, in one plan
-            for other in others:
-                assert isinstance(other, _Store)
-                first.parts.extend(other.parts)
-        yield first
