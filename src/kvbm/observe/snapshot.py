@@ -11,21 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from kvbm.plans import DEVICE
-
-__all__ = [
-    "DEVICE",
-    "Finding",
-    "Flow",
-    "HitRates",
-    "Identity",
-    "Request",
-    "Saved",
-    "Snapshot",
-    "Source",
-    "SourceFlow",
-    "TierState",
-]
+from kvbm.plans import DEVICE as DEVICE
 
 # Incremented when a field changes its meaning or goes: `kvbm top` and `kvbm doctor` read engines of other releases.
 FORMAT = 1
