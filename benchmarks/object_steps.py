@@ -15,9 +15,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from cores import keep_to
@@ -139,34 +141,36 @@ def open_engine(options: argparse.Namespace) -> Engine:
     if not options.gpu:
         return Engine(options.model or model_path("tiny"), host, 1024, 512)
     sys.path.append(str(HERE / "gpu"))
-    from vllm_kinds import QWEN3_8B, model_folder
+    from vllm_kinds import QWEN3_8B, write_config
 
     # Without torch.compile, which takes a minute: CUDA graphs of whole decode steps.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [options.decoding]}
     more = {"compilation_config": graphs} if options.graphs else {"enforce_eager": True}
     length = 1024 + options.rounds * 3 * (2 * options.steps + 16)
-    return Engine(
-        options.model or str(model_folder(QWEN3_8B, options.models)), host, length,
-        options.decoding * (length // 16 + 2),
-        dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.5, **more,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
+        # vLLM's own weights: nothing depends on the tokens, and to write 16 GB takes longer than the measurement.
+        return Engine(
+            options.model or str(write_config(QWEN3_8B, Path(folder))), host, length,
+            options.decoding * (length // 16 + 2), load_format="auto" if options.model else "dummy",
+            dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.5, **more,
+        )  # fmt: skip
 
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
     """Each load between two idle stretches, which its steps are compared with, in every round."""
     import objects
-    from object_target import nginx
+    from object_target import find_nginx, server
 
     began = time.monotonic()
     engine = open_engine(options)
     print(f"  engine started in {time.monotonic() - began:.0f} s", flush=True)
     cores = sorted(os.sched_getaffinity(0))
-    server = set(cores[-(len(cores) // 4 or 1) :])
-    here, there = (set(cores), set(cores)) if options.gpu else ({cores[0]}, server)
+    its_cores = set(cores[-(len(cores) // 4 or 1) :])
+    here, there = (set(cores), set(cores)) if options.gpu else ({cores[0]}, its_cores)
     before = set(os.listdir("/proc/self/task"))
     keep_to(here, os.getpid())
-    with nginx() as target, contextlib.ExitStack() as stack:
-        keep_to(server, *target.processes)
+    with server(find_nginx()) as target, contextlib.ExitStack() as stack:
+        keep_to(its_cores, *target.processes)
         memory, settings = objects.Memory(options.blocks), nginx_settings(target.endpoint)
 
         def pair(in_threads: bool = False) -> list[Any]:
@@ -211,7 +215,11 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         idle: list[float] = []
         pairs: dict[str, list[Pair]] = {name: [] for name in loads}
         seconds = dict.fromkeys(loads, 0.0)
+        rounds, ends = 0, time.monotonic() + options.seconds
         for number in range(options.rounds):
+            if time.monotonic() > ends:
+                break
+            rounds += 1
             quiet = stretch(options.steps // 2)
             for name in random.Random(number).sample(list(loads), len(loads)):
                 loads[name].start()
@@ -229,7 +237,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
     engine.close()
     print(
         f"  {'idle':20} median {1e3 * statistics.median(idle):.3f} ms a step, p99 {1e3 * percentile(idle, 99):.3f}, "
-        f"{len(idle)} steps"
+        f"{len(idle)} steps; {rounds} rounds, {target.name}"
     )
     rows = {}
     for name, found in pairs.items():
@@ -242,7 +250,8 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
         print(f"  {name:20} {speed / 1e9:5.2f} GB/s both ways: {text}")
     good = rows["tier"]["percent"]["median"][0] <= MAX_STEP_PERCENT
     print(f"  {'ok' if good else 'MISSED'} (median <= +{MAX_STEP_PERCENT:.0f} % while the tier reads and writes)")
-    about = {"gpu": options.gpu, "graphs": options.graphs, "decoding": options.decoding, "rounds": options.rounds}
+    about = {"gpu": options.gpu, "graphs": options.graphs, "decoding": options.decoding, "rounds": rounds,
+             "server": target.name}  # fmt: skip
     return {
         "good": good, **about, "idle_median_ms": 1e3 * statistics.median(idle),
         "idle_p99_ms": 1e3 * percentile(idle, 99), "load_average": os.getloadavg(), "rows": rows,

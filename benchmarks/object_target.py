@@ -2,7 +2,8 @@
 
 nginx answers PUT and GET faster than any S3 server, so that the client is what is measured. It checks no signature,
 lists every bucket as empty and overwrites: only the benchmark's own names go there. Objects lie in memory (/dev/shm) if
-it has room.
+it has room. Where nginx is not installed, ``server`` takes processes of Python that answer the same
+(benchmarks/object_files.py): enough to load a client with, too slow to measure its limit.
 """
 
 from __future__ import annotations
@@ -61,23 +62,31 @@ http {{
 """
 
 
-class Target:
-    """A running nginx. :meth:`clear` removes every object."""
+def find_nginx() -> str | None:
+    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 
-    def __init__(self, directory: Path) -> None:
-        nginx = shutil.which("nginx") or "/usr/sbin/nginx"
-        if not Path(nginx).exists():
-            raise SystemExit("nginx is not installed: apt-get install nginx-light")
+
+class Target:
+    """A running server. :meth:`clear` removes every object."""
+
+    def __init__(self, directory: Path, nginx: str | None) -> None:
+        """``nginx``: its path; None: Python answers."""
+        self.name = "nginx" if nginx else "Python's server"
         self._objects = directory / "objects"
         self._objects.mkdir()
         directory.chmod(0o755)
         self.port = _free_port()
-        config = directory / "nginx.conf"
         workers = max(2, (os.cpu_count() or 1) // 4)
-        config.write_text(_CONFIG.format(directory=directory, port=self.port, workers=workers))
-        if os.getuid() == 0:
-            config.write_text("user root;\n" + config.read_text())
-        self._process = subprocess.Popen([nginx, "-p", str(directory), "-c", str(config)], stderr=subprocess.DEVNULL)
+        if nginx is None:
+            server = Path(__file__).with_name("object_files.py")
+            command = [sys.executable, "-S", str(server), str(self._objects), str(self.port), str(workers)]
+        else:
+            config = directory / "nginx.conf"
+            config.write_text(_CONFIG.format(directory=directory, port=self.port, workers=workers))
+            if os.getuid() == 0:
+                config.write_text("user root;\n" + config.read_text())
+            command = [nginx, "-p", str(directory), "-c", str(config)]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         _await_port(self.port, self._process)
         for process in self.processes:  # it stands for another machine, and must not take the client's core
             os.setpriority(os.PRIO_PROCESS, process, 19)
@@ -104,10 +113,20 @@ class Target:
 
 @contextmanager
 def nginx() -> Iterator[Target]:
+    """What the limits of benchmarks/objects.py refer to."""
+    path = find_nginx()
+    if path is None:
+        raise SystemExit("nginx is not installed: apt-get install nginx-light")
+    with server(path) as target:
+        yield target
+
+
+@contextmanager
+def server(nginx: str | None) -> Iterator[Target]:
     memory = Path("/dev/shm")
     parent = memory if memory.is_dir() and shutil.disk_usage(memory).free > 2 << 30 else None
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-", dir=parent) as directory:
-        target = Target(Path(directory))
+        target = Target(Path(directory), nginx)
         try:
             yield target
         finally:
@@ -199,7 +218,7 @@ def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
             socket.create_connection(("127.0.0.1", port), 1).close()
             return
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"nginx did not start: status {process.poll()}")
+            raise SystemExit(f"the server did not start: status {process.poll()}")
         time.sleep(0.05)
 
 

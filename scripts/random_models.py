@@ -328,9 +328,8 @@ def _mlp(shape: Dense | Latent | Windowed | GatedDelta, draw: Draw) -> Weights:
     }
 
 
-def _write(shape: Shape, folder: Path) -> None:
-    from safetensors.torch import save_file
-
+def write_config(shape: Shape, folder: Path) -> Path:
+    """All that vLLM needs for a model with weights of its own making (``load_format="dummy"``)."""
     config = {
         "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
         "hidden_size": shape.hidden, "initializer_range": 0.02, "intermediate_size": shape.mlp,
@@ -339,6 +338,13 @@ def _write(shape: Shape, folder: Path) -> None:
         "vocab_size": shape.vocab, **shape.config(),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _write(shape: Shape, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    write_config(shape, folder)
     draw, norm = Draw(shape), getattr(shape, "norm", 1.0)
     ends = {
         "model.embed_tokens.weight": lambda: draw.normal(shape.vocab, shape.hidden, std=1.0),

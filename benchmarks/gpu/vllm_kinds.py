@@ -20,6 +20,7 @@ from records import PROJECT, SOURCE
 sys.path.insert(0, str(PROJECT / "scripts"))
 from random_models import Dense
 from random_models import model_folder as model_folder
+from random_models import write_config as write_config
 
 KINDS = ("base", "native", "kvbm")
 PACKED = {"packed": {"pack": "on"}, "raw": {"pack": "off"}}  # settings in kv_connector_extra_config

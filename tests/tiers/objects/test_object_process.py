@@ -210,3 +210,8 @@ def test_names_are_those_of_the_leader(weed, opened):
     store = opened(weed.settings())
     assert store.identity.startswith("kvbm-1/")
     assert store.identity != new_names().root
+
+
+def test_the_engines_threads_go_first_on_a_core_that_both_want(weed, opened):
+    store = opened(weed.settings())
+    assert os.getpriority(os.PRIO_PROCESS, store.pid) > os.getpriority(os.PRIO_PROCESS, 0)

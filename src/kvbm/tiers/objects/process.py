@@ -31,6 +31,7 @@ from kvbm.tiers.objects.format import Codec, Names
 from kvbm.tiers.objects.settings import ObjectSettings
 from kvbm.tiers.objects.store import ObjectStore, describe_cache
 
+NICENESS = 10
 _LENGTH = struct.Struct("<I")
 
 
@@ -236,6 +237,8 @@ class _Forward(logging.Handler):
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the engine, which flushes its blocks
         signal.signal(number, signal.SIG_IGN)
+    # The engine's threads go first on a core that both want; on a core that is free this changes nothing.
+    os.nice(NICENESS)
     connection = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):
         Process(connection).run()
