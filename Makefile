@@ -11,6 +11,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 MATRIX ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 # More arguments for pytest, for example PYTEST="-x -k config".
 PYTEST ?=
+# Of `make dist`: the address of the repository that publishes the release.
+HOME_URL ?=
 # How many processes run tests side by side; 0 runs them in pytest's own, for a debugger.
 WORKERS ?= 2
 
@@ -175,11 +177,11 @@ docs-site: env ## build the documentation as a site with a search, in build/docs
 	$(VENV)/bin/pip install --quiet 'mkdocs>=1.6' 'mkdocs-material>=9.5'
 	$(python) scripts/docs_site.py
 
-dist: ## build wheel and sdist in dist/, and try both in clean environments of every Python that is here
-	$(PYTHON) scripts/dist.py
+dist: ## build wheel and sdist in dist/, and try both with every Python that is here: HOME_URL= of the release
+	$(PYTHON) scripts/dist.py $(if $(HOME_URL),--home-url "$(HOME_URL)")
 
 clean: ## remove results and caches
-	rm -rf demo-results observe-results bench-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-results observe-results bench-results simulate-results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments as well

@@ -25,6 +25,7 @@ def versions(monkeypatch, tmp_path):
     for name in list(os.environ):
         if "KVBM" in name or name.startswith("DYN_"):
             monkeypatch.delenv(name)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # of the tests themselves
     installed = dict(VERSIONS)
 
     def version(name):

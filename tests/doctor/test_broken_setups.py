@@ -428,8 +428,12 @@ def name_of(case):
 
 @pytest.mark.parametrize(("case", "name", "words"), CASES, ids=[name_of(case) for case, _, _ in CASES])
 def test_the_cause_is_named(ask, tmp_path, monkeypatch, mount, versions, request, case, name, words):
+    assert_named(ask, case, name, words, Bench(tmp_path, monkeypatch, mount, versions, request))
+
+
+def assert_named(ask, case, name, words, bench):
     if callable(case):
-        arguments, broken = case(Bench(tmp_path, monkeypatch, mount, versions, request))
+        arguments, broken = case(bench)
     else:
         arguments, broken = ([], case) if isinstance(case, dict) else (case, {})
     code, found = ask("--quick", *arguments, **{**GOOD, **broken})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 PROJECT = Path(__file__).parents[2]
@@ -38,6 +39,21 @@ def test_the_package_says_what_it_supports():
     assert 'requires-python = ">=3.10"' in PYPROJECT
     assert "Operating System :: POSIX :: Linux" in PYPROJECT
     assert "Report" in (PROJECT / "SECURITY.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "kvbm", "github.com/me/kvbm", "https://", "https://localhost", "ftp://example.org/kvbm", "https://[::1/kvbm",
+        "https://me:secret@example.org/kvbm", "https://example.org/kvbm?tab=readme", "https://example.org/#kvbm",
+        'https://example.org/"kvbm', "https://example.org/my kvbm", " ",
+    ],
+)  # fmt: skip
+def test_what_is_no_home_page_is_refused(address):
+    command = [sys.executable, str(PROJECT / "scripts" / "dist.py"), "--home-url", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"{address!r}: expected the address of the repository" in done.stderr
 
 
 def test_other_systems_get_a_sentence():

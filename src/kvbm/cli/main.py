@@ -5,6 +5,7 @@ of them, so a module imports heavy packages (an engine, torch, numpy, rich) insi
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         print(f"kvbm: {kvbm.LINUX_ONLY} (this is {sys.platform})", file=sys.stderr)
         return 2
+    for stream in (sys.stdout, sys.stderr):  # a terminal or a log may have no arrows and boxes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     args, rest = parser.parse_known_args(argv)

@@ -161,7 +161,10 @@ class _Reading:
             return
         hint = f"did you mean {near}?" if near else "`kvbm config --all` lists the settings"
         if within:
-            hint = f"put {', '.join(within)} at the top of the file, outside of [{given.name}]"
+            place = f"at the top of the file, outside of [{given.name}]"
+            if given.source == EXTRA_CONFIG:
+                place = f'beside "{given.name}", not in it'
+            hint = f"put {', '.join(within)} {place}"
         self.warnings.append(f"{given.name} ({given.source}) is not a setting and is ignored; {hint}")
         if near or within:
             self.misspelt.append(self.warnings[-1])

@@ -12,13 +12,14 @@ from kvbm.doctor.limits import Limits
 from kvbm.doctor.memory import HostMemory
 from kvbm.doctor.object_store import ObjectStore
 from kvbm.doctor.peers import Peers
+from kvbm.doctor.registry import Registry
 from kvbm.doctor.running import Running
 from kvbm.doctor.setup import Engine, Ports, Settings, Shortcuts, Sizes, Versions
 from kvbm.doctor.tiers import Disk
 
 CHECKS: tuple[Check, ...] = (
     Versions(), Settings(), Engine(), Shortcuts(), Connector(), Limits(), Gpu(), HostMemory(), Bandwidth(), Disk(),
-    ObjectStore(), Peers(), Sizes(), Ports(), Running(),
+    ObjectStore(), Peers(), Registry(), Sizes(), Ports(), Running(),
 )  # fmt: skip
 
 __all__ = ["CHECKS", "Check", "Examination", "examine"]

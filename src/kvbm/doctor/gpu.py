@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from kvbm.observe.snapshot import Finding
 
 SLOW, VERY_SLOW = 20e9, 6e9  # bytes a second; PCIe 4 x16 carries 25 GB/s, PCIe 5 x16 55
 PROBE = 256 << 20
+# The oldest driver of each major release of CUDA, on Linux.
+MIN_DRIVERS = {"11": 450, "12": 525, "13": 580}
 
 
 class Card(NamedTuple):
@@ -22,6 +25,7 @@ class Card(NamedTuple):
     driver: str
     width: int  # lanes of the bus now
     most_width: int
+    uuid: str = ""
 
 
 def gpus() -> tuple[Card, ...]:
@@ -32,7 +36,7 @@ def gpus() -> tuple[Card, ...]:
 @cache
 def _nvidia_smi() -> tuple[tuple[Card, ...], str]:
     """(the GPUs, why nvidia-smi failed). Without the program there is no reason to give."""
-    query = "name,memory.total,driver_version,pcie.link.width.current,pcie.link.width.max"
+    query = "name,memory.total,driver_version,pcie.link.width.current,pcie.link.width.max,uuid"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -47,8 +51,8 @@ def _nvidia_smi() -> tuple[tuple[Card, ...], str]:
 
 
 def _card(line: str) -> Card:
-    name, memory, driver, width, most = (part.strip() for part in line.split(","))
-    return Card(name, _number(memory) << 20, driver, _number(width), _number(most))
+    name, memory, driver, width, most, *uuid = (part.strip() for part in line.split(","))
+    return Card(name, _number(memory) << 20, driver, _number(width), _number(most), "".join(uuid))
 
 
 def _number(text: str) -> int:
@@ -90,15 +94,16 @@ class Gpu:
                 f"vllm {installed_version('vllm')} is a build for CPUs and does not use the GPU of this machine.",
                 "Install vLLM's CUDA build: pip install vllm, without the CPU index.",
             )
+        yield from _versions(cards)
         hidden = case.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
             yield bad("gpu-hidden", f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU from the engine.", "Unset it.")
-        elif any(each.strip().isdecimal() and int(each) >= len(cards) for each in (hidden or "").split(",")):
+        elif any(_is_missing(each.strip(), cards) for each in (hidden or "").split(",")):
             yield bad(
                 "gpu-hidden",
                 f"CUDA_VISIBLE_DEVICES={hidden!r} names a GPU that is not there: this machine has {len(cards)}, "
                 "counted from 0.",
-                "Correct or unset it.",
+                "Correct or unset it; `nvidia-smi -L` lists numbers and UUIDs.",
             )
         elif not case.quick:
             yield from self._torch()
@@ -115,6 +120,35 @@ class Gpu:
                 f"torch {torch.__version__} cannot use the GPU.",
                 "Install the CUDA build of torch that the engine requires, and a driver that supports it.",
             )
+
+
+def _is_missing(device: str, cards: tuple[Card, ...]) -> bool:
+    """A number or a UUID of CUDA_VISIBLE_DEVICES; CUDA takes the beginning of a UUID too."""
+    if device.isdecimal():
+        return int(device) >= len(cards)
+    known = all(card.uuid for card in cards)
+    return device.startswith("GPU-") and known and not any(card.uuid.startswith(device) for card in cards)
+
+
+def _versions(cards: tuple[Card, ...]) -> Iterator[Finding]:
+    """Whether torch is a build for GPUs, and the driver new enough for its CUDA."""
+    torch, driver = installed_version("torch"), cards[0].driver
+    if torch.endswith("+cpu") and "cpu" not in installed_version("vllm"):
+        yield bad(
+            "torch-without-cuda",
+            f"torch {torch} is a build for CPUs and does not use the GPU of this machine.",
+            "Install the torch that the engine requires: install the engine again, without an index of CPU builds.",
+        )
+    cuda = installed_version("nvidia-cuda-runtime") or installed_version("nvidia-cuda-runtime-cu12")
+    build = re.search(r"\+cu(\d\d)\d", torch)
+    major = build[1] if build else cuda.partition(".")[0]
+    least = MIN_DRIVERS.get(major, 0)
+    if 0 < _number(driver.partition(".")[0]) < least:
+        yield note(
+            "driver-too-old",
+            f"The driver {driver} is too old for the CUDA {major} of torch {torch}, which needs {least} or newer.",
+            f"Install a driver of {least} or newer, an engine for an older CUDA, or CUDA's compatibility package.",
+        )
 
 
 class Bandwidth:

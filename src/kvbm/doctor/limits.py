@@ -21,6 +21,8 @@ MIN_SHARED_MEMORY = 1e9
 MAX_SOCKET_PATH = 107  # bytes
 SHARED_MEMORY = Path("/dev/shm")
 PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+MIN_CPUS = 2  # the engine's thread, and those that copy and write
 _MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 
@@ -36,6 +38,7 @@ class Limits:
                 f"ulimit -n 65536 (at least {MIN_OPEN_FILES}), or --ulimit nofile=65536 for a container.",
             )
         yield from _processes()
+        yield from _cpus()
         space, _ = resource.getrlimit(resource.RLIMIT_AS)
         if space != resource.RLIM_INFINITY and space < MIN_ADDRESS_SPACE:
             yield bad(
@@ -89,6 +92,20 @@ def _processes() -> Iterator[Finding]:
                 "process-limit",
                 f"{where} allows {most} processes and threads; an engine and its cache need hundreds.",
                 f"ulimit -u {16 * MIN_PROCESSES}, or --pids-limit {16 * MIN_PROCESSES} for a container.",
+            )
+
+
+def _cpus() -> Iterator[Finding]:
+    limits = [("its CPU affinity (taskset, --cpuset-cpus)", float(len(os.sched_getaffinity(0))))]
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, CPU_MAX.read_text().split())  # "max" is none
+        limits.append(("the container's CPU limit (--cpus)", quota / period))
+    for where, cpus in limits:
+        if cpus < MIN_CPUS:
+            yield note(
+                "cpu-limit",
+                f"{where} leaves the engine {cpus:g} CPU: its own thread waits for those that copy and write blocks.",
+                f"Give it at least {MIN_CPUS}, better 4 for each GPU.",
             )
 
 

@@ -22,6 +22,7 @@ from kvbm.tiers.host.slab import available_memory
 from kvbm.tiers.lock import is_locked
 
 PROBE = 256 << 20
+OVERCOMMIT, MEMINFO = Path("/proc/sys/vm/overcommit_memory"), Path("/proc/meminfo")
 READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0
 
 
@@ -72,6 +73,14 @@ class HostMemory:
                 f"The running engine's host tier takes {size(taken)}. A second engine with this size would not fit: "
                 f"{asked}, and {size(available)} are available.",
                 f"For a second engine, set it to at most {gigabytes(fits)}.",
+            )
+            return
+        if (promised := committable()) is not None and wanted > promised + taken:
+            yield bad(
+                "commit-limit",
+                f"{asked}. This kernel does not overcommit (vm.overcommit_memory=2) and allows programs to ask for "
+                f"{size(promised)} more, however much memory is free.",
+                f"sysctl vm.overcommit_memory=0, or a higher vm.overcommit_ratio, or at most {gigabytes(promised)}.",
             )
             return
         second = f". A second engine would fit{beside}" if taken else ""
@@ -127,6 +136,16 @@ def _ready_seconds(case: Examination) -> float | None:
     """How long vLLM waits for its engine; None if the variable has another value than a number of seconds."""
     text = case.environ.get(READY_VARIABLE, f"{READY_DEFAULT:.0f}").strip()
     return float(text) if text.isdecimal() and int(text) else None
+
+
+def committable() -> int | None:
+    """Bytes that programs may still ask the kernel for; None where it has no such limit."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if OVERCOMMIT.read_text().strip() == "2":
+            rows = (line.split() for line in MEMINFO.read_text().splitlines())
+            fields = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
+            return max(0, fields["CommitLimit"] - fields["Committed_AS"])
+    return None
 
 
 def kept_bytes(folder: Path) -> int:

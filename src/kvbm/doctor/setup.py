@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import kvbm
 from kvbm.config import DEFAULT, SETTINGS, Config, ConfigError, require_tier
@@ -19,6 +20,7 @@ from kvbm.observe.snapshot import Finding
 from kvbm.runtime.channel import local
 
 MIN_TIER = 5e6  # bytes
+VLLM_PORT = 8000
 
 
 class Versions:
@@ -39,6 +41,23 @@ class Versions:
         if len(found) > 1:
             listed = ", ".join(f"{version} in {place}" for place, version in found.items())
             yield bad("installed-twice", f"kvbm is installed more than once: {listed}.", "Uninstall all, install one.")
+        yield from _imported_from_elsewhere(case)
+
+
+def _imported_from_elsewhere(case: Examination) -> Iterator[Finding]:
+    """PYTHONPATH comes before the installed package, whose release alone is shown everywhere."""
+    code = Path(kvbm.__file__).resolve().parent.parent
+    if code not in (Path(each).resolve() for each in case.environ.get("PYTHONPATH", "").split(":") if each):
+        return
+    for installed in metadata.distributions(name="kvbm"):
+        place = Path(str(installed.locate_file(""))).resolve()
+        editable = (installed.read_text("direct_url.json") or "").replace("file://", "")
+        if place != code and f'"{code.parent}"' not in editable:
+            yield note(
+                "imported-from-elsewhere",
+                f"kvbm is imported from {code}, which PYTHONPATH names, and not from the package in {place}.",
+                "Unset PYTHONPATH where the engine is started, unless this is meant.",
+            )
 
 
 class Settings:
@@ -68,12 +87,15 @@ class Settings:
             sizes = ("cpu_cache_gb", "disk_cache_gb")
             zeros = [f"{key} is 0 in {config.sources[key]}" for key in sizes if config.sources[key] != DEFAULT]
             cure = "export DYN_KVBM_CPU_CACHE_GB=20 where the engine is started."
+            names = ("DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB")
+            if empty := [name for name in names if not case.environ.get(name, "unset").strip()]:
+                cure = f"{' and '.join(empty)} is set, and empty: give it a number, for example 20."
             yield bad("no-tier", str(error), f"Correct it: {', '.join(zeros)}." if zeros else cure)
             return
         given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]
         evicts = [f"host memory evicts by {config.host_policy}"] if config.has_host_tier else []
         evicts += [f"disk by {config.disk_policy}"] if config.has_disk_tier else []
-        yield good("settings", f"Settings are valid: {', '.join(given)}. Full, {' and '.join(evicts)}.")
+        yield good("settings", f"Settings are valid: {', '.join(given)}. When full, {' and '.join(evicts)}.")
 
 
 def _doubtful(config: Config) -> Iterator[Finding]:
@@ -118,6 +140,13 @@ def _without_effect(config: Config) -> Iterator[Finding]:
         if given and not is_on:
             text = f"{' and '.join(given)} without effect: {needed} is not set."
             yield note("setting-without-effect", text, f"Set {needed}, or remove it.")
+    if config.disk_cache_override_num_blocks and config.disk_cache_gb:
+        yield note(
+            "setting-without-effect",
+            f"DYN_KVBM_DISK_CACHE_GB={config.disk_cache_gb:g} without effect: "
+            f"DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS={config.disk_cache_override_num_blocks} sets the size in blocks.",
+            "Remove one of them.",
+        )
 
 
 def _shown(config: Config, key: str) -> str:
@@ -148,6 +177,12 @@ class Engine:
                     f"{package} {version} is installed; KVBM supports {span}.",
                     "KVBM is not tested with this release. Prefer a supported one.",
                 )
+        if found and not installed_version("torch"):
+            yield bad(
+                "no-torch",
+                f"torch is not installed in {sys.prefix}, and the engine does not start without it.",
+                "Install the engine again: it brings the torch that it is built for.",
+            )
         if not found and case.snapshot is None:
             yield bad(
                 "no-engine",
@@ -190,7 +225,23 @@ class Ports:
             return
         if config.metrics:
             yield self._metrics(case, config)
+            yield from self._shared(config)
         yield from self._leader(config)
+
+    def _shared(self, config: Config) -> Iterator[Finding]:
+        """Ports that two parts of one engine want. All are free as long as the engine does not run."""
+        others = [
+            (config.leader_zmq_pub_port, "DYN_KVBM_LEADER_ZMQ_PUB_PORT"),
+            (config.leader_zmq_ack_port, "DYN_KVBM_LEADER_ZMQ_ACK_PORT"),
+            (VLLM_PORT, "the default port of `vllm serve`"),
+        ]
+        for port, name in others:
+            if port == config.metrics_port:
+                yield note(
+                    "metrics-port-shared",
+                    f"DYN_KVBM_METRICS_PORT={port} is also {name}: one of the two cannot listen.",
+                    "Set DYN_KVBM_METRICS_PORT to a port of its own, or give the other one another.",
+                )
 
     def _leader(self, config: Config) -> Iterator[Finding]:
         host = config.leader_zmq_host

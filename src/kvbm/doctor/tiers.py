@@ -37,6 +37,11 @@ _NOT_A_DISK = {
     "overlay": "a container's own layer", "tmpfs": "memory", "ramfs": "memory",
     "cifs": "on another machine", "smb3": "on another machine", "9p": "on another machine",
 }  # fmt: skip
+_NOT_IN_PATHS = {
+    "$": "a $: the shell or the service manager has not replaced a variable", ":/": '":/"',
+    '"': 'a ": `docker --env-file` passes quotes on', "'": "a ': `docker --env-file` passes quotes on",
+}  # fmt: skip
+_EMPTIED = (Path("/tmp"), Path("/var/tmp"))  # by systemd-tmpfiles, or at boot
 _MIN_PROBE = 4 * PIECE  # a shorter measurement says nothing
 
 
@@ -123,6 +128,13 @@ class Disk:
                 "disk-not-a-disk",
                 f"{where} is on {kind}, which is {what}.",
                 f"Mount a local NVMe drive and set {_DIRECTORY} to a directory on it.",
+            )
+        if any(where.is_relative_to(each) and mount_of(each)[0] == mount_of(where)[0] for each in _EMPTIED):
+            yield note(
+                "disk-in-tmp",
+                f"{where} is a directory for temporary files: many systems empty it at boot, or remove files that have "
+                "not been read for days. The cache would be lost.",
+                f"Choose another directory: export {_DIRECTORY}=/mnt/nvme/kvbm",
             )
         if config.disk_cache_override_num_blocks:
             return
@@ -215,12 +227,11 @@ class Disk:
 
 
 def _will_be_made(folder: Path, where: Path) -> Iterator[Finding]:
-    if "$" in str(folder) or ":/" in str(folder):
-        what = "a $: the shell or the service manager has not replaced a variable" if "$" in str(folder) else '":/"'
+    if what := next((what for part, what in _NOT_IN_PATHS.items() if part in str(folder)), ""):
         yield bad(
             "disk-dir-not-a-path",
             f"{_DIRECTORY}={folder} contains {what}.",
-            "It takes one path, without variables, and no URL. For S3, set DYN_KVBM_OBJECT_BUCKET.",
+            "It takes one path, without quotes and variables, and no URL. For S3, set DYN_KVBM_OBJECT_BUCKET.",
         )
         return
     mount, kind = mount_of(where)
