@@ -141,7 +141,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
     if not options.gpu:
         return Engine(options.model or model_path("tiny"), host, 1024, 512)
     sys.path.append(str(HERE / "gpu"))
-    from vllm_kinds import QWEN3_8B, write_config
+    from vllm_kinds import QWEN3_8B, config_folder
 
     # Without torch.compile, which takes a minute: CUDA graphs of whole decode steps.
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [options.decoding]}
@@ -150,7 +150,7 @@ def open_engine(options: argparse.Namespace) -> Engine:
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
         # vLLM's own weights: nothing depends on the tokens, and to write 16 GB takes longer than the measurement.
         return Engine(
-            options.model or str(write_config(QWEN3_8B, Path(folder))), host, length,
+            options.model or str(config_folder(QWEN3_8B, Path(folder))), host, length,
             options.decoding * (length // 16 + 2), load_format="auto" if options.model else "dummy",
             dtype="bfloat16", skip_tokenizer_init=True, gpu_memory_utilization=0.5, **more,
         )  # fmt: skip

@@ -313,6 +313,15 @@ def model_folder(shape: Shape, under: Path) -> Path:
     return folder
 
 
+def config_folder(shape: Shape, under: Path) -> Path:
+    """A folder with the model's configuration and no weights. Needs no torch."""
+    folder = under.expanduser() / f"{shape.name}-config"
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_config(shape, folder)
+    return folder
+
+
 def _layer(shape: Shape, draw: Draw, number: int) -> Weights:
     """A layer's weights, all but its norms."""
     if isinstance(shape, GatedDelta | StateSpace):
@@ -328,8 +337,7 @@ def _mlp(shape: Dense | Latent | Windowed | GatedDelta, draw: Draw) -> Weights:
     }
 
 
-def write_config(shape: Shape, folder: Path) -> Path:
-    """All that vLLM needs for a model with weights of its own making (``load_format="dummy"``)."""
+def _write_config(shape: Shape, folder: Path) -> None:
     config = {
         "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
         "hidden_size": shape.hidden, "initializer_range": 0.02, "intermediate_size": shape.mlp,
@@ -338,13 +346,12 @@ def write_config(shape: Shape, folder: Path) -> Path:
         "vocab_size": shape.vocab, **shape.config(),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def _write(shape: Shape, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    write_config(shape, folder)
+    _write_config(shape, folder)
     draw, norm = Draw(shape), getattr(shape, "norm", 1.0)
     ends = {
         "model.embed_tokens.weight": lambda: draw.normal(shape.vocab, shape.hidden, std=1.0),

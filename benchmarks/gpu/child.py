@@ -115,7 +115,14 @@ class Child:
         self._lines.put(None)
 
     def tail(self, lines: int = 25) -> str:
-        return "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self._printed()[-lines:])
+
+    def lines_with(self, text: str) -> list[str]:
+        """What it has printed so far, of lines that contain the text."""
+        return [line for line in self._printed() if text in line]
+
+    def _printed(self) -> list[str]:
+        return Path(self._log.name).read_text(errors="replace").splitlines()
 
 
 def run_child(main: Callable[[Row, Emit], None]) -> bool:

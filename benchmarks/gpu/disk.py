@@ -134,7 +134,7 @@ def child(task: Row, emit: Emit) -> None:
         task["kind"],
         model=vllm_kinds.model_folder(shape, Path(task["models"])),
         dry=task["dry"],
-        eager=task["mode"] == "eager",
+        mode=task["mode"],
         gigabytes=HOST_PROMPTS * prompt_bytes / 1e9,
         length=length + 256,
         blocks=int(2.5 * length / shape.block_size),

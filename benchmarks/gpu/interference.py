@@ -107,7 +107,7 @@ def child(task: Row, emit: Emit) -> None:
         task["kind"],
         model=vllm_kinds.model_folder(shape, Path(task["models"])),
         dry=task["dry"],
-        eager=task["mode"] == "eager",
+        mode=task["mode"],
         gigabytes=1.1 * ((GUESTS + 2) * length + decoding_tokens) * shape.token_bytes / 1e9,
         length=max(length, short + decoded) + 256,
         # Room for what runs at a time and less than one prompt more: when a prompt returns, those that came since have
@@ -171,7 +171,7 @@ def watch(llm: Any, task: Row, emit: Emit) -> None:
         for what in ("onboarding", "on the GPU"):
             row = come(f"{what} {number}", prompts[number % len(prompts)])
             if number:
-                emit({"what": what, "round": number, **row})
+                emit({"what": what, "round": task.get("first", 0) + number, **row})
     llm.llm_engine.abort_request(decoding)
 
 
@@ -227,12 +227,12 @@ _COLUMNS = (
     "TTFT",
     "same",
 )
-HEADER = f"{'mode':<8}{'engine':<8}" + "".join(f"{name:>12}" for name in _COLUMNS)
+HEADER = f"{'mode':<14}{'engine':<8}" + "".join(f"{name:>12}" for name in _COLUMNS)
 
 
 def show(line: Row) -> str:
     if line["failed"]:
-        return f"{line['mode']:<8}{line['kind']:<8} failed: {line['failed'].splitlines()[0]}"
+        return f"{line['mode']:<14}{line['kind']:<8} failed: {line['failed'].splitlines()[0]}"
     names = (
         "without_p50_ms",
         "with_p50_ms",
@@ -250,7 +250,7 @@ def show(line: Row) -> str:
         for name in names
     ]
     cells.append(line["same"] or "-")
-    return f"{line['mode']:<8}{line['kind']:<8}" + "".join(f"{cell:>12}" for cell in cells)
+    return f"{line['mode']:<14}{line['kind']:<8}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def main() -> int:

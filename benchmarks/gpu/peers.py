@@ -69,7 +69,7 @@ def child(task: Row, emit: Emit) -> None:
         "base",
         model=vllm_kinds.model_folder(shape, Path(task["models"])),
         dry=task["dry"],
-        eager=True,
+        mode="eager",
         gigabytes=task["gigabytes"],
         length=length + 256,
         blocks=blocks,

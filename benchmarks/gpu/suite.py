@@ -3,11 +3,11 @@ minute.
 
     python benchmarks/gpu/suite.py --out results --name 2026-01-31
 
-Two engines, without KVBM and with it, start side by side, each in a process of its own with a cache of two and a half
-of the longest prompts, and stand side by side on the GPU. They take turns; none ever runs beside the other. Between the
-turns of a prompt the engine is made to forget it, because its cache has room for several of the short ones. Everything
-else is as in those three scripts, and so are the files: ``NAME-ttft.json``, ``NAME-interference.json``,
-``NAME-throughput.json``. A part that fails is noted in its file, and the next one goes on.
+Engines, by default one without KVBM and one with it, start side by side, each in a process of its own with a cache of
+two and a half of the longest prompts, and stand side by side on the GPU. They take turns; none ever runs beside the
+other. Between the turns of a prompt the engine is made to forget it, because its cache has room for several of the
+short ones. Everything else is as in those three scripts, and so are the files: ``NAME-ttft.json``,
+``NAME-interference.json``, ``NAME-throughput.json``. A part that fails is noted in its file, and the next one goes on.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ KINDS = ("base", "kvbm")
 PARTS = ("ttft", "interference", "throughput")
 
 
+def model_of(task: Row) -> Path:
+    make = vllm_kinds.config_folder if task["dummy"] else vllm_kinds.model_folder
+    return make(vllm_kinds.shape_of(task["dry"]), Path(task["models"]))
+
+
 def child(task: Row, emit: Emit) -> None:
     shape = vllm_kinds.shape_of(task["dry"])
     began = time.perf_counter()
     llm = vllm_kinds.open_engine(
         task["kind"],
-        model=vllm_kinds.model_folder(shape, Path(task["models"])),
+        model=model_of(task),
         dry=task["dry"],
-        eager=task["mode"] == "eager",
+        mode=task["mode"],
         gigabytes=task["gb"],
         length=task["longest"] + 256,
         blocks=int(2.5 * task["longest"]) // shape.block_size,
         gpu_memory_utilization=0.4,  # the other one is there too
         disable_log_stats=False,
+        **({"load_format": "dummy"} if task["dummy"] else {}),
     )
     emit({"what": "start", "s": round(time.perf_counter() - began, 2)})
     source = random.Random(3)
@@ -80,6 +86,7 @@ class Suite:
         self._options = options
         self._engines = engines
         self._starts = starts
+        self._began = time.monotonic()
         self._shape = vllm_kinds.shape_of(options["dry"])
         self.failures = 0
 
@@ -118,11 +125,15 @@ class Suite:
         decoding = options["others"] * (interference.SHORT_PROMPT + interference.decoded_tokens(order))
         # More than there is room for beside those that decode.
         order["guests"] = max(2, int(2.5 * options["longest"] - decoding) // length + 2)
-        record = self._record("interference", {**order, "modes": [options["mode"]]})
+        record = self._record("interference", {**order, "modes": [options["mode"]], "turns": options["turns"]})
+        for turn in range(options["turns"]):
+            for kind in kinds if turn % 2 == 0 else kinds[::-1]:
+                what = {"kind": kind, "mode": options["mode"], "turn": turn}
+                self._run(record, kind, {**order, "first": turn * options["rounds"]}, what)
+                print(f"turn {turn} of {kind} over after {time.monotonic() - self._began:.0f} s", flush=True)
         print(interference.HEADER, flush=True)
-        for kind in kinds:
-            self._run(record, kind, order, {"kind": kind, "mode": options["mode"]})
-            print(interference.show(interference.summarise(record.rows)[-1]), flush=True)
+        for line in interference.summarise(record.rows):
+            print(interference.show(line), flush=True)
 
     def throughput(self) -> None:
         options = self._options
@@ -147,7 +158,17 @@ def main() -> int:
     vllm_kinds.add_arguments(parser, KINDS)
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="where the files go (results)")
     parser.add_argument("--name", default=time.strftime("%Y-%m-%d"), help="what their names begin with (the date)")
-    parser.add_argument("--mode", choices=("eager", "graphs"), default="graphs", help="with CUDA graphs, or eager")
+    parser.add_argument(
+        "--mode",
+        choices=vllm_kinds.MODES,
+        default="graphs",
+        help="with CUDA graphs, eager, or with CUDA graphs of decode steps and without torch.compile",
+    )
+    parser.add_argument(
+        "--dummy",
+        action="store_true",
+        help="vLLM's dummy weights: a start without a model on disk, tokens without sense",
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure, in this order")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 65536], metavar="N", help="of ttft")
     parser.add_argument(
@@ -160,6 +181,7 @@ def main() -> int:
     parser.add_argument("--guest", type=int, default=32768, metavar="N", help="tokens of a prompt that returns (32768)")
     parser.add_argument("--others", type=int, default=16, metavar="N", help="requests that decode meanwhile (16)")
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="how often one returns (6)")
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="how often an engine has those rounds (1)")
     parser.add_argument("--quiet", type=int, default=240, metavar="N", help="steps without it before each (240)")
     parser.add_argument("--requests", type=int, default=64, metavar="N", help="of throughput (64)")
     parser.add_argument("--inputs", type=int, default=2048, metavar="N", help="tokens of each (2048)")
@@ -168,16 +190,22 @@ def main() -> int:
     arguments_given = parser.parse_args()
     if arguments_given.count < 4 or arguments_given.passes < 2 or min(arguments_given.lengths) < 64:
         parser.error("--count takes at least 4, --passes at least 2, --lengths at least 64")
+    if arguments_given.dummy and "ttft" in arguments_given.parts:
+        parser.error("--dummy: ttft compares tokens, which say nothing with vLLM's dummy weights; choose --parts")
     vllm_kinds.check(arguments_given)
     options = {**vars(arguments_given), "longest": max(arguments_given.lengths)}
     for name in ("out", "models"):
         options[name] = str(options[name])
     options.pop("json")
+    if options["dummy"]:
+        model_of(options)  # before two engines write it at once
     wait_for_memory()
     try:
         with contextlib.ExitStack() as stack:
-            with Child(ttft.__file__, {"kind": "prepare", **options}, "prepare") as running:
-                bus = next(running.rows(options["limit"]))
+            bus: Row = {}
+            if not options["dummy"]:
+                with Child(ttft.__file__, {"kind": "prepare", **options}, "prepare") as running:
+                    bus = next(running.rows(options["limit"]))
             engines = {
                 kind: stack.enter_context(Child(__file__, {**options, "kind": kind}, kind)) for kind in options["kinds"]
             }
@@ -188,6 +216,8 @@ def main() -> int:
                     raise ChildError(f"{kind} ended before it was ready")
                 starts[kind] = row["s"]
                 print(f"{kind} started in {row['s']:.1f} s", flush=True)
+                for line in engine.lines_with(" packed"):
+                    print(f"  {line}", flush=True)
             suite = Suite(options, engines, starts)
             for part in options["parts"]:
                 if part == "ttft":

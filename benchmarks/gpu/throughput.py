@@ -29,7 +29,7 @@ def child(task: Row, emit: Emit) -> None:
         task["kind"],
         model=vllm_kinds.model_folder(shape, Path(task["models"])),
         dry=task["dry"],
-        eager=task["mode"] == "eager",
+        mode=task["mode"],
         # What vLLM's own cache holds, and half as much again.
         gigabytes=1.5 * blocks * shape.block_size * shape.token_bytes / 1e9,
         length=inputs + outputs + 16,

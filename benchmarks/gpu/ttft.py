@@ -63,7 +63,7 @@ def measure(task: Row, emit: Emit) -> None:
         task["kind"],
         model=vllm_kinds.model_folder(shape, Path(task["models"])),
         dry=task["dry"],
-        eager=task["mode"] == "eager",
+        mode=task["mode"],
         gigabytes=task["gigabytes"],
         length=length + 256,
         blocks=int(2.5 * length / shape.block_size),

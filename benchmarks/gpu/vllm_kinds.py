@@ -19,14 +19,17 @@ from records import PROJECT, SOURCE
 
 sys.path.insert(0, str(PROJECT / "scripts"))
 from random_models import Dense
+from random_models import config_folder as config_folder
 from random_models import model_folder as model_folder
-from random_models import write_config as write_config
 
 KINDS = ("base", "native", "kvbm")
 PACKED = {"packed": {"pack": "on"}, "raw": {"pack": "off"}}  # settings in kv_connector_extra_config
 PEERS = ("upstream", "lmcache")
 DRY_KINDS = ("base", "kvbm", *PACKED)  # vLLM's own offloading needs a GPU
 STEP_TOKENS = 8192
+# "decode-graphs": of whole decode steps only, without torch.compile, which takes a minute.
+MODES = ("eager", "graphs", "decode-graphs")
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 24]}
 FIRST_TOKEN, LAST_TOKEN = 10, 150_000  # prompts are drawn from these
 
 Tokens = list[int]
@@ -75,13 +78,15 @@ def set_environment(dry: bool, gigabytes: float) -> None:
 
 
 def open_engine(
-    kind: str, *, model: Path, dry: bool, eager: bool, gigabytes: float, length: int, blocks: int, **more: Any
+    kind: str, *, model: Path, dry: bool, mode: str, gigabytes: float, length: int, blocks: int, **more: Any
 ) -> Any:
     """``vllm.LLM`` for a kind, with a cache of ``blocks`` blocks and room for requests of ``length`` tokens."""
     shape = shape_of(dry)
     set_environment(dry, gigabytes)
     if dry:
         more["block_size"] = shape.block_size
+    if mode == "decode-graphs":
+        more["compilation_config"] = DECODE_GRAPHS
     transfer = connector(kind, gigabytes)
     if transfer is not None:
         more["kv_transfer_config"] = transfer
@@ -92,7 +97,7 @@ def open_engine(
         skip_tokenizer_init=True,
         dtype=shape.dtype,
         max_model_len=length,
-        enforce_eager=eager,
+        enforce_eager=mode == "eager",
         enable_prefix_caching=True,
         max_num_batched_tokens=STEP_TOKENS,
         seed=0,
