@@ -31,14 +31,13 @@ def findings() -> set[str]:
     for path in [*(PROJECT / "src/kvbm/doctor").glob("*.py"), PROJECT / "src/kvbm/observe/findings.py"]:
         text = path.read_text()
         names.update(re.findall(r'\b(?:bad|note)\(\s*"([a-z-]+)"', text))
-        names.update(re.findall(r'name="([a-z-]+)"', text))
     return names
 
 
 def tier_findings() -> list[str]:
     """Patterns of the names that contain the name of a tier."""
     text = (PROJECT / "src/kvbm/observe/findings.py").read_text()
-    names = re.findall(r'name=f"([^"]+)"', text)
+    names = re.findall(r'\b(?:bad|note)\(\s*f"([^"]+)"', text)
     assert names
     return [re.sub(r"{[a-z.]+}", f"(?:{'|'.join(TIERS)})", name) for name in names]
 
