@@ -74,7 +74,7 @@ test-observe: models ## run the tests with a real Prometheus, a real browser and
 	$(python) -m pytest -m observe tests/observe_live $(PYTEST)
 
 test-deploy: env ## check the images' packages and the Helm chart with real tools, without Docker and without a cluster
-	$(VENV)/bin/pip install --quiet 'uv>=0.5' 'mkdocs>=1.6' 'mkdocs-material>=9.5'
+	$(VENV)/bin/pip install --quiet 'uv>=0.5'
 	$(python) scripts/helm_tool.py > /dev/null
 	$(python) -m pytest -m deploy tests/deploy_live $(PYTEST)
 
@@ -174,7 +174,6 @@ docs: env ## write docs/configuration.md from the table of settings
 	mv docs/configuration.md.new docs/configuration.md
 
 docs-site: env ## build the documentation as a site with a search, in build/docs-site; fails for a broken link
-	$(VENV)/bin/pip install --quiet 'mkdocs>=1.6' 'mkdocs-material>=9.5'
 	$(python) scripts/docs_site.py
 
 dist: ## build wheel and sdist in dist/, and try both with every Python that is here: HOME_URL= of the release

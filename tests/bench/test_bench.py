@@ -347,12 +347,20 @@ def test_failures_are_counted_and_told_by_the_exit_code(server, tmp_path, capsys
         (["--base-url", "http://127.0.0.1:1", "--max-requests", "0"], "--max-requests 0: expected a number of"),
         (["--base-url", "http://127.0.0.1:1", "--time", "nan"], "--time nan: expected a number above 0"),
         (["--base-url", "http://127.0.0.1:1", "--model", "m", "--out", "/proc/nowhere"], "/proc/nowhere"),
-        (["--report", "nothing.json"], "nothing.json is not a result"),
+        (["--report", "nothing.json"], "nothing.json cannot be read: No such file or directory"),
+        (["--report", "bench.txt"], "bench.txt is not a result"),
+        (["--qps", "fast"], "argument --qps: 'fast': expected a number"),
+        (["--num-users", "1.5"], "argument --num-users: '1.5': expected a whole number"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, reason, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
+    (tmp_path / "bench.txt").write_text("TTFT 1.2\n")
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
     assert reason in capsys.readouterr().err
 
 

@@ -7,6 +7,8 @@ import os
 import shlex
 import socket
 import sys
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +78,8 @@ def test_serve_sets_up_a_disk_tier_and_keeps_the_users_own_settings(run, monkeyp
         (["m", "--cpu-gb", "1000000", f"--port={free_port()}"], "add --force"),
         (["", "--cpu-gb", "1"], "MODEL is empty"),
         (["m", "--cpu-gb", "1", "--disk-gb", "5", "--disk-dir", ""], "--disk-dir is empty"),
+        (["/no/such/model", "--cpu-gb", "1"], "MODEL /no/such/model does not exist"),
+        (["m", "--cpu-gb", "1", "--port", "6880"], "port 6880 is that of the status page too"),
         (["m", "--cpu-gb", "1", "--port", "-5"], "--port -5: expected a whole number"),
         (["m", "--cpu-gb", "1", "--port", "80a"], "--port 80a: expected a whole number"),
         (["m", "--cpu-gb", "1", "--host", "192.0.2.1"], "with --host"),  # an address of no machine
@@ -92,6 +96,43 @@ def test_serve_refuses_what_cannot_start(arguments, problem, monkeypatch, capsys
         code = stop.code
     assert code == 2
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ({"DYN_KVBM_CPU_CACHE_GB": "1"}, [], []),  # nothing outlives the engine
+        ({"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_DISK_CACHE_GB": "2"}, [], ["--shutdown-timeout", "10"]),
+        ({"DYN_KVBM_CPU_CACHE_GB": "1", "KVBM_HOST_PERSIST": "1"}, [], ["--shutdown-timeout", "10"]),
+        ({"DYN_KVBM_DISK_CACHE_GB": "2"}, ["--shutdown-timeout", "30"], ["--shutdown-timeout", "30"]),
+        ({"DYN_KVBM_DISK_CACHE_GB": "2"}, ["--shutdown_timeout=0"], ["--shutdown_timeout=0"]),
+        ({"DYN_KVBM_DISK_CACHE_GB": "2"}, ["--config", "vllm.yaml"], ["--config", "vllm.yaml"]),  # it may stand there
+    ],
+)
+def test_serve_gives_vllm_time_to_write_what_is_queued(settings, given, expected, vllm, monkeypatch, capsys):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "m", "--print", *given]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[words.index("--kv-transfer-config") + 2 :] == expected
+    vllm.write_text("class EngineArgs: pass\n")  # a release without the option
+    assert main(["serve", "m", "--print", *given]) == 0
+    assert "--shutdown-timeout 10" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def vllm(monkeypatch, tmp_path):
+    """The file of the installed vLLM that declares its options."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    file = tmp_path / "vllm" / "engine" / "arg_utils.py"
+    file.write_text('parser.add_argument(\n    "--shutdown-timeout",\n    type=int,\n)\n')
+    real = metadata.distribution
+
+    def distribution(name):
+        return SimpleNamespace(locate_file=lambda path: tmp_path / path) if name == "vllm" else real(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    return file
 
 
 def test_serve_says_what_is_wrong_with_the_machine_and_goes_on_if_forced(run, tmp_path, capsys):
@@ -163,8 +204,10 @@ def test_other_commands_refuse_unknown_arguments(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, *(["ls"] if command == "cache" else ["list"] if command == "control" else []), "--nonsense"])
     assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: kvbm {command}")
     # argparse complains of a missing model or trace first.
-    assert "--nonsense" in capsys.readouterr().err or command in ("size", "simulate")
+    assert "--nonsense" in said or command in ("size", "simulate")
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -252,6 +295,10 @@ def test_size_refuses_what_makes_no_sense(folder, arguments, problem, capsys):
 def test_size_of_a_folder_without_a_model(tmp_path, capsys):
     assert main(["size", str(tmp_path)]) == 1
     assert "has no config.json" in capsys.readouterr().err
+    assert main(["size", str(tmp_path / "gone")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert main(["size", str(tmp_path / "config.json")]) == 1
+    assert f"it is a file; give the folder of the model, {tmp_path}" in capsys.readouterr().err
     assert main(["size", str(tmp_path)]) == 1
     assert "'num_hidden_layers'" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_a_mooncake_trace_is_replayed(servers, tmp_path):
     assert run.summary.answered == 12
     assert [sample.prompt_tokens for sample in run.samples] == [600 + 2 * i for i in range(12)]
     assert {sample.output_tokens for sample in run.samples} == {12}
-    assert run.samples[-1].started == pytest.approx(4.4, abs=0.3)
+    assert run.samples[-1].started >= 4.4  # 11 times 400 ms
     # What comes back shares 510 of 600 tokens: 15 blocks of 32.
     assert all(sample.cached_tokens >= 480 for sample in run.samples[3:])
 

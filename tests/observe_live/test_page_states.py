@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -109,6 +110,10 @@ def test_an_idle_engine_has_no_big_numbers(show):
     assert values["prefill"] == ["–", "not measured yet"]
     assert values["time to first token saved"] == ["–", "no load yet"]
     assert values["hit rate, host"] == ["–", "no request yet"]
+    expect(page.locator("#history")).to_contain_text("host –")
+    # No line either: nothing is known of the past.
+    lines = page.locator("#history .plot").nth(1).locator("polyline").all()
+    assert [line.get_attribute("points") for line in lines] == ["", ""]
     page.screenshot(path=RESULTS / "page-idle.png", full_page=True)
 
 
@@ -120,8 +125,15 @@ def test_names_and_legends_are_of_what_there_is(show):
     assert page.locator("#sources").inner_text().split("\n") == [
         "tokens of the prompt:", "the engine had them", "from host", "computed",
     ]  # fmt: skip
+    # Every line of a plot has a key of its colour, and the plots have a scale.
+    for plot, scale in zip(page.locator("#history .plot").all(), ("B/s", "100 %"), strict=True):
+        colour = "getComputedStyle(node).{}"
+        lines = [line.evaluate(f"node => {colour.format('stroke')}") for line in plot.locator("polyline").all()]
+        keys = [key.evaluate(f"node => {colour.format('backgroundColor')}") for key in plot.locator("i.key").all()]
+        assert lines == keys
+        expect(plot).to_contain_text(re.compile(f"5 min ago.*full height: .*{scale}.*now", re.DOTALL))
     # A key and its word are on one line, and no word is broken.
-    for item in page.locator(".legend span").all():
+    for item in page.locator(".legend span, .plot p b span").all():
         assert item.bounding_box()["height"] < 26
     page.screenshot(path=RESULTS / "page-cpu-phone.png", full_page=True)
 

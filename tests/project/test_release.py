@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbm.engines.supported import RELEASES
+
 PROJECT = Path(__file__).parents[2]
 PYPROJECT = (PROJECT / "pyproject.toml").read_text()
 VERSION = re.search(r'^version = "(.+)"$', PYPROJECT, re.MULTILINE)[1]
@@ -39,6 +41,35 @@ def test_the_package_says_what_it_supports():
     assert 'requires-python = ">=3.10"' in PYPROJECT
     assert "Operating System :: POSIX :: Linux" in PYPROJECT
     assert "Report" in (PROJECT / "SECURITY.md").read_text()
+
+
+def rows_of(text: str, header: str) -> list[list[str]]:
+    """The cells of the table below this header, without its emphasis."""
+    table = text[text.index(header) :].partition("\n\n")[0]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_table_of_the_first_page_has_the_figures_of_its_run():
+    run = (PROJECT / "benchmarks/gpu/results/2026-11-16-all-engines.md").read_text()
+    measured = rows_of(run, "| engine | cold, ms |")
+    shown = rows_of((PROJECT / "README.md").read_text(), "| | first time | returned |")
+    assert len(measured) == len(shown) == 5
+    for (_, *times, equal, _), (_, *figures, equal_shown) in zip(measured, shown, strict=True):
+        for figure, each in zip(figures, times, strict=True):
+            assert abs(int(figure.replace(",", "")) - float(each.split()[0])) <= 0.5
+        assert equal_shown == equal
+
+
+def test_the_first_page_names_the_releases_that_kvbm_supports():
+    text = (PROJECT / "README.md").read_text()
+    requirements = text[text.index("## Requirements") : text.index("## Install and run")]
+    for package, name in (("vllm", "vLLM"), ("tensorrt_llm", "TensorRT-LLM"), ("sglang", "SGLang")):
+        first, last = RELEASES[package][0], RELEASES[package][-1]
+        assert f"{name} {first}" + (f" to {last}" if first != last else "") in requirements
+    pythons = re.findall(r"Python :: (3\.\d+)", PYPROJECT)
+    assert f"Python {pythons[0]} to {pythons[-1]}" in requirements
+    assert "Linux" in requirements
+    assert "CUDA" in requirements
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_a_whole_trace_of_memory_finds_all_that_is_possible(trace, capsys):
     [
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["synthetic:nothing"], "expected one of agents"),
+        (["synthetic:agents", "--max-requests", "9"], "--max-requests: for traces of files only"),
         (["--disk-gb", "5"], "--host-gb or --host-blocks: expected sizes of at least one block"),
         (["--host-gb", "0.0001"], "expected sizes of at least one block"),
         (["--host-gb", "nan"], "--host-gb nan: expected a number of at least 0"),

@@ -209,7 +209,8 @@ def read_trace(path: Path, most: int | None = None) -> list[Line]:
     try:
         texts = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceError(f"{path} cannot be read: {reason}") from error
     lines: list[Line] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():

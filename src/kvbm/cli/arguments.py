@@ -12,6 +12,20 @@ _SIZES = {
 _NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|[\d._]+(?:e[+-]?\d+)?) *([a-z]*)")
 
 
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number") from None
+
+
+def integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number") from None
+
+
 def positive(text: str) -> float:
     return _positive(text, {"": 1}, "a number above 0")
 

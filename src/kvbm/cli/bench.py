@@ -23,6 +23,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.cli.arguments import integer, number
+
 if TYPE_CHECKING:
     from kvbm.bench.client import Endpoint
 
@@ -37,32 +39,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", help="name of the model (the endpoint's first)")
     parser.add_argument("--api-key", default="", help="if the endpoint requires one")
-    parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="for the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-results"), metavar="DIR", help="for the results (bench-results)"
+    )
     parser.add_argument("--csv", action="store_true", help="also write LMBenchmark's files, one for each rate")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="only write the page of these results")
     parser.add_argument(
         "--extra", default="{}", metavar="JSON", help="fields of every request, for example '{\"ignore_eos\": true}'"
     )
-    parser.add_argument("--warm-up", type=int, default=10, metavar="N", help="short requests before the first run (10)")
-    parser.add_argument("--patience", type=float, default=120, metavar="S", help="wait for the last answers (120)")
-    rounds = parser.add_argument_group("multi-round QA")
-    rounds.add_argument("--qps", nargs="+", type=float, default=[0.1], help="requests a second, one run for each (0.1)")
-    rounds.add_argument("--num-users", type=int, default=15, metavar="N", help="simultaneous users (15)")
-    rounds.add_argument("--num-rounds", type=int, default=20, metavar="N", help="questions of a user (20)")
-    rounds.add_argument(
-        "--shared-system-prompt", type=int, default=1000, metavar="N", help="words that all share (1000)"
+    parser.add_argument(
+        "--warm-up", type=integer, default=10, metavar="N", help="short requests before the first run (10)"
     )
-    rounds.add_argument("--user-history-prompt", type=int, default=20000, metavar="N", help="words of a user (20000)")
-    rounds.add_argument("--answer-len", type=int, default=100, metavar="N", help="maximum tokens of an answer (100)")
-    rounds.add_argument("--time", type=float, default=100, metavar="S", help="seconds of a run (100)")
-    rounds.add_argument("--init-user-id", type=int, metavar="N", help="number of the first user (a new one)")
+    parser.add_argument(
+        "--patience", type=number, default=120, metavar="S", help="seconds to wait for the last answers (120)"
+    )
+    rounds = parser.add_argument_group("multi-round QA")
+    rounds.add_argument(
+        "--qps", nargs="+", type=number, default=[0.1], help="requests a second, one run for each (0.1)"
+    )
+    rounds.add_argument("--num-users", type=integer, default=15, metavar="N", help="simultaneous users (15)")
+    rounds.add_argument("--num-rounds", type=integer, default=20, metavar="N", help="questions of a user (20)")
+    rounds.add_argument(
+        "--shared-system-prompt", type=integer, default=1000, metavar="N", help="words that all share (1000)"
+    )
+    rounds.add_argument(
+        "--user-history-prompt", type=integer, default=20000, metavar="N", help="words of a user (20000)"
+    )
+    rounds.add_argument(
+        "--answer-len", type=integer, default=100, metavar="N", help="maximum tokens of an answer (100)"
+    )
+    rounds.add_argument("--time", type=number, default=100, metavar="S", help="seconds of a run (100)")
+    rounds.add_argument("--init-user-id", type=integer, metavar="N", help="number of the first user (one that is new)")
     trace = parser.add_argument_group("trace")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in Mooncake's format, or a KVBM record")
-    trace.add_argument("--max-requests", type=int, metavar="N", help="only the first N")
-    trace.add_argument("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast (1)")
-    trace.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply lengths by X (1)")
-    trace.add_argument("--block-tokens", type=int, default=512, metavar="N", help="tokens of a hash id (512)")
-    trace.add_argument("--vocabulary", type=int, default=10_000, metavar="N", help="upper bound of token ids (10000)")
+    trace.add_argument("--max-requests", type=integer, metavar="N", help="only the first N")
+    trace.add_argument("--speed", type=number, default=1.0, metavar="X", help="replay X times as fast (1)")
+    trace.add_argument("--scale", type=number, default=1.0, metavar="X", help="multiply lengths by X (1)")
+    trace.add_argument("--block-tokens", type=integer, default=512, metavar="N", help="tokens of a hash id (512)")
+    trace.add_argument(
+        "--vocabulary", type=integer, default=10_000, metavar="N", help="upper bound of token ids (10000)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +102,9 @@ def _report(args: argparse.Namespace) -> int:
     for path in args.report:
         try:
             results.append(from_json(path.read_bytes()))
-        except (OSError, msgspec.DecodeError) as error:
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        except msgspec.DecodeError as error:
             raise ValueError(f"{path} is not a result of kvbm bench: {error}") from error
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.out / "bench.html"

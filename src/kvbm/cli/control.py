@@ -27,11 +27,12 @@ from kvbm.observe.terminal import print_table
 NAME = "control"
 HELP = "show the tiers of a running engine, or empty them"
 
+_ACTIONS = ("list", "status", "reset", "announce")
 _MAX_TEXT = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("list", "status", "reset", "announce"))
+    parser.add_argument("what", choices=_ACTIONS, metavar="ACTION", help=f"one of {', '.join(_ACTIONS)}")
     parser.add_argument("tier", nargs="?", help="for reset: host, disk, or all")
     parser.add_argument("--block", action="append", default=[], metavar="BLOCK", help="for reset: only this block")
     parser.add_argument("--engine", default="", metavar="TEXT", help="select one of several engines")

@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=not _passes_on(command),
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run, passes_on=_passes_on(command))
+        subparser.set_defaults(run=command.run, passes_on=_passes_on(command), refuse=subparser.error)
     return parser
 
 
@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     args.argv, args.rest = argv, rest
     if rest and not getattr(args, "passes_on", False):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        refuse = getattr(args, "refuse", parser.error)  # with the usage of the command, where there is one
+        refuse(f"unrecognized arguments: {' '.join(rest)}")
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return 2

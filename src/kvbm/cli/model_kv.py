@@ -83,8 +83,12 @@ def _file(model: str, name: str) -> Path:
     if not model.strip():
         raise ModelError("the name of the model is empty")
     if folder.is_dir() or model.startswith((".", "/", "~")):
+        if folder.is_file():
+            raise ModelError(f"it is a file; give the folder of the model, {folder.parent}")
+        if not folder.is_dir():
+            raise ModelError("there is no such folder")
         if not (folder / name).is_file():
-            raise ModelError(f"{folder} has no {name}")
+            raise ModelError(f"the folder has no {name}")
         return folder / name
     try:
         from huggingface_hub import hf_hub_download
@@ -94,4 +98,7 @@ def _file(model: str, name: str) -> Path:
         return Path(hf_hub_download(model, name))
     except Exception as error:  # the hub's own errors, and those of the network below it
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{name} cannot be fetched from the Hugging Face hub: {first}") from error
+        raise ModelError(
+            f"{name} cannot be fetched from the Hugging Face hub: {first.rstrip('.')}. A folder with "
+            f"{name} works without it"
+        ) from error

@@ -9,6 +9,9 @@ examples:
   kvbm serve Qwen/Qwen3-8B --cpu-gb 100 --disk-gb 400 --disk-dir /mnt/nvme/kvbm --tensor-parallel-size 2
   kvbm serve Qwen/Qwen3-8B --cpu-gb 100 --print             only print the command
 `kvbm size MODEL` says how many GB to choose.
+
+With a tier that outlives the engine, vLLM also gets --shutdown-timeout 10, unless it is given: after SIGTERM, vLLM lets
+running requests and writes to that tier finish for up to 10 s, instead of killing the engine at once.
 """
 
 import argparse
@@ -19,11 +22,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from kvbm.config import ConfigError, load, require_tier
+from kvbm.config import Config, ConfigError, load, require_tier
 
 NAME = "serve"
 HELP = "start `vllm serve` with KVBM"
@@ -33,9 +37,12 @@ _FLAGS = {
     "DYN_KVBM_CPU_CACHE_GB": "--cpu-gb", "DYN_KVBM_DISK_CACHE_GB": "--disk-gb", "DYN_KVBM_DISK_CACHE_DIR": "--disk-dir",
 }  # fmt: skip
 _DEFAULT_PORT = 8000  # vLLM's
+_SHUTDOWN = "--shutdown-timeout"
+_SHUTDOWN_SECONDS = "10"  # more than the engine takes to write what is queued (kvbm.runtime.flush)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kvbm serve MODEL [--cpu-gb GB] [--disk-gb GB] [--disk-dir DIR] [--print] [any option of `vllm serve`]"
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     parser.add_argument("--cpu-gb", metavar="GB", help="host memory for the cache (DYN_KVBM_CPU_CACHE_GB)")
     parser.add_argument("--disk-gb", metavar="GB", help="size of the disk tier (DYN_KVBM_DISK_CACHE_GB)")
@@ -53,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("MODEL", args.model), ("--disk-dir", args.disk_dir)):
         if value is not None and not value.strip():
             return _fail(f"{name} is empty")
+    if args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():
+        return _fail(f"MODEL {args.model} does not exist. It takes a folder, or a name on the Hugging Face hub")
     if on_command_line(args.rest) is not None:
         return _fail(f"{OPTION} is what this command adds; leave it out, or use `vllm serve` itself")
     flags = {name: flag for name, flag in _FLAGS.items() if _value(args, flag) is not None}
@@ -72,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
         return _fail("the cache has no size: add --cpu-gb GB. `kvbm size MODEL` says how many GB to choose")
     beside = Path(sys.executable).with_name("vllm")  # of this environment; some images have it elsewhere
     vllm = str(beside) if beside.exists() else shutil.which("vllm")
-    command = [vllm or "vllm", "serve", args.model, OPTION, EXAMPLE, *args.rest]
+    command = [vllm or "vllm", "serve", args.model, OPTION, EXAMPLE, *_shutdown(config, args.rest), *args.rest]
     line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), shlex.join(command)])
     if args.print:
         print(line)
         return 0
     if vllm is None:
         return _fail(f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it")
-    if problem := _port_problem(args.rest):
+    if problem := _port_problem(args.rest, config.metrics_port if config.metrics else 0):
         return _fail(problem)
     wrong = _faults(environment, flags)
     print("".join(f"{each}\n" for each in wrong), end="", file=sys.stderr)
@@ -123,7 +132,20 @@ def _by_flags(text: str, flags: Mapping[str, str]) -> str:
     return text
 
 
-def _port_problem(rest: Sequence[str]) -> str:
+def _shutdown(config: Config, rest: Sequence[str]) -> tuple[str, ...]:
+    """The option that lets vLLM finish at SIGTERM, where the installed vLLM has it and the user has not given it."""
+    from kvbm.tiers import registry
+
+    if not registry.outlives_engine(config) or any(_option(rest, name) is not None for name in (_SHUTDOWN, "--config")):
+        return ()
+    try:  # an import of vLLM takes seconds
+        options = metadata.distribution("vllm").locate_file("vllm/engine/arg_utils.py").read_text()
+    except (metadata.PackageNotFoundError, OSError):
+        return ()
+    return (_SHUTDOWN, _SHUTDOWN_SECONDS) if f'"{_SHUTDOWN}"' in options else ()
+
+
+def _port_problem(rest: Sequence[str], metrics_port: int = 0) -> str:
     """Why vLLM could not listen on its port: it tries only after it has loaded the weights, or ends in a traceback."""
     from kvbm.doctor.base import refusal
 
@@ -135,6 +157,11 @@ def _port_problem(rest: Sequence[str]) -> str:
     if text is not None and (not text.isdecimal() or int(text) > 65535):
         return f"--port {text}: expected a whole number up to 65535"
     port = int(text or _DEFAULT_PORT)
+    if port == metrics_port:
+        return (
+            f"port {port} is that of the status page too. Choose another with --port, or for the page with "
+            "DYN_KVBM_METRICS_PORT"
+        )
     if (error := refusal(host, port)) is None:
         return ""
     cure = "Choose an address of this machine with --host, and a port of 1024 or above with --port"

@@ -13,8 +13,9 @@ examples:
   kvbm simulate trace.jsonl --bytes-per-token 327680 --prefill-tokens-per-second 4000
                                                       a larger model: 70B, on eight GPUs
   kvbm simulate trace.jsonl --policy lru arc          two eviction policies side by side
-  kvbm simulate trace.jsonl --host-gb 64 --disk-gb 400 --variant filter: --variant
-      all:DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=1      the admission filter of the disk, and without it
+  kvbm simulate trace.jsonl --host-gb 64 --disk-gb 400 \\
+      --variant filter: --variant all:DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER=1
+                                                      with the admission filter of the disk, and without it
   kvbm simulate synthetic:agents                      a generated workload
 """
 
@@ -23,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.cli.arguments import integer, number
 from kvbm.config import SETTINGS
 from kvbm.tiers.registry import NEAR, TIERS
 
@@ -44,19 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", nargs="+", metavar="TRACE", help="files or directories, or synthetic:NAME")
     sizes = parser.add_argument_group("sizes")
     for tier in _SIZED:
-        sizes.add_argument(f"--{tier.name}-gb", nargs="+", type=float, metavar="GB", help=f"of the {tier.name} tier")
-        sizes.add_argument(f"--{tier.name}-blocks", nargs="+", type=int, metavar="N", help="the same, in blocks")
-    sizes.add_argument("--gpu-blocks", type=int, default=0, metavar="N",
+        sizes.add_argument(f"--{tier.name}-gb", nargs="+", type=number, metavar="GB", help=f"of the {tier.name} tier")
+        sizes.add_argument(f"--{tier.name}-blocks", nargs="+", type=integer, metavar="N", help="the same, in blocks")
+    sizes.add_argument("--gpu-blocks", type=integer, default=0, metavar="N",
                        help="of the engine's own cache; a record tells what it had (0)")  # fmt: skip
     machine = parser.add_argument_group("model and machine")
-    machine.add_argument("--bytes-per-token", type=int, metavar="N", help="of KV, all ranks (the record's, or 131072)")
-    machine.add_argument("--prefill-tokens-per-second", type=float, metavar="N", help="(10000)")
+    machine.add_argument(
+        "--bytes-per-token", type=integer, metavar="N", help="of KV, all ranks (the record's, or 131072)"
+    )
+    machine.add_argument("--prefill-tokens-per-second", type=number, metavar="N", help="of the engine (10000)")
     for tier in _SIZED:
         rate = tier.prior.bytes_per_second / 1e9
-        machine.add_argument(f"--{tier.name}-gbps", type=float, metavar="GB/S", help=f"read rate ({rate:g})")
+        machine.add_argument(f"--{tier.name}-gbps", type=number, metavar="GB/S", help=f"read rate ({rate:g})")
     trace = parser.add_argument_group("trace")
-    trace.add_argument("--block-tokens", type=int, default=0, metavar="N", help="of a hash id (the record's, or 512)")
-    trace.add_argument("--max-requests", type=int, metavar="N", help="only the first N")
+    trace.add_argument(
+        "--block-tokens", type=integer, default=0, metavar="N", help="tokens of a hash id (the record's, or 512)"
+    )
+    trace.add_argument("--max-requests", type=integer, metavar="N", help="only the first N")
     trace.add_argument("--whole-blocks", action="store_true",
                        help="count the last block of a prompt as full, as simulators of other caches do")  # fmt: skip
     trace.add_argument("--hints", default="given", metavar="KIND",
@@ -66,9 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="a setting of KVBM")
     settings.add_argument("--variant", action="append", default=[], metavar="NAME:SETTING=VALUE,...",
                           help="settings to compare, under a name; may be repeated")  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (one for each core)")
+    parser.add_argument("--jobs", type=integer, default=0, metavar="N", help="processes (one for each core)")
     parser.add_argument("--no-optimum", action="store_true", help="skip the offline optimum")
-    parser.add_argument("--out", type=Path, default=Path("simulate-results"), metavar="DIR", help="for the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("simulate-results"), metavar="DIR", help="for the results (simulate-results)"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON, and write no files")
 
 
@@ -170,6 +178,9 @@ def _source(args: argparse.Namespace) -> "Source":
     if generated and len(args.trace) > 1:
         raise ValueError(f"{generated[0]}: a generated workload cannot be merged with other traces")
     if generated:
+        options = ("block_tokens", "max_requests", "whole_blocks")
+        if given := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]:
+            raise ValueError(f"{', '.join(given)}: for traces of files only; {generated[0]} is generated as a whole")
         return Source(synthetic=generated[0].removeprefix(_SYNTHETIC), hints=args.hints)
     paths = tuple(map(Path, args.trace))
     return Source(paths, "", args.block_tokens, args.whole_blocks, args.max_requests, args.hints)

@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
             if len(served) != 1:
                 raise ValueError(f"{args.url} serves {', '.join(served) or 'nothing'}: name one with --model")
             endpoint.model = served[0]
-    except (EndpointError, OSError, ValueError) as error:
+    except OSError as error:
+        print(f"kvbm: {printable(args.file)} cannot be read: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except (EndpointError, ValueError) as error:
         print(f"kvbm: {printable(error, 1000)}", file=sys.stderr)
         return 2
     began, lock, done = time.monotonic(), threading.Lock(), 0

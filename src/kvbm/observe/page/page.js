@@ -207,30 +207,39 @@ function drawTiers(state) {
   $("tiers").replaceChildren(...nodes);
 }
 
-function plot(title, unit, lines) {
+function key(kind, text) {
+  return make("span", {}, make("i", { class: `key ${kind}` }), text);
+}
+
+function plot(title, least, lines, show) { // a value of null is one that is not known
   const svgs = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(svgs, "svg");
   svg.setAttribute("viewBox", "0 0 300 72");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  const top = Math.max(...lines.flatMap((line) => line.values), unit === "%" ? 1 : 1e-9);
+  const top = Math.max(...lines.flatMap((line) => line.values), least);
   const end = states[states.length - 1].at;
   const base = document.createElementNS(svgs, "line");
   for (const [name, value] of [["x1", 0], ["x2", 300], ["y1", 71], ["y2", 71]]) base.setAttribute(name, value);
   svg.append(base);
   for (const line of lines) {
-    const points = line.values.map((value, i) => {
+    const points = line.values.flatMap((value, i) => {
       const x = 300 - (300 * (end - states[i].at)) / HISTORY_S;
-      return `${x.toFixed(1)},${(71 - (69 * value) / top).toFixed(1)}`;
+      return value === null ? [] : [`${x.toFixed(1)},${(71 - (69 * value) / top).toFixed(1)}`];
     });
     const node = document.createElementNS(svgs, "polyline");
     node.setAttribute("points", points.join(" "));
     node.style.stroke = `var(--${line.color})`;
     svg.append(node);
   }
-  const current = lines.map((line) => `${line.name} ${line.show(line.values[line.values.length - 1])}`).join(", ");
-  svg.setAttribute("aria-label", `${title}: ${current}`);
-  return make("div", { class: "plot" }, make("p", {}, make("span", {}, title), make("b", {}, current)), svg);
+  const last = (line) => line.values[line.values.length - 1];
+  const current = lines.map((line) => `${line.name} ${last(line) === null ? "–" : show(last(line))}`);
+  svg.setAttribute("aria-label", `${title}: ${current.join(", ")}`);
+  return make(
+    "div", { class: "plot" },
+    make("p", {}, make("span", {}, title), make("b", {}, ...current.map((text, i) => key(lines[i].color, text)))), svg,
+    make("p", {}, make("span", {}, "5 min ago"), make("span", {}, `full height: ${show(top)}`), make("span", {}, "now")),
+  );
 }
 
 function drawHistory(state) {
@@ -239,22 +248,20 @@ function drawHistory(state) {
   ));
   const speed = (value) => `${bytes(value)}/s`;
   const plots = [
-    plot("moved", "bytes", [
-      { name: "↑ onboard", color: "device", values: moved((f) => f.target === "device"), show: speed },
-      { name: "↓ offload", color: "host", values: moved((f) => f.target !== "device"), show: speed },
-    ]),
-    plot("hit rate", "%", state.tiers.map((tier) => ({
+    plot("moved", 1, [
+      { name: "↑ onboard", color: "device", values: moved((f) => f.target === "device") },
+      { name: "↓ offload", color: "host", values: moved((f) => f.target !== "device") },
+    ], speed),
+    plot("hit rate", 1, state.tiers.map((tier) => ({
       name: tier.tier,
       color: colorOf(state, tier.tier),
-      values: states.map((s) => (s.hit_rates.blocks ? (s.hit_rates.hits[tier.tier] || 0) / s.hit_rates.blocks : 0)),
-      show: percent,
-    }))),
+      values: states.map((s) => (s.hit_rates.blocks ? (s.hit_rates.hits[tier.tier] || 0) / s.hit_rates.blocks : null)),
+    })), percent),
   ];
   $("history").replaceChildren(...plots);
 }
 
 function drawLegend(state) {
-  const key = (kind, text) => make("span", {}, make("i", { class: `key ${kind}` }), text);
   $("sources").replaceChildren(
     make("span", {}, "tokens of the prompt:"), key("device", "the engine had them"),
     ...state.tiers.map((tier) => key(colorOf(state, tier.tier), `from ${tier.tier}`)), key("compute", "computed"),

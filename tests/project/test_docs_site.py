@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
-from conftest import PROJECT
-
+PROJECT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("docs_site", PROJECT / "scripts" / "docs_site.py")
 docs_site = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(docs_site)
