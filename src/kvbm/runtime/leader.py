@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from kvbm.core.breaker import Breaker
 from kvbm.core.cost import CostModel
 from kvbm.core.counts import Counts, add
@@ -46,21 +48,18 @@ class Watcher(Protocol):
         """``bad``: blocks that were not written."""
 
 
-class _Load:
+class _Load(msgspec.Struct, eq=False):
     """A load on its way: which ranks have not answered yet, and which blocks did not arrive so far."""
 
-    __slots__ = ("absent", "bad", "keep", "late", "missed", "plan", "ranks", "seconds", "tier_seconds")
-
-    def __init__(self, plan: LoadPlan, ranks: int) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.missed: dict[int, list[int]] = {}  # by rank, as it said last
-        self.absent: set[int] = set()  # positions that the engine was told not to count on
-        self.late: dict[int, list[TierName]] = {}  # by rank: tiers that still write to the near slots
-        self.keep = True  # blocks of staged tiers may stay in the near one
-        self.seconds = 0.0  # of the slowest rank
-        self.tier_seconds: dict[TierName, float] = {}
+    plan: LoadPlan
+    ranks: set[int]
+    bad: set[int] = set()
+    missed: dict[int, list[int]] = {}  # by rank, as it said last
+    absent: set[int] = set()  # positions that the engine was told not to count on
+    late: dict[int, list[TierName]] = {}  # by rank: tiers that still write to the near slots
+    keep: bool = True  # blocks of staged tiers may stay in the near one
+    seconds: float = 0.0  # of the slowest rank
+    tier_seconds: dict[TierName, float] = {}
 
     def take_in(self, rank: int, result: LoadResult) -> None:
         self.bad.update(result.bad)
@@ -71,18 +70,15 @@ class _Load:
             self.late.pop(rank, None)
 
 
-class _Store:
-    """A store on its way. ``beside``: loads whose blocks the same forward pass may have computed on."""
+class _Store(msgspec.Struct, eq=False):
+    """A store on its way."""
 
-    __slots__ = ("bad", "beside", "plan", "ranks", "seconds", "unpackable")
-
-    def __init__(self, plan: StorePlan, ranks: int, beside: Iterable[int] = ()) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.seconds = 0.0
-        self.unpackable: set[int] = set()
-        self.beside = set(beside)
+    plan: StorePlan
+    ranks: set[int]  # that have not answered yet
+    beside: set[int]  # loads whose blocks the same forward pass may have computed on
+    bad: set[int] = set()  # ranks
+    seconds: float = 0.0
+    unpackable: set[int] = set()
 
 
 class Leader:
@@ -147,7 +143,7 @@ class Leader:
         """Plan a load. The caller must deliver the plan to every rank, even if the request ends."""
         fences = self.fences(blocks)
         plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant)
-        self._loads[plan.id] = _Load(plan, self.ranks)
+        self._loads[plan.id] = _Load(plan, set(range(self.ranks)))
         if in_step:
             self._in_step.add(plan.id)
         return plan
@@ -166,7 +162,7 @@ class Leader:
         plan = self.manager.store(keys, blocks, tenants)
         if plan is None:
             return None
-        self._stores[plan.id] = _Store(plan, self.ranks, self._in_step)
+        self._stores[plan.id] = _Store(plan, set(range(self.ranks)), set(self._in_step))
         self._pending_blocks += len(plan.copy.blocks)
         for block in plan.copy.blocks:
             self._reading[block] = plan.id

@@ -15,6 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from kvbm.core.breaker import Breaker
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
@@ -23,16 +25,13 @@ from kvbm.core.policy.admission import AdmissionRule, AdmitAll
 from kvbm.plans import MovePlan, MoveResult, TierName
 
 
-class Move:
+class Move(msgspec.Struct, eq=False):
     """A move on its way, and the ranks that owe an answer."""
 
-    __slots__ = ("bad", "plan", "ranks", "seconds")
-
-    def __init__(self, plan: MovePlan, ranks: int) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.seconds = 0.0
+    plan: MovePlan
+    ranks: set[int]
+    bad: set[int] = set()
+    seconds: float = 0.0
 
     def ends(self, rank: int, result: MoveResult) -> bool:
         """Take in a rank's answer. True when it was the last one."""
@@ -125,7 +124,7 @@ class Edge:
         plan = self._manager.move(batch, self.target, self.source)
         if plan is None:
             return None
-        self._moves[plan.id] = Move(plan, self._ranks)
+        self._moves[plan.id] = Move(plan, set(range(self._ranks)))
         self.pending_blocks += len(plan.slots)
         return plan
 
