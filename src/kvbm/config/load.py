@@ -156,14 +156,14 @@ class _Reading:
     def _warn_if_unknown(self, given: _Given) -> None:
         """Warn about a name that resembles a setting, and about every unknown name that only KVBM can mean."""
         near, is_ours = _meant(given)
-        within = [name for name in given.raw if name in _ALL_NAMES] if isinstance(given.raw, Mapping) else []
+        inside = [name for name in given.raw if name in _ALL_NAMES] if isinstance(given.raw, Mapping) else []
         if not near and not is_ours:
             return
         hint = f"did you mean {near}?" if near else "`kvbm config --all` lists the settings"
-        if within:
-            hint = f"put {', '.join(within)} at the top of the file, outside of [{given.name}]"
+        if inside:
+            hint = f"put {', '.join(inside)} at the top of the file, outside of [{given.name}]"
         self.warnings.append(f"{given.name} ({given.source}) is not a setting and is ignored; {hint}")
-        if near or within:
+        if near or inside:
             self.misspelt.append(self.warnings[-1])
 
     def add_router_hints(self, extra: Mapping[str, object]) -> router_hints.Advertised | None:

@@ -25,9 +25,9 @@ from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
-from kvbm.core.policy.admission import AdmissionRule
-from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
+from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, StoreResult, TierName
 from kvbm.runtime.unpackable import Unpackable
+from kvbm.tiers.base import Route
 from kvbm.tiers.edges import Edge
 from kvbm.tiers.fetches import Fetches
 
@@ -168,21 +168,9 @@ class Leader:
             self._reading[block] = plan.id
         return plan
 
-    def add_edge(
-        self,
-        target: TierName,
-        admission: AdmissionRule | None,
-        max_pending_blocks: int,
-        bypass: bool = False,
-        source: TierName | None = None,
-    ) -> None:
-        """Let blocks move on to this tier, from the near one by default; see :class:`~kvbm.tiers.edges.Edge`."""
-        self.edges.append(
-            Edge(
-                target, self.manager, self.ranks, self.counts, admission=admission, source=source,
-                max_pending_blocks=max_pending_blocks, block_bytes=self._kept_bytes, bypass=bypass,
-            )
-        )  # fmt: skip
+    def add_edge(self, route: Route) -> None:
+        """Let blocks move on this way."""
+        self.edges.append(Edge(route, self.manager, self.ranks, self.counts, self._kept_bytes))
         for edge in self.edges:
             edge.share_near_tier(len(self.edges))
 
@@ -226,7 +214,7 @@ class Leader:
                 self._end_load(report.rank, load)
         for report in reports:
             for store in report.stores:
-                self._end_store(report.rank, store.id, store.ok, store.seconds, store.unpackable)
+                self._end_store(report.rank, store)
             for move in report.moves:
                 self.fetches.end(report.rank, move, time.monotonic())
                 for edge in self.edges:
@@ -330,18 +318,16 @@ class Leader:
             if self._cost is not None:
                 self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
 
-    def _end_store(
-        self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0, unpackable: Iterable[int] = ()
-    ) -> None:
-        flight = self._stores.get(plan_id)
+    def _end_store(self, rank: int, result: StoreResult) -> None:
+        flight = self._stores.get(result.id)
         if flight is None:
             return
-        if not ok:
+        if not result.ok:
             flight.bad.add(rank)
-        flight.unpackable.update(unpackable)
+        flight.unpackable.update(result.unpackable)
         if rank not in flight.ranks:
             return
-        flight.seconds = max(flight.seconds, seconds)
+        flight.seconds = max(flight.seconds, result.seconds)
         flight.ranks.remove(rank)
         if flight.ranks:
             return
@@ -349,9 +335,9 @@ class Leader:
         blocks = flight.plan.copy.blocks
         self._pending_blocks -= len(blocks)
         for block in blocks:
-            if self._reading.get(block) == plan_id:
+            if self._reading.get(block) == result.id:
                 del self._reading[block]
-        self._settle_store(plan_id, flight)
+        self._settle_store(result.id, flight)
 
     def _settle_store(self, plan_id: int, flight: _Store) -> None:
         """Publish or forget a store once it is over on every rank and so is every load beside it."""
@@ -405,7 +391,7 @@ class Leader:
             self._finish_late(load)
         self._suspend()
         for plan_id in list(self._stores):
-            self._end_store(rank, plan_id, ok=False)
+            self._end_store(rank, StoreResult(plan_id, ok=False))
         for edge in self.edges:
             edge.fail_rank(rank)
         self.fetches.fail_rank(rank, time.monotonic())

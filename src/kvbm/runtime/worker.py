@@ -85,7 +85,7 @@ class Worker:
         except Exception as error:
             self._fault("prefetch", error)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no copy that was submitted reads or writes the engine's cache. Loads that are not over count as
         failed: the engine is about to give their blocks away. Never raises."""
         try:
@@ -95,7 +95,7 @@ class Worker:
             for ticket in (*tickets, *self._stores.tickets.values()):
                 ticket.wait()
         except Exception as error:
-            self._fault("settle", error)
+            self._fault("drain", error)
 
     @property
     def copies(self) -> str:

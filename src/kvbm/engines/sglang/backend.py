@@ -46,7 +46,7 @@ logger = logging.getLogger("kvbm")
 
 KV = "kv"
 
-# Writing is in nobody's way and has more patience than reading has (KVBM_DISK_LOAD_TIMEOUT_SECS).
+# No request waits for a write, so a write has more time than a read has (KVBM_DISK_LOAD_TIMEOUT_SECS).
 PUT_SECONDS = 30.0
 
 
@@ -105,7 +105,7 @@ class KvbmStorage(HiCacheStorage):
         self._pools[str(host_pool_name)] = host_pool
 
     def on_host_pools_registered(self) -> None:
-        """All pools are known: whatever cannot be had shall fail now, while the engine starts."""
+        """All pools are known: a store that cannot be opened fails the engine's start."""
         for name in self._pools if self._adapter is not None else ():
             self._store(name)
 
@@ -356,7 +356,7 @@ class KvbmStorage(HiCacheStorage):
             self._presence.close()
             self._presence = None
         with self._opening:
-            self._adapter = None  # whoever is in a call opens no store any more
+            self._adapter = None  # a call that is under way opens no store any more
             stores = list(self._stores.values())
             self._stores.clear()
         for store in stores:
