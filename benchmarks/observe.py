@@ -36,7 +36,7 @@ from typing import Any
 from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.observe.record import NoRecord, Record
+from kvbm.observe.record import Record, Sink
 from kvbm.observe.requests import LOADED, NOT_FOUND, Admission, RequestLog
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import Identity
@@ -175,7 +175,7 @@ def measure_recording(pairs: int, requests: int) -> dict[str, Any]:
         for pair in range(pairs):
             took = {}
             for recording in (True, False) if pair % 2 else (False, True):
-                books.log.record = record if recording else NoRecord()
+                books.log.record = record if recording else Sink()
                 before = thread_seconds(("kvbm-record",))
                 began = time.thread_time()
                 for _ in range(requests):

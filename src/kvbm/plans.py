@@ -229,7 +229,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 _T = TypeVar("_T")
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def _decoder(kind: type[_T]) -> Callable[[bytes], _T]:
@@ -248,7 +248,3 @@ def _decoder(kind: type[_T]) -> Callable[[bytes], _T]:
 decode_step = _decoder(StepPlan)
 decode_reports = _decoder(list[Report])
 decode_hello = _decoder(Hello)
-
-
-def encode(message: StepPlan | list[Report] | Hello) -> bytes:
-    return _encode(message)

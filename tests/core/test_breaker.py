@@ -9,6 +9,7 @@ from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
+from kvbm.tiers.base import Route
 from tiernames import DISK, HOST
 
 
@@ -86,7 +87,7 @@ def clock(monkeypatch):
 def leader(clock):
     manager = BlockManager({HOST: Pool(16), DISK: Pool(16)})
     leader = Leader(manager, 1)
-    leader.add_edge(DISK, None, max_pending_blocks=8)
+    leader.add_edge(Route(DISK, max_pending_blocks=8))
     return leader
 
 

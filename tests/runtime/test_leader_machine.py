@@ -19,6 +19,7 @@ from kvbm.core.policy import POLICIES, make_policy
 from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
+from kvbm.tiers.base import Route
 from tiernames import DISK, HOST
 from toy_tier import TIER
 from toy_tier.catalog import ToyCatalog
@@ -136,7 +137,7 @@ class LeaderMachine(RuleBasedStateMachine):
         if DISK in self.far:
             self.manager.catalogs[DISK].journal = self.index
         for source, target in self.routes:
-            self.leader.add_edge(target, None, max_pending_blocks=3, source=source)
+            self.leader.add_edge(Route(target, source, max_pending_blocks=3))
         self.edges = self.leader.edges
         self.loads, self.stores, self.spills = {}, {}, {}
         self.late = {}  # loads that are over for the engine

@@ -8,6 +8,7 @@ from kvbm.core.policy.admission import FrequencyFilter
 from kvbm.core.pool import Pool
 from kvbm.plans import LoadResult, MoveResult, Report, StoreResult
 from kvbm.runtime.leader import Leader
+from kvbm.tiers.base import Route
 from tiernames import DISK, HOST, OBJECT, PRIORS
 
 
@@ -36,7 +37,7 @@ class Book:
 def make(ranks=2, host=16, disk=16, filtered=False, most=100):
     manager = BlockManager({HOST: Pool(host), DISK: Pool(disk)})
     leader = Leader(manager, ranks, block_bytes=[1000] * ranks, cost=CostModel(PRIORS))
-    leader.add_edge(DISK, FrequencyFilter(lambda: 0.0) if filtered else None, max_pending_blocks=most)
+    leader.add_edge(Route(DISK, None, FrequencyFilter(lambda: 0.0) if filtered else None, most))
     manager.catalogs[DISK].journal = Book()
     return leader
 
@@ -300,7 +301,7 @@ def three_tiers(routes, near=16):
     manager = BlockManager({HOST: Pool(near), DISK: Pool(32), OBJECT: Pool(32)}, staging_slots=3)
     leader = Leader(manager, 2)
     for source, target in routes:
-        leader.add_edge(target, None, 100, source=source)
+        leader.add_edge(Route(target, source, None, 100))
     return leader
 
 

@@ -21,6 +21,7 @@ from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import connect, open_manager
 from kvbm.tiers import registry
+from kvbm.tiers.base import Route
 from observed import IDENTITY
 from tiernames import DISK, HOST
 from toy_tier.server import Server
@@ -216,7 +217,7 @@ def test_a_block_that_is_bad_at_the_source_of_a_staged_move_is_not_written_to_th
     with open(slab, "r+b") as file:
         file.seek(disk.find(KEYS[2]) * slot_bytes)
         file.write(b"broken")
-    engine.leader.add_edge(TOY, None, 16, source=DISK)
+    engine.leader.add_edge(Route(TOY, DISK, None, 16))
     engine.leader.used(KEYS[:4])
     engine.run()
     assert {tag for _, tag in server.blocks} == {KEYS[0], KEYS[1], KEYS[3]}

@@ -277,7 +277,7 @@ class Replay:
                 break
             self._next += 1
             most = max(1, round(line.output_length * self._scale))
-            asks.append(Ask(Prompt(tokens=self.tokens(line)), most, 0, self._next, _ignore, at))
+            asks.append(Ask(Prompt(tokens=self.tokens(line)), most, 0, self._next, lambda answer: None, at))
         return asks
 
     def over(self, now: float) -> bool:
@@ -298,10 +298,6 @@ class Replay:
     def _draw(self, seed: str, count: int) -> list[int]:
         source = random.Random(seed)
         return [100 + source.randrange(self._vocabulary - 100) for _ in range(count)]
-
-
-def _ignore(answer: Answer) -> None:
-    return
 
 
 def warm_up(count: int = 10) -> Iterable[Prompt]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config import ConfigError, load
-from kvbm.observe.format import printable, size
+from kvbm.observe.format import moment, printable, size
 from kvbm.observe.terminal import block_progress, print_table
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _list(args: argparse.Namespace) -> int:
         print(f"no caches in bucket {printable(settings.bucket)} that these settings can read", file=sys.stderr)
         return 0
     rows = [
-        (_name(cache), cache.model, f"{cache.blocks:,}", cache.ranks, size(cache.bytes), _when(cache.modified))
+        (_name(cache), cache.model, f"{cache.blocks:,}", cache.ranks, size(cache.bytes), moment(cache.modified))
         for cache in found
     ]
     print_table(("CACHE", "MODEL", "BLOCKS", "RANKS", "SIZE", "LAST WRITTEN"), rows, right=(2, 3, 4))
@@ -166,7 +166,3 @@ def _say(name: str, what: str, moved: Moved, seconds: float) -> int:
 
 def _name(cache: BucketCache) -> str:
     return cache.root.rpartition("/")[2]
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "never"

@@ -23,13 +23,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.cli import bucket, warm
 from kvbm.config import load
-from kvbm.observe.format import columns, printable, size
+from kvbm.observe.format import columns, moment, printable, size
 from kvbm.observe.terminal import block_progress, print_table
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def _ls(args: argparse.Namespace, paths: list[Path]) -> int:
         blocks = "?" if cache.blocks is None else f"{cache.blocks:,}"
         sizes = blocks, f"{cache.slots:,}", size(cache.disk_bytes)
         state = "in use" if cache.in_use else ""
-        rows.append((cache.path.name, cache.model, *sizes, _when(cache.used_at), cache.path.parent, state))
+        rows.append((cache.path.name, cache.model, *sizes, moment(cache.used_at), cache.path.parent, state))
     print_table(("CACHE", "MODEL", "BLOCKS", "OF", "SIZE", "LAST USED", "IN", ""), rows, right=(2, 3, 4))
     return code
 
@@ -148,7 +147,7 @@ def _stat(args: argparse.Namespace, paths: list[Path]) -> int:
             "blocks": f"{'cannot be read' if cache.blocks is None else f'{cache.blocks:,}'} of {cache.slots:,}{share}",
             "files": f"{cache.ranks} ranks, {size(cache.slot_bytes)} a block on each",
             "size": size(cache.disk_bytes),
-            "last used": _when(cache.used_at),
+            "last used": moment(cache.used_at),
             "state": "in use by an engine" if cache.in_use else "not in use",
         }
         print("\n".join(f"  {line}" for line in columns(list(facts.items()))))
@@ -202,7 +201,3 @@ def _clear(args: argparse.Namespace, paths: list[Path]) -> int:
 
 def _plain(cache: Cache) -> dict[str, object]:
     return {**cache._asdict(), "path": str(cache.path)}
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

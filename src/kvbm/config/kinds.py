@@ -180,16 +180,16 @@ class FilePath(Kind, frozen=True):
 class Shares(Kind, frozen=True):
     """Names with a fraction each, which add up to 1 at most."""
 
-    most: int = 16
+    max_names: int = 16
 
     def accepts(self) -> str:
-        return f"at most {self.most} times NAME=SHARE, separated by commas, with shares that add up to at most 1"
+        return f"at most {self.max_names} times NAME=SHARE, separated by commas, with shares that add up to at most 1"
 
     def parse(self, raw: object) -> str:
         if not isinstance(raw, str):
             raise RejectedError
         shares = split_shares(raw)
-        if len(shares) > self.most or sum(shares.values()) > 1 + 1e-9:
+        if len(shares) > self.max_names or sum(shares.values()) > 1 + 1e-9:
             raise RejectedError
         return raw.strip()
 

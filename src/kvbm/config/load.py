@@ -156,17 +156,17 @@ class _Reading:
     def _warn_if_unknown(self, given: _Given) -> None:
         """Warn about a name that resembles a setting, and about every unknown name that only KVBM can mean."""
         near, is_ours = _meant(given)
-        within = [name for name in given.raw if name in _ALL_NAMES] if isinstance(given.raw, Mapping) else []
+        inside = [name for name in given.raw if name in _ALL_NAMES] if isinstance(given.raw, Mapping) else []
         if not near and not is_ours:
             return
         hint = f"did you mean {near}?" if near else "`kvbm config --all` lists the settings"
-        if within:
+        if inside:
             place = f"at the top of the file, outside of [{given.name}]"
             if given.source == EXTRA_CONFIG:
                 place = f'beside "{given.name}", not in it'
-            hint = f"put {', '.join(within)} {place}"
+            hint = f"put {', '.join(inside)} {place}"
         self.warnings.append(f"{given.name} ({given.source}) is not a setting and is ignored; {hint}")
-        if near or within:
+        if near or inside:
             self.misspelt.append(self.warnings[-1])
 
     def add_router_hints(self, extra: Mapping[str, object]) -> router_hints.Advertised | None:

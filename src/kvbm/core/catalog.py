@@ -260,11 +260,10 @@ class ReadOnlyCatalog(Catalog):
     def reserve(self, keys: Sequence[Key], tenants: Sequence[int] | None = None) -> list[int] | None:
         return None
 
-    def commit(self, places: Sequence[int]) -> None:
+    def commit(self, places: Iterable[int]) -> None:
         raise NotImplementedError("this tier's blocks are written by others")
 
-    def abandon(self, places: Iterable[int]) -> None:
-        raise NotImplementedError("this tier's blocks are written by others")
+    abandon = commit
 
     def pin(self, places: Sequence[int]) -> None:
         return

@@ -88,7 +88,6 @@ class Pool(Catalog):
         return slots
 
     def find(self, key: Key) -> int | None:
-        """The slot of one published block."""
         return self._published.get(key)
 
     def holds(self, key: Key) -> bool:
@@ -107,12 +106,10 @@ class Pool(Catalog):
 
     @property
     def findable(self) -> KeysView[Key]:
-        """All published blocks, as they are at any moment."""
         return self._published.keys()
 
     @property
     def arriving(self) -> KeysView[Key]:
-        """All blocks that are being written, as they are at any moment."""
         return self._writing.keys()
 
     def key_of(self, slot: int) -> Key | None:

@@ -68,24 +68,29 @@ class Faults:
         self.counts[reason] += times
 
 
-def guarded(neutral: Any) -> Callable[[F], F]:
-    """Return ``neutral`` (a value, or a function that makes one) if the method raises or KVBM is off.
+def guarded(neutral: Any, failed: Any = ...) -> Callable[[F], F]:
+    """Return ``neutral`` (a value, or a function that makes one) if the method raises or KVBM is off. ``failed``: what
+    to return instead if it raises.
 
     A profiler shows each call as a range with the method's name.
     """
+    if failed is ...:
+        failed = neutral
 
     def decorate(method: F) -> F:
         ranged = annotate(method.__name__)(method)
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = neutral
             if self._adapter is not None:
                 with self._faults.engine_lock:
                     try:
                         return ranged(self, *args, **kwargs)
                     except Exception as error:
                         self._faults.record(method.__name__, error)
-            return neutral() if callable(neutral) else neutral
+                        answer = failed
+            return answer() if callable(answer) else answer
 
         return call  # type: ignore[return-value]
 

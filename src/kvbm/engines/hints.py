@@ -47,10 +47,9 @@ def from_params(params: object, session: object = None, priority: object = None)
         important = 1.0  # a lifetime alone asks to keep the blocks
     retention = ()
     if important:
-        sign = 1 if important > 0 else -1
-        retention = (Retention(sign, float("inf") if seconds is None else seconds),)
-    turn = Turn(session=hash(name) if isinstance(name, str) and name else 0, is_final=said.get("final") is True)
-    turn = turn._replace(retention=retention)
+        retention = (Retention(1 if important > 0 else -1, float("inf") if seconds is None else seconds),)
+    number_of_session = hash(name) if isinstance(name, str) and name else 0
+    turn = Turn(session=number_of_session, is_final=said.get("final") is True, retention=retention)
     return NO_HINTS if turn == NO_HINTS else turn
 
 

@@ -30,7 +30,7 @@ class Services:
         self._consolidator: launch.ConsolidatorProcess | None = None
         self._presence: Presence | None = None
 
-    def _appear(
+    def _start_control(
         self,
         config: Config,
         session: Session,

@@ -16,7 +16,9 @@ import logging
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq
@@ -34,7 +36,6 @@ class Consolidator:
     """``inputs``: endpoint -> name of its stream. Binds its output; raises zmq.ZMQError if it cannot."""
 
     def __init__(self, inputs: dict[str, str], output: str, mode: str) -> None:
-        self._mode = mode
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PUB)
         self._out.set_hwm(MAX_WAITING)
@@ -54,8 +55,8 @@ class Consolidator:
             self.close()
             raise
         self._numbers: dict[str, int] = {}  # the last message of each stream
-        self._ranks: dict[int, Merge] = {}
-        self._pending: dict[int, list[dict[str, object]]] = {}
+        self._ranks: defaultdict[int, Merge] = defaultdict(partial(Merge, mode))
+        self._pending: defaultdict[int, list[dict[str, object]]] = defaultdict(list)
         self._sent = 0
         self._decode = msgspec.msgpack.Decoder().decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -81,14 +82,9 @@ class Consolidator:
                 rank = int(rest[0] or 0) if rest else 0
                 if len(frames) > 2:
                     self._count(stream, int.from_bytes(frames[1], "big"))
-                self._pending.setdefault(rank, []).extend(self._merge(rank).apply(stream, events))
+                self._pending[rank] += self._ranks[rank].apply(stream, events)
             except (msgspec.DecodeError, ValueError, TypeError) as error:
                 logger.warning("skipped an invalid message of %s: %s", stream, error)
-
-    def _merge(self, rank: int) -> Merge:
-        if rank not in self._ranks:
-            self._ranks[rank] = Merge(self._mode)
-        return self._ranks[rank]
 
     def _count(self, stream: str, number: int) -> None:
         """Lost messages may have been removals, so the stream's blocks are dropped: a missing block is harmless."""
@@ -98,7 +94,7 @@ class Consolidator:
             return
         logger.warning("messages %d to %d of %s are missing: its blocks are dropped", last + 1, number - 1, stream)
         for rank, merge in self._ranks.items():
-            self._pending.setdefault(rank, []).extend(merge.clear(stream))
+            self._pending[rank] += merge.clear(stream)
 
     def _flush(self) -> None:
         for rank, events in self._pending.items():
@@ -106,7 +102,7 @@ class Consolidator:
                 payload = self._encode([time.time(), events, rank])
                 self._out.send_multipart([b"", self._sent.to_bytes(8, "big"), payload])
                 self._sent += 1
-        self._pending = {}
+        self._pending.clear()
 
     def close(self) -> None:
         for socket in (*self._in, self._out):

@@ -76,7 +76,7 @@ class _Change(Enum):
 class _Book:
     """One tier's journal. Subscribers know the blocks at the journal's beginning, without those in ``untold``."""
 
-    __slots__ = ("arriving", "findable", "journal", "most", "pending", "tier", "untold")
+    __slots__ = ("arriving", "findable", "journal", "max_pending", "pending", "tier", "untold")
 
     def __init__(self, tier: TierName, pool: Catalog) -> None:
         self.tier = tier
@@ -84,7 +84,7 @@ class _Book:
         self.arriving = pool.arriving
         self.journal: deque[tuple[_Change, Sequence[Key]]] = deque()
         self.pending = 0  # blocks in it
-        self.most = 4 * pool.size + MAX_AT_ONCE
+        self.max_pending = 4 * pool.size + MAX_AT_ONCE
         self.untold: set[Key] = set()  # came without a description
 
     def note(self, change: _Change, keys: Sequence[Key]) -> None:
@@ -144,7 +144,7 @@ class Ledger:
             self._forget(keys)
             return
         book.note(_Change.CAME if findable else _Change.WENT, keys)
-        if book.pending > book.most:
+        if book.pending > book.max_pending:
             self._forget(book.cut())
 
     # -- describing ---------------------------------------------------------------------------------------------------

@@ -30,12 +30,9 @@ Event = Mapping[str, Any]
 _Place = tuple[str, str]  # stream, medium
 
 
-class _Block:
-    __slots__ = ("name", "places")
-
-    def __init__(self, name: int) -> None:
-        self.name = name
-        self.places: set[tuple[_Place, int]] = set()  # with its name there: a block may have two names
+class _Block(msgspec.Struct, eq=False):
+    name: int
+    places: set[tuple[_Place, int]] = set()  # with its name there: a block may have two names
 
 
 class Merge:

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -99,14 +100,9 @@ def render_history(points: Iterable[Point]) -> Answer:
     return Answer(200, _encode(list(points)), "application/json")
 
 
-_files: dict[str, bytes] = {}
-
-
+@cache
 def _file(name: str) -> bytes:
-    if name not in _files:
-        with open(os.path.join(os.path.dirname(__file__), "page", name), "rb") as file:
-            _files[name] = file.read()
-    return _files[name]
+    return (Path(__file__).parent / "page" / name).read_bytes()
 
 
 class Renderings:
@@ -114,12 +110,7 @@ class Renderings:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = msgspec.structs.replace(snapshot, findings=explain(snapshot))
-        self._made: dict[Wanted, Answer] = {}
-
-    def render(self, wanted: Wanted) -> Answer:
-        if wanted not in self._made:
-            self._made[wanted] = self._render(wanted)
-        return self._made[wanted]
+        self.render = cache(self._render)
 
     def _render(self, wanted: Wanted) -> Answer:
         if wanted.path == "/metrics":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 
 
@@ -30,6 +31,10 @@ def seconds(number: float) -> str:
     if long >= 120:
         return f"{number / 60:.0f} min"
     return f"{number:.1f} s" if long >= 1 else f"{number * 1e3:.0f} ms"
+
+
+def moment(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds)) if unix_seconds else "never"
 
 
 def printable(text: object, longest: int = 200) -> str:

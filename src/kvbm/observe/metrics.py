@@ -9,6 +9,7 @@ module writes the text format itself. The second part follows the convention and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 from kvbm.observe.snapshot import DEVICE, Flow, Snapshot
@@ -181,23 +182,14 @@ def render(snapshot: Snapshot) -> bytes:
     """All metrics as Prometheus text."""
     lines: list[str] = []
     for metric in METRICS:
-        lines.append(_headers[metric.name])
-        for values, value in metric.read(snapshot):
-            start = _starts.get((metric.name, values))
-            if start is None:
-                start = _starts[metric.name, values] = _start(metric, values)
-            lines.append(f"{start}{value}\n")
+        lines.append(f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n")
+        lines += (f"{_start(metric, values)}{value}\n" for values, value in metric.read(snapshot))
     return "".join(lines).encode()
 
 
-_headers = {
-    metric.name: f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n" for metric in METRICS
-}
-# The part of a line before its value: one for each series, and constant.
-_starts: dict[tuple[str, Labels], str] = {}
-
-
+@cache
 def _start(metric: Metric, values: Labels) -> str:
+    """The part of a line before its value: constant for each series."""
     labels = ",".join(f'{name}="{_escape(value)}"' for name, value in zip(metric.labels, values, strict=True))
     return f"{metric.name}{{{labels}}} " if labels else f"{metric.name} "
 

@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -84,31 +84,20 @@ class HintsLine(msgspec.Struct, frozen=True):
     retention: list[tuple[int, float | None, int, int]]  # priority, seconds (None: no end), first block, end
 
 
-class Sink(Protocol):
-    """The part of a record that the engine's thread uses."""
-
-    dropped: int
-
-    def now(self) -> float:
-        """Milliseconds from the start of the record."""
-        ...
-
-    def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None: ...
-
-
-class NoRecord:
-    """Recording is off."""
+class Sink:
+    """The part of a record that the engine's thread uses. This one drops every line: recording is off."""
 
     dropped = 0
 
     def now(self) -> float:
+        """Milliseconds from the start of the record."""
         return 0.0
 
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
         return
 
 
-class Record:
+class Record(Sink):
     """Raises OSError if it cannot create the file. Only one thread may call ``add``."""
 
     def __init__(self, folder: Path, max_bytes: int, **header: Any) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvbm.core.cost import Prices
 from kvbm.core.manager import Match
 from kvbm.core.policy import NO_HINTS, Turn
-from kvbm.observe.record import HintsLine, LookupLine, NoRecord, Sink, StoreLine
+from kvbm.observe.record import HintsLine, LookupLine, Sink, StoreLine
 from kvbm.observe.snapshot import (
     EVICTED,
     LOADED,
@@ -90,20 +91,17 @@ def passed_over(request: str, prompt_tokens: int, device_tokens: int, block_toke
     return Admission(request, prompt_tokens, device_tokens, 0, None, {}, 0, block_tokens, outcome)
 
 
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     """A request so far. Its load may end later."""
 
-    __slots__ = ("admission", "at", "failed_tokens", "hints", "load_seconds", "lookups", "saved", "stores")
-
-    def __init__(self, admission: Admission) -> None:
-        self.admission = admission
-        self.at = time.time()
-        self.load_seconds: float | None = None
-        self.failed_tokens = 0
-        self.saved: float | None = None
-        self.lookups: list[LookupLine] = []  # for the record
-        self.stores: list[StoreLine] = []
-        self.hints: HintsLine | None = None
+    admission: Admission
+    at: float
+    load_seconds: float | None = None
+    failed_tokens: int = 0
+    saved: float | None = None
+    lookups: list[LookupLine] = []  # for the record
+    stores: list[StoreLine] = []
+    hints: HintsLine | None = None
 
 
 class Seen:
@@ -149,7 +147,7 @@ class RequestLog:
         self.loads = 0  # whose time is known
         self.saved_seconds = 0.0
         self.lost_seconds = 0.0
-        self.record: Sink = NoRecord() if record is None else record
+        self.record: Sink = record or Sink()
         self._seen = Seen()
         self._latest: deque[_Entry] = deque(maxlen=latest)
         self._running: dict[str, _Entry] = {}  # by request, from its first admission to its end
@@ -162,7 +160,7 @@ class RequestLog:
 
     @property
     def is_recording(self) -> bool:
-        return not isinstance(self.record, NoRecord)
+        return type(self.record) is not Sink
 
     def _next(self) -> int:
         self._order += 1
@@ -172,7 +170,7 @@ class RequestLog:
         """``plan_id``: the load that the leader has planned for it. ``prices``: those of the decision."""
         self.changes += 1
         self.outcomes[admission.outcome] += 1
-        entry = _Entry(admission)
+        entry = _Entry(admission, time.time())
         self._latest.append(entry)
         running = self._running.setdefault(admission.request, entry)
         if self.is_recording:

@@ -61,19 +61,16 @@ class Request(NamedTuple):
     answer: Answer | Wanted
 
 
-class Connection:
+class Connection(msgspec.Struct, eq=False):
     """Reads a request, waits for its answer, sends it, and begins again."""
 
-    __slots__ = ("is_open", "output", "received", "request", "since", "socket", "waits")
-
-    def __init__(self, client: socket.socket, now: float) -> None:
-        self.socket = client
-        self.since = now  # start of the current phase: idle, request or answer
-        self.received = b""
-        self.request: Request | None = None
-        self.waits = False  # for its answer; then it is not replaced
-        self.output = memoryview(b"")
-        self.is_open = True
+    socket: socket.socket
+    since: float  # start of the current phase: idle, request or answer
+    received: bytes = b""
+    request: Request | None = None
+    waits: bool = False  # for its answer; then it is not replaced
+    output: memoryview = memoryview(b"")
+    is_open: bool = True
 
 
 class Web:

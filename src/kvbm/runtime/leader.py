@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from kvbm.core.breaker import Breaker
 from kvbm.core.cost import CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
-from kvbm.core.policy.admission import AdmissionRule
-from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, TierName
+from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, StoreResult, TierName
 from kvbm.runtime.unpackable import Unpackable
+from kvbm.tiers.base import Route
 from kvbm.tiers.edges import Edge
 from kvbm.tiers.fetches import Fetches
 
@@ -46,21 +48,18 @@ class Watcher(Protocol):
         """``bad``: blocks that were not written."""
 
 
-class _Load:
+class _Load(msgspec.Struct, eq=False):
     """A load on its way: which ranks have not answered yet, and which blocks did not arrive so far."""
 
-    __slots__ = ("absent", "bad", "keep", "late", "missed", "plan", "ranks", "seconds", "tier_seconds")
-
-    def __init__(self, plan: LoadPlan, ranks: int) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.missed: dict[int, list[int]] = {}  # by rank, as it said last
-        self.absent: set[int] = set()  # positions that the engine was told not to count on
-        self.late: dict[int, list[TierName]] = {}  # by rank: tiers that still write to the near slots
-        self.keep = True  # blocks of staged tiers may stay in the near one
-        self.seconds = 0.0  # of the slowest rank
-        self.tier_seconds: dict[TierName, float] = {}
+    plan: LoadPlan
+    ranks: set[int]
+    bad: set[int] = set()
+    missed: dict[int, list[int]] = {}  # by rank, as it said last
+    absent: set[int] = set()  # positions that the engine was told not to count on
+    late: dict[int, list[TierName]] = {}  # by rank: tiers that still write to the near slots
+    keep: bool = True  # blocks of staged tiers may stay in the near one
+    seconds: float = 0.0  # of the slowest rank
+    tier_seconds: dict[TierName, float] = {}
 
     def take_in(self, rank: int, result: LoadResult) -> None:
         self.bad.update(result.bad)
@@ -71,18 +70,15 @@ class _Load:
             self.late.pop(rank, None)
 
 
-class _Store:
-    """A store on its way. ``beside``: loads whose blocks the same forward pass may have computed on."""
+class _Store(msgspec.Struct, eq=False):
+    """A store on its way."""
 
-    __slots__ = ("bad", "beside", "plan", "ranks", "seconds", "unpackable")
-
-    def __init__(self, plan: StorePlan, ranks: int, beside: Iterable[int] = ()) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.seconds = 0.0
-        self.unpackable: set[int] = set()
-        self.beside = set(beside)
+    plan: StorePlan
+    ranks: set[int]  # that have not answered yet
+    beside: set[int]  # loads whose blocks the same forward pass may have computed on
+    bad: set[int] = set()  # ranks
+    seconds: float = 0.0
+    unpackable: set[int] = set()
 
 
 class Leader:
@@ -147,7 +143,7 @@ class Leader:
         """Plan a load. The caller must deliver the plan to every rank, even if the request ends."""
         fences = self.fences(blocks)
         plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant)
-        self._loads[plan.id] = _Load(plan, self.ranks)
+        self._loads[plan.id] = _Load(plan, set(range(self.ranks)))
         if in_step:
             self._in_step.add(plan.id)
         return plan
@@ -166,27 +162,15 @@ class Leader:
         plan = self.manager.store(keys, blocks, tenants)
         if plan is None:
             return None
-        self._stores[plan.id] = _Store(plan, self.ranks, self._in_step)
+        self._stores[plan.id] = _Store(plan, set(range(self.ranks)), set(self._in_step))
         self._pending_blocks += len(plan.copy.blocks)
         for block in plan.copy.blocks:
             self._reading[block] = plan.id
         return plan
 
-    def add_edge(
-        self,
-        target: TierName,
-        admission: AdmissionRule | None,
-        max_pending_blocks: int,
-        bypass: bool = False,
-        source: TierName | None = None,
-    ) -> None:
-        """Let blocks move on to this tier, from the near one by default; see :class:`~kvbm.tiers.edges.Edge`."""
-        self.edges.append(
-            Edge(
-                target, self.manager, self.ranks, self.counts, admission=admission, source=source,
-                max_pending_blocks=max_pending_blocks, block_bytes=self._kept_bytes, bypass=bypass,
-            )
-        )  # fmt: skip
+    def add_edge(self, route: Route) -> None:
+        """Let blocks move on this way."""
+        self.edges.append(Edge(route, self.manager, self.ranks, self.counts, self._kept_bytes))
         for edge in self.edges:
             edge.share_near_tier(len(self.edges))
 
@@ -230,7 +214,7 @@ class Leader:
                 self._end_load(report.rank, load)
         for report in reports:
             for store in report.stores:
-                self._end_store(report.rank, store.id, store.ok, store.seconds, store.unpackable)
+                self._end_store(report.rank, store)
             for move in report.moves:
                 self.fetches.end(report.rank, move, time.monotonic())
                 for edge in self.edges:
@@ -334,18 +318,16 @@ class Leader:
             if self._cost is not None:
                 self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
 
-    def _end_store(
-        self, rank: int, plan_id: int, ok: bool, seconds: float = 0.0, unpackable: Iterable[int] = ()
-    ) -> None:
-        flight = self._stores.get(plan_id)
+    def _end_store(self, rank: int, result: StoreResult) -> None:
+        flight = self._stores.get(result.id)
         if flight is None:
             return
-        if not ok:
+        if not result.ok:
             flight.bad.add(rank)
-        flight.unpackable.update(unpackable)
+        flight.unpackable.update(result.unpackable)
         if rank not in flight.ranks:
             return
-        flight.seconds = max(flight.seconds, seconds)
+        flight.seconds = max(flight.seconds, result.seconds)
         flight.ranks.remove(rank)
         if flight.ranks:
             return
@@ -353,9 +335,9 @@ class Leader:
         blocks = flight.plan.copy.blocks
         self._pending_blocks -= len(blocks)
         for block in blocks:
-            if self._reading.get(block) == plan_id:
+            if self._reading.get(block) == result.id:
                 del self._reading[block]
-        self._settle_store(plan_id, flight)
+        self._settle_store(result.id, flight)
 
     def _settle_store(self, plan_id: int, flight: _Store) -> None:
         """Publish or forget a store once it is over on every rank and so is every load beside it."""
@@ -409,7 +391,7 @@ class Leader:
             self._finish_late(load)
         self._suspend()
         for plan_id in list(self._stores):
-            self._end_store(rank, plan_id, ok=False)
+            self._end_store(rank, StoreResult(plan_id, ok=False))
         for edge in self.edges:
             edge.fail_rank(rank)
         self.fetches.fail_rank(rank, time.monotonic())

@@ -42,7 +42,8 @@ class _Move:
                 return MoveResult(self._plan.id, sorted(self._bad), self._reading.seconds)
             self._reading = None
             self._written = good = [i for i in self._written if i not in self._bad]
-            targets, near_slots, tags = ([part[i] for i in good] for part in self._parts)
+            plan = self._plan
+            targets, near_slots, tags = ([part[i] for i in good] for part in (plan.targets, plan.via, plan.tags))
             try:
                 self._writing = self._target.write(targets, near_slots, tags)  # type: ignore[arg-type]
             except Exception as error:
@@ -54,10 +55,6 @@ class _Move:
             return None
         self._hear(self._writing)
         return MoveResult(self._plan.id, sorted(self._bad), self._writing.seconds)
-
-    @property
-    def _parts(self) -> tuple[list[int], list[int], list[bytes]]:
-        return self._plan.targets, self._plan.via, self._plan.tags
 
     def _hear(self, operation: Operation) -> None:
         self._bad.update(self._written[position] for position in operation.bad)

@@ -74,7 +74,7 @@ def connect(
             if route.source is None or route.source in leader.manager.catalogs:
                 if clock is not None and route.admission is not None:
                     route.admission.follow(clock)
-                leader.add_edge(**route._asdict())
+                leader.add_edge(route)
         if cost is not None and (rate := measured(hellos, name)) is not None:
             cost.start_from(name, rate)
 

@@ -13,24 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvbm.plans import (
-    Copy,
-    LoadPlan,
-    LoadResult,
-    Report,
-    StepPlan,
-    TierName,
-)
+from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, TierName
 from kvbm.runtime.loads import Load, Part, Rest, Submission
 from kvbm.runtime.moves import Moves
 from kvbm.runtime.stores import Share, Stores
-from kvbm.tiers.base import PersistentMemory
 from kvbm.tiers.bounded import keep_until_exit
 from kvbm.tiers.staged_read import StagedRead, StagedStore, expected_if_late, merge_copies
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket, When
+
+if TYPE_CHECKING:
+    from kvbm.tiers.host.persistent_slab import PersistentSlab
 
 
 class Outcome(NamedTuple):
@@ -52,7 +47,7 @@ class Worker:
         num_blocks: int,
         share: Share | None = None,
         stores: Iterable[StagedStore] = (),
-        kept: PersistentMemory | None = None,
+        kept: PersistentSlab | None = None,
     ) -> None:
         """``kept``: the slab, where it outlives the engine."""
         self.rank = rank
@@ -90,7 +85,7 @@ class Worker:
         except Exception as error:
             self._fault("prefetch", error)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no copy that was submitted reads or writes the engine's cache. Loads that are not over count as
         failed: the engine is about to give their blocks away. Never raises."""
         try:
@@ -100,7 +95,7 @@ class Worker:
             for ticket in (*tickets, *self._stores.tickets.values()):
                 ticket.wait()
         except Exception as error:
-            self._fault("settle", error)
+            self._fault("drain", error)
 
     @property
     def copies(self) -> str:

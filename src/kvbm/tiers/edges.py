@@ -15,24 +15,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from kvbm.core.breaker import Breaker
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
-from kvbm.core.policy.admission import AdmissionRule, AdmitAll
-from kvbm.plans import MovePlan, MoveResult, TierName
+from kvbm.core.policy.admission import AdmitAll
+from kvbm.plans import MovePlan, MoveResult
+from kvbm.tiers.base import Route
 
 
-class Move:
+class Move(msgspec.Struct, eq=False):
     """A move on its way, and the ranks that owe an answer."""
 
-    __slots__ = ("bad", "plan", "ranks", "seconds")
-
-    def __init__(self, plan: MovePlan, ranks: int) -> None:
-        self.plan = plan
-        self.ranks = set(range(ranks))
-        self.bad: set[int] = set()
-        self.seconds = 0.0
+    plan: MovePlan
+    ranks: set[int]
+    bad: set[int] = set()
+    seconds: float = 0.0
 
     def ends(self, rank: int, result: MoveResult) -> bool:
         """Take in a rank's answer. True when it was the last one."""
@@ -45,36 +45,21 @@ class Move:
 
 
 class Edge:
-    """Part of the leader: called from its thread, never waits.
+    """Part of the leader: called from its thread, never waits. ``block_bytes``: of all ranks together."""
 
-    ``bypass``: the near tier is no tier of its own here, only the staging buffer of the target.
-    """
-
-    def __init__(
-        self,
-        target: TierName,
-        manager: BlockManager,
-        ranks: int,
-        counts: Counts,
-        *,
-        admission: AdmissionRule | None = None,
-        max_pending_blocks: int = 1024,
-        block_bytes: int = 0,
-        bypass: bool = False,
-        source: TierName | None = None,
-    ) -> None:
-        self.source = source or manager.near_tier
-        self.target = target
-        self.bypass = bypass
+    def __init__(self, route: Route, manager: BlockManager, ranks: int, counts: Counts, block_bytes: int) -> None:
+        self.source = route.source or manager.near_tier
+        self.target = route.target
+        self.bypass = route.bypass
         self._manager = manager
         self._ranks = ranks
         self._counts = counts
-        self._admission = AdmitAll() if admission is None else admission
+        self._admission = AdmitAll() if route.admission is None else route.admission
         self._breaker = Breaker()
-        self._block_bytes = block_bytes  # of all ranks together
+        self._block_bytes = block_bytes
         # Not limited by the source tier: only keys wait. With half of it as the limit, prompts whose stores were
         # confirmed in one step did not fit, and the end of the last one was passed over.
-        self._max_waiting = max_pending_blocks
+        self._max_waiting = route.max_pending_blocks
         self._max_pending = 0
         self.share_near_tier(1)
         self._waiting: dict[Key, None] = {}
@@ -125,7 +110,7 @@ class Edge:
         plan = self._manager.move(batch, self.target, self.source)
         if plan is None:
             return None
-        self._moves[plan.id] = Move(plan, self._ranks)
+        self._moves[plan.id] = Move(plan, set(range(self._ranks)))
         self.pending_blocks += len(plan.slots)
         return plan
 

@@ -45,7 +45,7 @@ class Fetches:
         """Begin to fetch the blocks of a match that lie in remote tiers; returns how many."""
         plans = self._manager.fetch(match, self.max_blocks - self.pending_blocks, tenant)
         for plan in plans:
-            self._fetches[plan.id] = Move(plan, self._ranks)
+            self._fetches[plan.id] = Move(plan, set(range(self._ranks)))
             self.pending_blocks += len(plan.slots)
         self._due += plans
         return sum(len(plan.slots) for plan in plans)

@@ -15,6 +15,7 @@ class RemoteCatalog(Catalog):
     """A pin keeps a place and its key here, and nothing at the other end: a read that comes too late fails."""
 
     is_remote = True
+    free = 0
     max_bad_keys: int  # remembered; the oldest go first
 
     def __init__(self) -> None:
@@ -51,10 +52,6 @@ class RemoteCatalog(Catalog):
 
     def _is_bad(self, key: Key) -> bool:
         return key in self._bad and time.monotonic() < self._bad[key]
-
-    @property
-    def free(self) -> int:
-        return 0
 
     @property
     def pinned(self) -> int:

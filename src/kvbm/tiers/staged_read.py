@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvbm.plans import Copy, TierName
 from kvbm.tiers.base import Operation, Store
 
@@ -122,18 +124,15 @@ def merge_copies(copies: Iterable[tuple[int, Copy]]) -> list[Stretch]:
     return [stretch for stretch in stretches if stretch.slots]
 
 
-class _Chunk:
+class _Chunk(msgspec.Struct, eq=False):
     """Blocks that are read together, and then copied together."""
 
-    __slots__ = ("before", "near_slots", "operation", "over", "part", "ticket")
-
-    def __init__(self, part: range, near_slots: list[int], before: _Chunk | None) -> None:
-        self.part = part  # of the stretch
-        self.near_slots = near_slots
-        self.before = before  # the chunk that uses these near slots first
-        self.operation: Operation | None = None
-        self.ticket: Copying | None = None
-        self.over = False
+    part: range  # of the stretch
+    near_slots: list[int]
+    before: _Chunk | None  # the chunk that uses these near slots first
+    operation: Operation | None = None
+    ticket: Copying | None = None
+    over: bool = False
 
 
 class StagedRead:

@@ -41,13 +41,11 @@ class IssuedTicket(Ticket):
         self._error: BaseException | None = None
         self._over = False
 
-    def issued(self, began: torch.cuda.Event, ended: torch.cuda.Event, error: BaseException | None = None) -> None:
+    def issued(
+        self, began: torch.cuda.Event | None, ended: torch.cuda.Event | None, error: BaseException | None
+    ) -> None:
+        """Wakes every thread that waits for this ticket. Without events: CUDA could not even record one."""
         self._began, self._ended, self._error = began, ended, error
-        self._issued.set()
-
-    def failed(self, error: BaseException) -> None:
-        """CUDA could not even record an event. Wakes every thread that waits for this ticket."""
-        self._error = error
         self._issued.set()
 
     def done(self) -> bool:
@@ -136,7 +134,7 @@ class EngineCopies:
             try:
                 self._carry_out(*job)
             except Exception as error:
-                job[-1].failed(error)
+                job[-1].issued(None, None, error)
 
     def _carry_out(
         self, blocks: Sequence[int], slots: Sequence[int], forward_ended: torch.cuda.Event, ticket: IssuedTicket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -47,16 +46,18 @@ class KernelCopies:
         segments = layout.segments
         self.segments = len(segments)
         self._table = segment_table(layout, device)
-        self._launches: list[_Launch] = []
+        self._is_packed = layout.tile_values > 0
         self._programs, self._local_programs = _PROGRAMS, _LOCAL_PROGRAMS
-        if layout.tile_values:
+        self._launches: list[tuple[int, int, tuple[object, ...]]] = []  # first of equal segments, end, constants
+        if self._is_packed:
             self._programs, self._local_programs = _UNPACK_PROGRAMS, LOCAL_UNPACK_PROGRAMS
-        kernel = Launcher(unpack_pieces, UNPACK_WARPS) if layout.tile_values else Launcher(copy_pieces, _WARPS)
+        self._launcher = Launcher(unpack_pieces, UNPACK_WARPS) if self._is_packed else Launcher(copy_pieces, _WARPS)
         for first, group in equal_segments(layout):
-            if layout.tile_values:
-                self._launches.append(_UnpackLaunch(group, first, kernel, layout.tile_values))
+            if self._is_packed:
+                constants: tuple[object, ...] = tile_constants(group[0], layout.tile_values)
             else:
-                self._launches.append(_CopyLaunch(group, first, kernel, slab.slot_bytes, slab.address))
+                constants = copy_constants(group, slab)
+            self._launches.append((first, first + len(group), constants))
         self._zeros = torch.zeros(slab.slot_bytes, dtype=torch.uint8, pin_memory=True)
         pinned = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, pin_memory=True)
         copies = torch.empty(_BUFFERS, 2 * _BATCH, dtype=torch.int64, device=device)
@@ -99,7 +100,7 @@ class KernelCopies:
         while start < end:
             buffer, at = buffers[start // _BATCH], start % _BATCH
             count = min(end - start, buffer.count - at)
-            self._launch(buffer, 0, buffer.count + at, count, rows, *segments, to_device, signal, programs)
+            self._launch(buffer, buffer.count + at, count, rows, segments, to_device, signal, programs)
             rows, start = (rows[0] + count * rows[1], rows[1]), start + count
 
     def release(self, buffers: list[IndexBuffer]) -> None:
@@ -121,33 +122,25 @@ class KernelCopies:
         host = host or (self._slab.address, self._slab.slot_bytes)
         for i in range(0, len(slots), _BATCH):
             buffer = self._upload(slots[i : i + _BATCH], blocks[i : i + _BATCH])
-            self._launch(
-                buffer, 0, buffer.count, buffer.count, host, first, self.segments, to_device, signal, self._programs
-            )
+            segments = (first, self.segments)
+            self._launch(buffer, buffer.count, buffer.count, host, segments, to_device, signal, self._programs)
             buffer.release()
 
     def _launch(
-        self,
-        buffer: IndexBuffer,
-        slots_at: int,
-        blocks_at: int,
-        count: int,
-        host: tuple[int, int],
-        first: int,
-        last: int,
-        to_device: bool,
-        signal: bool,
-        programs: int,
-    ) -> None:
-        for launch in self._launches:
-            begin, end = max(first, launch.first), min(last, launch.first + launch.segments)
+        self, buffer: IndexBuffer, blocks_at: int, count: int, host: tuple[int, int], segments: tuple[int, int],
+        to_device: bool, signal: bool, programs: int,
+    ) -> None:  # fmt: skip
+        if self._is_packed and not to_device:
+            raise ValueError("packed blocks cannot be copied as they are")
+        direction = () if self._is_packed else (to_device,)
+        for first, last, constants in self._launches:
+            begin, end = max(segments[0], first), min(segments[1], last)
             if begin < end:
-                launch.start(
+                self._launcher.start(
                     min(programs, (end - begin) * count),
                     (self._table, buffer.device, self.arrived),
-                    (slots_at, blocks_at, *host, begin, end - begin, count),
-                    to_device,
-                    signal,
+                    (0, blocks_at, *host, begin, end - begin, count),
+                    (*constants, *direction, signal),
                 )
 
     def _upload(self, slots: Numbers, blocks: Numbers) -> IndexBuffer:
@@ -172,44 +165,12 @@ def equal_segments(layout: BlockLayout) -> Iterator[tuple[int, list[Segment]]]:
         first += len(segments)
 
 
-class _Launch(ABC):
-    def __init__(self, segments: Sequence[Segment], first: int, kernel: Launcher) -> None:
-        self.first = first
-        self.segments = len(segments)
-        self._kernel = kernel
-
-    @abstractmethod
-    def start(
-        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], to_device: bool, signal: bool
-    ) -> None: ...
-
-
-class _CopyLaunch(_Launch):
-    def __init__(self, segments: Sequence[Segment], first: int, kernel: Launcher, slot_bytes: int, host: int) -> None:
-        super().__init__(segments, first, kernel)
-        size = segments[0].size
-        numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
-        word_bytes, self._word = word_of(size, slot_bytes, host, *numbers)
-        self._words = size // word_bytes
-        self._tile = tile_of(self._words, _TILE_BYTES // word_bytes)
-
-    def start(
-        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], to_device: bool, signal: bool
-    ) -> None:
-        self._kernel.start(programs, pointers, numbers, (self._word, self._words, self._tile, to_device, signal))
-
-
-class _UnpackLaunch(_Launch):
-    def __init__(self, segments: Sequence[Segment], first: int, kernel: Launcher, tile_values: int) -> None:
-        super().__init__(segments, first, kernel)
-        self._constants = tile_constants(segments[0], tile_values)
-
-    def start(
-        self, programs: int, pointers: Sequence[object], numbers: Sequence[int], to_device: bool, signal: bool
-    ) -> None:
-        if not to_device:
-            raise ValueError("packed blocks cannot be copied as they are")
-        self._kernel.start(programs, pointers, numbers, (*self._constants, signal))
+def copy_constants(segments: Sequence[Segment], slab: Slab) -> tuple[object, ...]:
+    """Of the copy kernel for equal segments: the word, words of a piece, and words that are moved at a time."""
+    size = segments[0].size
+    numbers = [n for s in segments for n in (s.address, s.stride, s.offset)]
+    word_bytes, word = word_of(size, slab.slot_bytes, slab.address, *numbers)
+    return word, size // word_bytes, tile_of(size // word_bytes, _TILE_BYTES // word_bytes)
 
 
 def tile_constants(segment: Segment, tile_values: int) -> tuple[int, int, int, int]:

@@ -76,13 +76,15 @@ class Wire:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._talk)
             return [int(i) for i in flags.nonzero().flatten()]
         except Exception as error:
-            self.disabled_reason = f"broadcasts are disabled: {type(error).__name__}: {error}"
-            raise WireError(self.disabled_reason) from error
+            raise self._disable(error) from error
 
     def send(self, buffer: torch.Tensor) -> Any:
         """Start the broadcast of a buffer from the first rank; returns the work handle of torch.distributed."""
         try:
             return dist.broadcast(buffer, self.first, group=self._data, async_op=True)
         except Exception as error:
-            self.disabled_reason = f"broadcasts are disabled: {type(error).__name__}: {error}"
-            raise WireError(self.disabled_reason) from error
+            raise self._disable(error) from error
+
+    def _disable(self, error: Exception) -> WireError:
+        self.disabled_reason = f"broadcasts are disabled: {type(error).__name__}: {error}"
+        return WireError(self.disabled_reason)

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("kvbm")
 
 KV = "kv"
 
-# Writing is in nobody's way and has more patience than reading has (KVBM_DISK_LOAD_TIMEOUT_SECS).
+# No request waits for a write, so a write has more time than a read has (KVBM_DISK_LOAD_TIMEOUT_SECS).
 PUT_SECONDS = 30.0
 
 
@@ -105,21 +105,22 @@ class KvbmStorage(HiCacheStorage):
         self._pools[str(host_pool_name)] = host_pool
 
     def on_host_pools_registered(self) -> None:
-        """All pools are known: whatever cannot be had shall fail now, while the engine starts."""
+        """All pools are known: a store that cannot be opened fails the engine's start."""
         for name in self._pools if self._adapter is not None else ():
             self._store(name)
 
     def _store(self, name: str) -> PageStore:
         """The store of a pool. Opened at the latest when it is first used: older engines do not say when all pools are
         there."""
-        store = self._stores.get(name)
-        if store is None:
-            with self._opening:
-                store = self._stores.get(name)
-                if store is None:
-                    pool = self._pools[name]
-                    store = self._stores[name] = self._open(name, shape_of(pool), page_bytes(pool))
-        return store
+        pool = self._pools[name]
+        return self._stores.get(name) or self._open_once(name, lambda: (shape_of(pool), page_bytes(pool)))
+
+    def _open_once(self, name: str, describe: Callable[[], tuple[str, int]]) -> PageStore:
+        """``describe``: returns the shape and the bytes of a page."""
+        with self._opening:
+            if name not in self._stores:
+                self._stores[name] = self._open(name, *describe())
+            return self._stores[name]
 
     def _open(self, name: str, shape: str, size: int) -> PageStore:
         if self._adapter is None:
@@ -227,13 +228,13 @@ class KvbmStorage(HiCacheStorage):
         began = time.monotonic()
         came = store.get(keys, pages, self._config.disk_load_timeout_secs)
         arrived = came.index(False) if False in came else len(came)
-        self._stats.prefetched(arrived, arrived * store.page_bytes, time.monotonic() - began)
+        self._stats.add(_PREFETCHED, arrived, arrived * store.page_bytes, time.monotonic() - began)
         return came
 
     def _keep(self, store: PageStore, keys: list[Key], pages: Sequence[Page]) -> list[bool]:
         began = time.monotonic()
         kept = store.put(keys, pages, began + PUT_SECONDS)
-        self._stats.backed_up(sum(kept), sum(kept) * store.page_bytes, time.monotonic() - began)
+        self._stats.add(_BACKED_UP, sum(kept), sum(kept) * store.page_bytes, time.monotonic() - began)
         return kept
 
     # -- several pools ------------------------------------------------------------------------------------------------
@@ -326,12 +327,7 @@ class KvbmStorage(HiCacheStorage):
         size = tensor.nbytes
         if KV in self._pools and (store := self._store(KV)).page_bytes == size:
             return store
-        name = f"tensors of {size} bytes"
-        with self._opening:
-            store = self._stores.get(name)
-            if store is None:
-                store = self._stores[name] = self._open(name, str(tensor.dtype), size)
-        return store
+        return self._open_once(f"tensors of {size} bytes", lambda: (str(tensor.dtype), size))
 
     def _empty_page(self) -> torch.Tensor:
         return torch.empty(self._store(KV).page_bytes, dtype=torch.uint8)
@@ -360,7 +356,7 @@ class KvbmStorage(HiCacheStorage):
             self._presence.close()
             self._presence = None
         with self._opening:
-            self._adapter = None  # whoever is in a call opens no store any more
+            self._adapter = None  # a call that is under way opens no store any more
             stores = list(self._stores.values())
             self._stores.clear()
         for store in stores:
@@ -371,6 +367,9 @@ def _page(tensor: torch.Tensor) -> Page:
     return [(tensor.data_ptr(), tensor.nbytes)]
 
 
+_PREFETCHED, _BACKED_UP = 0, 1
+
+
 class _Stats:
     """Pages and bandwidths of each call, as SGLang counts them."""
 
@@ -378,13 +377,7 @@ class _Stats:
         self._lock = threading.Lock()
         self._fresh = ([], [], [], [])
 
-    def prefetched(self, pages: int, size: int, seconds: float) -> None:
-        self._add(0, pages, size, seconds)
-
-    def backed_up(self, pages: int, size: int, seconds: float) -> None:
-        self._add(1, pages, size, seconds)
-
-    def _add(self, kind: int, pages: int, size: int, seconds: float) -> None:
+    def add(self, kind: int, pages: int, size: int, seconds: float) -> None:
         if pages:
             with self._lock:
                 self._fresh[kind].append(pages)

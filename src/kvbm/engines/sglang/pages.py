@@ -9,7 +9,7 @@ from typing import Any
 # A page, piece by piece: (address, bytes).
 Page = Sequence[tuple[int, int]]
 
-# Of a pool, where it has them: whatever changes the meaning of a page's bytes.
+# Attributes of a pool, where it has them, that change the meaning of a page's bytes.
 _SHAPE = (
     "layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim",
     "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "store_dtype", "head_group_num", "storage_format_tag",

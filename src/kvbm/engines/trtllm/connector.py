@@ -73,17 +73,10 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> bytes:
         return encode(self._adapter.plan_step(scheduler_output))
 
-    @annotate("request_finished")
+    @guarded(False, failed=True)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """True in doubt: the workers know themselves when they are through with the blocks."""
-        if self._adapter is None:
-            return False
-        try:
-            with self._faults.engine_lock:
-                return self._adapter.finished(request)
-        except Exception as error:
-            self._faults.record("request_finished", error)
-            return True
+        return self._adapter.finished(request)
 
     @guarded(None)
     def request_reset(self, request: Any) -> None:

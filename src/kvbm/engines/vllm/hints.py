@@ -15,18 +15,15 @@ from kvbm.core.hints import TAKEN, parse_envelope, parse_transfer_params
 from kvbm.runtime.leader import Leader
 
 
-class Hints:
-    def __init__(self, leader: Leader) -> None:
-        self._counts = leader.counts
-        self._has_followers = any(catalog.takes_hints for catalog in leader.manager.catalogs.values())
-
-    def take(self, request: Any) -> Hint | None:
-        """The hint of a request that has just arrived; None where there is none to follow."""
-        envelope, params = getattr(request, "kv_hints", None), getattr(request, "kv_transfer_params", None)
-        if (envelope is None and not params) or not self._has_followers:
-            return None
-        found = parse_transfer_params(params) if envelope is None else parse_envelope(envelope, request.block_hashes)
-        if found is None:
-            return None
-        add(self._counts.hints, found if isinstance(found, str) else TAKEN, 1)
-        return None if isinstance(found, str) else found
+def take_hint(leader: Leader | None, request: Any) -> Hint | None:
+    """The hint of a request that has just arrived; None where there is none to follow."""
+    envelope, params = getattr(request, "kv_hints", None), getattr(request, "kv_transfer_params", None)
+    if leader is None or (envelope is None and not params):
+        return None
+    if not any(catalog.takes_hints for catalog in leader.manager.catalogs.values()):
+        return None
+    found = parse_transfer_params(params) if envelope is None else parse_envelope(envelope, request.block_hashes)
+    if found is None:
+        return None
+    add(leader.counts.hints, found if isinstance(found, str) else TAKEN, 1)
+    return None if isinstance(found, str) else found

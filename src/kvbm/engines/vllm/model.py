@@ -66,9 +66,9 @@ def watch_weights(models: Iterable[torch.nn.Module], changed: Callable[[], None]
     _watch(owners, changed, changed)
 
 
-def watch_sleep(settle: Callable[[], None]) -> None:
-    """Call ``settle`` before every call that gives memory of the KV cache back. See :func:`watch_weights`."""
-    _watch([(caller, name) for caller in _calling_workers() for name in _RELEASES], settle)
+def watch_sleep(drain: Callable[[], None]) -> None:
+    """Call ``drain`` before every call that gives memory of the KV cache back. See :func:`watch_weights`."""
+    _watch([(caller, name) for caller in _calling_workers() for name in _RELEASES], drain)
 
 
 def _calling_workers() -> Iterator[Any]:

@@ -21,7 +21,7 @@ from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.deferral import Deferrals
 from kvbm.engines.vllm.exit import Exit
 from kvbm.engines.vllm.groups import Groups, Tables
-from kvbm.engines.vllm.hints import Hints
+from kvbm.engines.vllm.hints import take_hint
 from kvbm.engines.vllm.idle import MoveSteps
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.prefetch import Prefetcher
@@ -83,7 +83,6 @@ class SchedulerAdapter:
         self._adapters: Adapters | None = None
         self._deferrals: Deferrals | None = None
         self._stores: Stores | None = None
-        self._hints: Hints | None = None
         self._queue: QueuedFetches | None = None  # where a tier is remote
         self._prefetcher: Prefetcher | None = None  # where the only worker can be reached before the step
         self._only_worker: WorkerAdapter | None = None  # where the thread that schedules steps submits them too
@@ -123,7 +122,6 @@ class SchedulerAdapter:
         self._adapters = Adapters(self._ranks, in_any_step, self._only_worker, getattr(lora, "max_loras", 1))
         namespace = fingerprint.namespace(vllm_config, hellos)
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
-        self._hints = Hints(leader)
         self._deferrals = Deferrals(leader.manager, self._cost, self._block_size, self.session.block_bytes)
         self._stores = Stores(self.session, self._keys, self._groups, self._services.describe, self._faults)
         if leader.manager.has_remote_tiers and not self._groups.apart:
@@ -150,7 +148,7 @@ class SchedulerAdapter:
     def new_request(self, request: Any) -> None:
         if self._keys is not None:
             self._keys.forget(request.request_id)  # of an earlier request of this name that has not ended here
-        hint = None if self._hints is None else self._hints.take(request)
+        hint = take_hint(self.leader, request)
         self._requests[request.request_id] = RequestState(request, self._tenant_of(request), hint)
         if self._queue is not None:
             self._queue.arrived(request, hint)
@@ -465,14 +463,13 @@ class SchedulerAdapter:
         )
         self.session.finish(state, request.num_output_tokens, keys, later)
 
-    def reset(self) -> bool:
+    def reset(self) -> None:
         """Forget every block."""
         try:
             if self._prefetcher is not None:
                 self._prefetcher.let_go()
         finally:
             self.session.reset(self._requests.values())
-        return True
 
     @property
     def serving(self) -> bool:

@@ -55,7 +55,7 @@ class Services(services.Services):
         version, blocks = metadata.version("vllm"), kv_cache_config.num_blocks
         device = "CPU" if compat.is_on_cpu() else "GPU"
         session.show("vllm", version, name, blocks, hashes, f"engine {engine}", replica, device)
-        self._appear(config, session, engine, name, replica, engine_blocks)
+        self._start_control(config, session, engine, name, replica, engine_blocks)
 
     def describe(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Describe blocks for events, once they are on their way: blocks that no tier is about to have need none."""

@@ -67,7 +67,7 @@ class WorkerAdapter:
         try:
             models = models_of(self._vllm_config)
             watch_weights(models, self._weights_changed)
-            watch_sleep(self._settle)
+            watch_sleep(self._drain)
         except Exception as error:
             logger.warning(
                 "KVBM will not notice new weights in memory, or a sleeping engine: %s: %s", type(error).__name__, error
@@ -95,10 +95,10 @@ class WorkerAdapter:
         if self._worker is not None:
             self._worker.weights_changed()
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """vLLM is about to give the memory of its KV cache back."""
         if self._worker is not None:
-            self._worker.settle()
+            self._worker.drain()
 
     @property
     def weight_changes(self) -> int:

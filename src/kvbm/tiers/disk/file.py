@@ -160,9 +160,9 @@ class DiskFile(Store):
     def measure(self) -> Rate | None:
         return measure(self)
 
-    def held(self, most: int) -> list[int]:
+    def held(self, max_slots: int) -> list[int]:
         """Slots that hold something, the first so many of them."""
-        return [int(slot) for slot in np.flatnonzero(self._sums)[:most]]
+        return [int(slot) for slot in np.flatnonzero(self._sums)[:max_slots]]
 
     def sync(self) -> None:
         """Flush all writes to the medium. Blocks survive the end of the process without it."""

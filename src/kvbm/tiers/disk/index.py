@@ -33,6 +33,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvbm.core.keys import Key
 from kvbm.tiers import bounded
 from kvbm.tiers.base import Fingerprint
@@ -317,16 +319,13 @@ atexit.register(_flush_all)
 os.register_at_fork(after_in_child=_open.clear)
 
 
-class _Changes:
+class _Changes(msgspec.Struct, eq=False):
     """Changes that wait to be written: the latest for each slot, to be applied in the order of the fields."""
 
-    __slots__ = ("clear", "gone", "keys", "used")
-
-    def __init__(self, clear: bool = False) -> None:
-        self.clear = clear
-        self.gone: dict[int, Key | None] = {}  # slot -> the key to be removed from it; None: whichever is there
-        self.keys: dict[int, Key] = {}
-        self.used: dict[int, int] = {}
+    clear: bool = False
+    gone: dict[int, Key | None] = {}  # slot -> the key to be removed from it; None: whichever is there
+    keys: dict[int, Key] = {}
+    used: dict[int, int] = {}
 
     def rows(self) -> Iterator[tuple[int, Key, int, int]]:
         """Those to be written, as the columns of the table are."""

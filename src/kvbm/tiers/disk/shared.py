@@ -44,7 +44,7 @@ class KeyMap:
     def __init__(self, path: Path, slots: int = 0) -> None:
         """``slots``: make a table for so many, as its writer; 0: open the one that is there."""
         if slots:
-            path.unlink(missing_ok=True)  # not truncated: that would kill whoever still reads the one before
+            path.unlink(missing_ok=True)  # not truncated: that would kill a process that still reads the one before
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if slots else os.O_RDONLY
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

@@ -24,7 +24,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -127,15 +127,17 @@ class PersistentSlab(HostSlab):
     def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Hashes:
         """The slots hold the blocks that the tags name; bad is what cannot be. Nothing is recorded by this."""
         hashes = Hashes("hash", slots, tags, self._bytes)
-        self._begin(hashes, lambda position, slot, tag: hashes.take(position, self._sum(slot, tag)))
+        self._begin(hashes, lambda position, slot, tag: hashes.sums.put(position, self._sum(slot, tag)))
         return hashes
 
     def record(self, hashes: Hashes) -> None:
         """The blocks are good: the next process shall find them. Takes a microsecond or two for each stretch."""
-        good = np.array(hashes.slots, dtype=np.int64)
-        self._sums[good] = hashes.sums
-        for first, last in stretches(hashes.slots):
-            write_sums(self._sums_fd, first, self._sums[first : last + 1])
+        slots = np.array(hashes.slots, dtype=np.int64)
+        self._sums[slots] = hashes.sums
+        slots.sort()
+        for neighbours in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
+            if len(neighbours):
+                write_sums(self._sums_fd, int(neighbours[0]), self._sums[neighbours[0] : neighbours[-1] + 1])
 
     def check(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation:
         """Hash the slots. A slot that does not hold the block of its tag is bad."""
@@ -251,23 +253,6 @@ class Hashes(Operation):
     def __init__(self, kind: str, slots: Sequence[int], tags: Sequence[bytes], size: int) -> None:
         super().__init__(kind, slots, [0] * len(slots), tags, size)
         self.sums = np.zeros(len(slots), dtype="<u8")
-
-    def take(self, position: int, sum_of_slot: int) -> None:
-        self.sums[position] = sum_of_slot
-
-
-def stretches(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of every run of neighbours."""
-    ordered = sorted(slots)
-    first = last = -1
-    for slot in ordered:
-        if slot != last + 1 or first < 0:
-            if first >= 0:
-                yield first, last
-            first = slot
-        last = slot
-    if first >= 0:
-        yield first, last
 
 
 def _reserve(fd: int, path: Path, length: int, setting: str) -> None:
