@@ -64,7 +64,7 @@ def test_a_lock_that_was_not_had_leaves_no_file_open(tmp_path):
         try:
             lock.__init__(path)  # type: ignore[misc]
         except OSError:
-            assert lock._fd == -1
+            assert lock._file.closed
         else:
             raise AssertionError("two had the lock")
     finally:

@@ -179,7 +179,7 @@ def test_another_model_has_memory_of_its_own(make, tmp_path):
 
 
 def test_a_filesystem_that_is_too_small_costs_the_next_engine_its_hits(make, monkeypatch, caplog):
-    monkeypatch.setattr("kvbm.tiers.host.persistent_slab.refuse_if_too_large", lambda size, setting: None)
+    monkeypatch.setattr("kvbm.tiers.host.persistent_slab.refuse_if_too_large", lambda size: None)
     monkeypatch.setattr(
         "kvbm.tiers.host.persistent_slab.os.fstatvfs", lambda fd: type("V", (), {"f_bavail": 1, "f_frsize": 4096})
     )

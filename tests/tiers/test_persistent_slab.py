@@ -169,7 +169,7 @@ def test_every_page_is_there_before_the_first_block_comes(path):
 def test_more_than_there_is_is_refused(path, monkeypatch):
     with pytest.raises(HostMemoryError, match="DYN_KVBM_CPU_CACHE_GB"):
         PersistentSlab(path, 1 << 40, SLOT)
-    monkeypatch.setattr(kept, "refuse_if_too_large", lambda size, setting: None)
+    monkeypatch.setattr(kept, "refuse_if_too_large", lambda size: None)
     with pytest.raises(DiskSpaceError, match=r"DYN_KVBM_CPU_CACHE_GB asks for .*mount -o remount"):
         PersistentSlab(path, 1 << 40, SLOT)
     open_slab(path).close()

@@ -15,14 +15,14 @@ class Counts(msgspec.Struct):
     """Blocks count once, not once a rank. Bytes are those of all ranks, seconds those of the slowest one; both count
     transfers that went well and whose time is known."""
 
-    matched_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    matched_blocks: dict[TierName, int] = {}
     matched_tokens: int = 0
     offloaded_blocks: int = 0
-    onboarded_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    onboarded_blocks: dict[TierName, int] = {}
     promoted_blocks: int = 0  # came from a staged tier and stayed in the near one
     # Came from a remote tier to the near one while their request waited in the engine's queue, by that tier.
-    fetched_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
-    failed_fetch_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
+    fetched_blocks: dict[TierName, int] = {}
+    failed_fetch_blocks: dict[TierName, int] = {}
     failed_load_blocks: int = 0
     missed_load_blocks: int = 0  # of these: with nothing known against the block, no slot was free or it came too late
     failed_store_blocks: int = 0
@@ -30,18 +30,16 @@ class Counts(msgspec.Struct):
     refused_store_blocks: int = 0
     unpackable_blocks: int = 0  # do not fit a packed slot, and were not kept
     # Moves to a tier, by that tier.
-    moved_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
-    failed_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)
-    refused_move_blocks: dict[TierName, int] = msgspec.field(
-        default_factory=dict
-    )  # passed over: queue full, or evicted first
-    filtered_move_blocks: dict[TierName, int] = msgspec.field(default_factory=dict)  # not admitted; may be later
-    hints: dict[str, int] = msgspec.field(default_factory=dict)  # that came with requests, by what became of them
-    refused_load_blocks: dict[str, int] = msgspec.field(default_factory=dict)  # found and not loaded, by reason
-    loaded_bytes: dict[TierName, int] = msgspec.field(default_factory=dict)
-    loaded_seconds: dict[TierName, float] = msgspec.field(default_factory=dict)
-    stored_bytes: dict[TierName, int] = msgspec.field(default_factory=dict)
-    stored_seconds: dict[TierName, float] = msgspec.field(default_factory=dict)
+    moved_blocks: dict[TierName, int] = {}
+    failed_move_blocks: dict[TierName, int] = {}
+    refused_move_blocks: dict[TierName, int] = {}  # passed over: queue full, or evicted first
+    filtered_move_blocks: dict[TierName, int] = {}  # not admitted; may be later
+    hints: dict[str, int] = {}  # that came with requests, by what became of them
+    refused_load_blocks: dict[str, int] = {}  # found and not loaded, by reason
+    loaded_bytes: dict[TierName, int] = {}
+    loaded_seconds: dict[TierName, float] = {}
+    stored_bytes: dict[TierName, int] = {}
+    stored_seconds: dict[TierName, float] = {}
 
     def add_loaded(self, tier: TierName, size: int, seconds: float) -> None:
         add(self.loaded_bytes, tier, size)
@@ -50,9 +48,6 @@ class Counts(msgspec.Struct):
     def add_stored(self, tier: TierName, size: int, seconds: float) -> None:
         add(self.stored_bytes, tier, size)
         add(self.stored_seconds, tier, seconds)
-
-    def add_onboarded(self, tier: TierName, blocks: int) -> None:
-        add(self.onboarded_blocks, tier, blocks)
 
 
 def add(totals: dict[str, T], name: str, value: T) -> None:

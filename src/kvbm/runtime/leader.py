@@ -295,7 +295,7 @@ class Leader:
             add(bad, copy.tier, sum(at <= position < end for position in flight.bad))
             at = end
         for tier, good in arrived.items():
-            self.counts.add_onboarded(tier, good)
+            add(self.counts.onboarded_blocks, tier, good)
             if (breaker := self.breakers.get(tier)) is not None:
                 if bad[tier] == blocks[tier]:
                     breaker.failed(time.monotonic())

@@ -12,6 +12,7 @@ returns: otherwise the others would wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -76,9 +77,8 @@ class Replicas:
         slab: HostSlab | None = None
         problem = ""
         try:
-            if memory is None:
-                memory = SharedMemory.open(first.place)
-            slab = HostSlab(size, node=node, shared=Shared(memory.file, self.place, self.size))
+            memory = memory or SharedMemory.open(first.place)
+            slab = HostSlab(size, node, Shared(memory.file, self.place, self.size))
         except Exception as error:
             problem = _shorten(error)
         problem = self.agree(problem)  # the file stays open until all ranks have opened it
@@ -92,23 +92,21 @@ class Replicas:
 
     def open_wire(self, device: str, max_ctas: int) -> Wire:
         """Process groups for broadcasts, after a test broadcast. Raises RuntimeError on all ranks if one fails."""
-        wire: Wire | None = None
+        wire: list[Wire] = []
+        # A group that one rank could not make is not tried out by the others: they would wait for it.
+        self._do_together(lambda: wire.append(Wire(dist.get_process_group_ranks(self._group), device, max_ctas)))
+        self._do_together(lambda: wire[0].try_out())
+        return wire[0]
+
+    def _do_together(self, action: Callable[[], None]) -> None:
+        """Raises RuntimeError on all ranks if one fails."""
         problem = ""
         try:
-            wire = Wire(dist.get_process_group_ranks(self._group), device, max_ctas)
+            action()
         except Exception as error:
             problem = _shorten(error)
-        # A group that one rank could not make is not tried out by the others: they would wait for it.
-        problem = self.agree(problem)
-        if not problem and wire is not None:
-            try:
-                wire.try_out()
-            except Exception as error:
-                problem = _shorten(error)
-            problem = self.agree(problem)
-        if problem or wire is None:
+        if problem := self.agree(problem):
             raise RuntimeError(problem)
-        return wire
 
     def _exchange(self, message: Offer | _Said, kind: type[T]) -> list[T]:
         """The messages of all ranks, in the order of their places. Not pickled: it may come from another machine."""

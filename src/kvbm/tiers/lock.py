@@ -6,8 +6,9 @@ import errno
 import fcntl
 import os
 import time
-import weakref
 from pathlib import Path
+
+from kvbm.forks import close_in_children
 
 # Workers of an engine that was killed may live a little longer than it did, and hold its files.
 PATIENCE_SECONDS = 5.0
@@ -32,11 +33,12 @@ class FileLock:
         The workers of a killed engine may outlive it for a moment, so an engine that starts right after it waits.
         """
         while True:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            _held.add(self)  # before the lock is taken: another thread may fork at any time
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            # Before the lock is taken: another thread may fork at any time.
+            self._file = close_in_children(os.fdopen(fd, "r+b", buffering=0))
             try:
-                _take(self._fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, path, patience, setting)
-                if _is_at(self._fd, path):
+                _take(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, path, patience, setting)
+                if _is_at(fd, path):
                     break
                 self.release()  # its last owner removed the file: this lock protects nothing
             except BaseException:
@@ -44,10 +46,9 @@ class FileLock:
                 raise
 
     def release(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that is forked before the next line
-            os.close(fd)
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # also for a child that is forked before the next line
+            self._file.close()
 
 
 def _take(fd: int, kind: int, path: Path, patience: float, setting: str) -> None:
@@ -87,16 +88,3 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    for lock in list(_held):
-        fd, lock._fd = lock._fd, -1
-        if fd >= 0:
-            os.close(fd)  # without unlocking: the parent has the same lock
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -49,7 +49,15 @@ def open_tiers(context: RankContext) -> Opened:
         slab = NEAR.carve(context, NEAR.open_slab(context, slots, may_persist=False))
         hellos = [TierHello(NEAR.name, slots)]
         for name, call in opening.items():
-            if (store := _result(name, call)) is not None:
+            try:
+                store = call.result()
+            except DiskHangs as error:
+                logger.warning(
+                    "there is no %s tier: %s. This engine runs without it; pages there are kept for the next start",
+                    name, reason_of(error),
+                )  # fmt: skip
+                continue
+            if store is not None:
                 stores[name] = store
                 # Injected faults count the calls of a store, and must hit those of a test.
                 rate = None if config.inject_faults else store.measure()
@@ -74,14 +82,3 @@ def _near_slots(context: RankContext, opening: dict[TierName, Call[Store | None]
         return NEAR.slots(context, 0)
     tiers = (registry.TIERS[name] for name in opening)
     return max((tier.staging_slots(context.config, context.slot_bytes) for tier in tiers), default=0) or 1
-
-
-def _result(name: TierName, call: Call[Store | None]) -> Store | None:
-    try:
-        return call.result()
-    except DiskHangs as error:
-        logger.warning(
-            "there is no %s tier: %s. This engine runs without it; pages there are kept for the next start",
-            name, reason_of(error),
-        )  # fmt: skip
-        return None

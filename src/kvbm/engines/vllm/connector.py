@@ -109,42 +109,32 @@ class DynamoConnector(KVConnectorBase_V1):
         """No consumer depends on KVBM's stores, so vLLM need not recompute a preempted request for them."""
         return False
 
-    @property
-    def _scheduler(self) -> SchedulerAdapter:
-        assert isinstance(self._adapter, SchedulerAdapter)
-        return self._adapter
-
-    @property
-    def _worker(self) -> WorkerAdapter:
-        assert isinstance(self._adapter, WorkerAdapter)
-        return self._adapter
-
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     @guarded(None)
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.new_request(request)
+        self._adapter.new_request(request)
 
     @guarded(None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.block_pool = gpu_block_pool
+        self._adapter.block_pool = gpu_block_pool
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
+        return self._adapter.match(request, num_computed_tokens)
 
     @guarded(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self._adapter.allocated(request, blocks, num_external_tokens)
 
     @guarded(None)
     def others_write(self, blocks: Sequence[int]) -> None:
         """Another connector fills these blocks of the engine, beginning with the next step."""
-        self._scheduler.others_write(blocks)
+        self._adapter.others_write(blocks)
 
     @guarded(lambda: DynamoConnectorMetadata(b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        plan = self._scheduler.plan_step(scheduler_output)
+        plan = self._adapter.plan_step(scheduler_output)
         return DynamoConnectorMetadata(encode(plan) if plan else b"")
 
     @guarded(None)
@@ -155,15 +145,15 @@ class DynamoConnector(KVConnectorBase_V1):
             try:
                 reports = [report for part in meta.reports for report in decode_reports(part)]
             except Exception as error:  # both ends are one installation: a fault of the program
-                self._scheduler.switch_off(error)
-            self._scheduler.apply(reports)
+                self._adapter.switch_off(error)
+            self._adapter.apply(reports)
         if connector_output.invalid_block_ids:
-            self._scheduler.lost(connector_output.invalid_block_ids)
+            self._adapter.lost(connector_output.invalid_block_ids)
 
     @guarded((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Never holds blocks back: the next owner's step waits for the copies that read them (``Leader.fences``)."""
-        self._scheduler.finished(request)
+        self._adapter.finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -173,12 +163,12 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.busy
+        return self._adapter.busy
 
     @guarded(True, failed=False)
     def reset_cache(self) -> bool:
         """False when blocks may be left: after new weights they would be wrong, so vLLM reports the failed reset."""
-        self._scheduler.reset()
+        self._adapter.reset()
         return True
 
     @annotate("set_xfer_handshake_metadata")
@@ -190,7 +180,7 @@ class DynamoConnector(KVConnectorBase_V1):
             logger.warning(STAYS_OUT, "no worker takes part, and the workers' log says why")
             self._adapter = None
             return
-        self._scheduler.meet([decode_hello(part.hello) for part in metadata.values()])
+        self._adapter.meet([decode_hello(part.hello) for part in metadata.values()])
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): part for rank, part in metadata.items()})
@@ -200,11 +190,11 @@ class DynamoConnector(KVConnectorBase_V1):
     @annotate("register_kv_caches")
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._adapter is not None:
-            self._worker.register(kv_caches)
+            self._adapter.register(kv_caches)
 
     @annotate("get_handshake_metadata")
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        hello = None if self._adapter is None else self._worker.meet()
+        hello = None if self._adapter is None else self._adapter.meet()
         return None if hello is None else WorkerHello(encode(hello))
 
     @annotate("bind_connector_metadata")
@@ -227,26 +217,26 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._receive(kv_connector_metadata)
-        self._worker.begin(self._plan)
+        self._adapter.begin(self._plan)
 
     @guarded(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.start_loads(self._plan)
+        self._adapter.start_loads(self._plan)
 
     @guarded(None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.wait_layer(layer_name)
+        self._adapter.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: blocks are copied out once, when the step is done, not in pieces behind every layer."""
 
     @guarded(None)
     def wait_for_save(self) -> None:
-        self._worker.start_stores(self._plan)
+        self._adapter.start_stores(self._plan)
 
     @guarded((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._outcome = self._worker.poll()
+        self._outcome = self._adapter.poll()
         return None, (self._outcome.arrived or None) if self._outcome else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -263,7 +253,7 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         outcome, self._outcome = self._outcome, None
-        more = Report(self._worker.rank, faults=self._faults.take(), adapters=self._worker.take_adapter_news())
+        more = Report(self._adapter.rank, faults=self._faults.take(), adapters=self._adapter.take_adapter_news())
         reports = [report for report in (outcome and outcome.report, more) if report]
         return WorkerReports([encode(reports)]) if reports else None
 

@@ -35,13 +35,14 @@ from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum, open_sums, write_su
 from kvbm.tiers.disk.database import DATABASE, explain
 from kvbm.tiers.disk.index import LOCK
 from kvbm.tiers.disk.prealloc import DiskSpaceError
-from kvbm.tiers.host.slab import HostSlab, Shared, mapped_bytes, refuse_if_too_large
+from kvbm.tiers.host.slab import SETTING, HostSlab, Shared, mapped_bytes, refuse_if_too_large
 from kvbm.tiers.lock import PATIENCE_SECONDS, FileLock
 
 logger = logging.getLogger("kvbm")
 
 DIRECTORY_SETTING = "KVBM_HOST_PERSIST_DIR"
 _PART_BYTES = 16 << 20  # hashed by one thread at a time
+_THREADS = 8
 
 _ROWS = "SELECT slot, key FROM blocks WHERE typeof(slot) = 'integer' AND slot >= 0 AND typeof(key) = 'blob'"
 
@@ -66,32 +67,29 @@ class PersistentSlab(HostSlab):
         slot_bytes: int,
         *,
         node: int | None = None,
-        threads: int = 8,
         patience: float = 0.0,
-        setting: str = "DYN_KVBM_CPU_CACHE_GB",
     ) -> None:
         """Raises OSError when it cannot be kept there, and HostMemoryError when there is not that much memory."""
         self.path = path
         self.rows: Rows = []
-        self._setting = setting
         self._lock = FileLock(path, patience, DIRECTORY_SETTING)
         self._fd = self._sums_fd = -1
         try:
             length = mapped_bytes(slots * slot_bytes)
             there = path.stat().st_size // slot_bytes
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            _reserve(self._fd, path, length, setting)
+            _reserve(self._fd, path, length)
             sums_path = path.with_name(path.name + SUMS_SUFFIX)
             self._sums_fd, self._sums = open_sums(sums_path, slots, slot_bytes, "host tier")
             self._sums[there:] = 0
-            super().__init__(slots * slot_bytes, setting, node, Shared(self._fd, 0, 1))
+            super().__init__(slots * slot_bytes, node, Shared(self._fd, 0, 1))
         except BaseException:
             self._let_go()
             raise
         self.kept = int((self._sums != 0).sum())  # slots that held something when the slab was opened
         self._bytes = slot_bytes
         self._slot = ctypes.c_char * slot_bytes
-        self._pool = DaemonThreads(threads, "kvbm-keep")
+        self._pool = DaemonThreads(_THREADS, "kvbm-keep")
 
     def carve(self, slots: int, slot_bytes: int) -> HostSlab:
         super().carve(slots, slot_bytes)
@@ -100,7 +98,7 @@ class PersistentSlab(HostSlab):
         try:
             os.posix_fallocate(self._fd, 0, mapped_bytes(self.size))
         except OSError as error:
-            raise _no_room(mapped_bytes(self.size), _free(self._fd), self.path, self._setting) from error
+            raise _no_room(mapped_bytes(self.size), _free(self._fd), self.path) from error
         return self
 
     @contextlib.contextmanager
@@ -255,13 +253,13 @@ class Hashes(Operation):
         self.sums = np.zeros(len(slots), dtype="<u8")
 
 
-def _reserve(fd: int, path: Path, length: int, setting: str) -> None:
+def _reserve(fd: int, path: Path, length: int) -> None:
     """Give the file its size, if there is room for all its pages."""
     os.fchmod(fd, 0o600)
     missing = max(0, length - os.fstat(fd).st_blocks * 512)
-    refuse_if_too_large(missing, setting)
+    refuse_if_too_large(missing)
     if missing > (free := _free(fd)):
-        raise _no_room(length, free, path, setting)
+        raise _no_room(length, free, path)
     os.ftruncate(fd, length)
 
 
@@ -270,10 +268,10 @@ def _free(fd: int) -> int:
     return filesystem.f_bavail * filesystem.f_frsize
 
 
-def _no_room(length: int, free: int, path: Path, setting: str) -> DiskSpaceError:
+def _no_room(length: int, free: int, path: Path) -> DiskSpaceError:
     return DiskSpaceError(
         errno.ENOSPC,
-        f"{setting} asks for {length / 1e9:.2f} GB a rank, and only {free / 1e9:.2f} GB are free at {path.parent}. "
-        f"Make that filesystem larger (mount -o remount,size=...), lower {setting}, or give back what other models "
+        f"{SETTING} asks for {length / 1e9:.2f} GB a rank, and only {free / 1e9:.2f} GB are free at {path.parent}. "
+        f"Make that filesystem larger (mount -o remount,size=...), lower {SETTING}, or give back what other models "
         "have left there: `kvbm cache ls`, `kvbm cache clear`",
     )

@@ -23,6 +23,7 @@ from kvbm.tiers.host import numa
 
 logger = logging.getLogger(__name__)
 
+SETTING = "DYN_KVBM_CPU_CACHE_GB"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PIECE = 256 << 20  # one unit of faulting-in: small enough for progress lines, large enough to cost nothing
 _HUGE_PAGE = 2 << 20
@@ -53,15 +54,13 @@ class HostSlab:
     outlives_engine = False
     file = -1  # that other processes can map
 
-    def __init__(
-        self, size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", node: int | None = None, shared: Shared | None = None
-    ) -> None:
+    def __init__(self, size: int, node: int | None = None, shared: Shared | None = None) -> None:
         self.size = size
         self.slots = 0
         self.slot_bytes = 0
         length = mapped_bytes(size)
         if shared is None:
-            refuse_if_too_large(size, setting)
+            refuse_if_too_large(size)
             self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._map = mmap.mmap(shared.file, length, flags=mmap.MAP_SHARED)
@@ -197,7 +196,7 @@ def _control_groups() -> list[_ControlGroup]:
     return groups
 
 
-def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks: int = 1) -> None:
+def refuse_if_too_large(size: int, ranks: int = 1) -> None:
     """Raise HostMemoryError when the machine has not that much. ``ranks``: how many share it."""
     available = available_memory()
     # Leave a twentieth for other processes: a machine that swaps is slower than no cache.
@@ -205,9 +204,9 @@ def refuse_if_too_large(size: int, setting: str = "DYN_KVBM_CPU_CACHE_GB", ranks
     if size > usable:
         whom = "on this rank" if ranks == 1 else f"for {ranks} ranks that share it"
         raise HostMemoryError(
-            f"{setting} asks for {size / 1e9:.2f} GB of host memory {whom}, but only {usable / 1e9:.2f} GB "
+            f"{SETTING} asks for {size / 1e9:.2f} GB of host memory {whom}, but only {usable / 1e9:.2f} GB "
             f"can be had ({available / 1e9:.2f} GB available). "
-            f"Lower {setting}: up to {usable / 1e9:.2f} GB {'a rank' if ranks == 1 else 'for all of them'} would fit."
+            f"Lower {SETTING}: up to {usable / 1e9:.2f} GB {'a rank' if ranks == 1 else 'for all of them'} would fit."
         )
 
 
