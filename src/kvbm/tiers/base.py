@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -138,6 +139,10 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     def outlives_engine(self, config: Config) -> bool:
         """Whether the next engine can find the blocks of this one here, so that the cache needs a fingerprint."""
         return self.persistent and self.is_wanted(config)
+
+    def cache_root(self, config: Config) -> Path | None:
+        """The directory with the caches of this tier, where they outlive the engine on this machine."""
+        return None
 
     def open_store(self, context: RankContext) -> Call[Store | None] | None:
         """Begin to open a rank's store while the engine goes on with its start."""
