@@ -219,6 +219,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     weights: str = ""
     # Bytes of a block in the engine's memory, where slots hold packed blocks; 0: as many as in a slot.
     raw_bytes: int = 0
+    # Where slots hold packed blocks: the name of the note that keeps the next start from it
+    # (:mod:`kvbm.runtime.packing_notes`).
+    packing_note: str = ""
 
     def tier(self, name: TierName) -> TierHello | None:
         return next((tier for tier in self.tiers if tier.name == name), None)

@@ -12,11 +12,13 @@ import pytest
 
 import observed
 from kvbm.cli.main import main
+from kvbm.config import load
 from kvbm.doctor import tiers
 from kvbm.engines.vllm.transfer_config import EXAMPLE, TRANSFER
 from kvbm.observe.format import gigabytes
 from kvbm.observe.server import Server
 from kvbm.observe.snapshot import Saved
+from kvbm.runtime.packing_notes import Note, write_note
 from kvbm.tiers.lock import FileLock
 
 GOOD = {"DYN_KVBM_CPU_CACHE_GB": "0.1"}
@@ -203,3 +205,18 @@ def test_a_running_engine_has_its_disk_already(ask, tmp_path):
 
 def test_a_path_that_does_not_exist_yet_is_no_fault(tmp_path):
     assert tiers._existing(tmp_path / "a" / "b") == tmp_path
+
+
+def test_a_model_that_did_not_fit_packed_slots_is_shown_with_the_way_to_forget_it(ask, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = write_note(load(environ={}, files=[]), "kvbm-some-model-1f", Note(30, 70, "2026-01-31"))
+    _, findings = ask("--quick", KVBM_PACK="auto")
+    found = findings["unpackable-before"]
+    assert found["level"] == "note"
+    assert "On 2026-01-31 30 of 100 blocks of kvbm-some-model-1f did not fit packed slots" in found["text"]
+    assert "KVBM_PACK=auto does not pack them" in found["text"]
+    assert found["cure"].endswith(f"rm {path}")
+    assert "KVBM_PACK=on packs them all the same" in ask("--quick", KVBM_PACK="on")[1]["unpackable-before"]["text"]
+    assert "unpackable-before" not in ask("--quick", KVBM_PACK="off")[1]
+    path.unlink()
+    assert "unpackable-before" not in ask("--quick", KVBM_PACK="auto")[1]

@@ -193,7 +193,8 @@ def test_many_blocks_that_do_not_fit_are_a_warning(caplog):
         store = offload(leader, "".join(letters[start : start + 80]))
         leader.apply([Report(0, stores=[StoreResult(store.id, unpackable=list(range(60)))])])
     assert [record.getMessage() for record in caplog.records] == [
-        "120 of 160 blocks do not fit a packed slot and are not kept. Set KVBM_PACK=off and restart the engine."
+        "120 of 160 blocks do not fit a packed slot and are not kept. Slots have one size until the engine ends. "
+        "Restart it with KVBM_PACK=off."
     ]
 
 

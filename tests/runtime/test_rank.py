@@ -5,7 +5,12 @@ import torch
 
 from kvbm import config as settings
 from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan
-from kvbm.runtime.rank import Rank
+from kvbm.runtime.packing_notes import Note, write_note
+from kvbm.runtime.rank import Rank, _spec
+from kvbm.tiers.base import fingerprint
+from kvbm.tiers.disk.index import DESCRIPTION, cache_directory
+from kvbm.transfer.layout import describe
+from kvbm.transfer.packing import pack_layout
 from tiernames import HOST
 
 
@@ -123,3 +128,80 @@ def test_blocks_that_are_not_packed_are_said_to_be(pack, make, reason, caplog):
     assert f"KVBM_PACK={pack}: blocks of this KV cache are not packed: {reason}" in caplog.text
     assert rank.layout.block_bytes == rank.layout.raw_bytes
     rank.close()
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    """For the notes of earlier starts. An engine on a CPU packs with auto as well."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kvbm.runtime.rank.pack_slots", lambda device, layout, if_it_wins: pack_layout(layout))
+
+
+def is_packed(caplog, model="m", cache=None, **values):
+    """Whether a rank packs its slots, and what it says."""
+    caplog.clear()
+    rank = Rank(config(cpu_cache_override_num_blocks=4, **values), 0, 1, cache=cache, model=model)
+    with caplog.at_level("INFO", "kvbm"):
+        rank.register(packable()[1], 8)
+    rank.close()
+    return rank.layout.block_bytes < rank.layout.raw_bytes, caplog.text
+
+
+def note_of(model="m"):
+    rank = Rank(config(cpu_cache_override_num_blocks=4, pack="on"), 0, 1, model=model)
+    rank.register(packable()[1], 8)
+    name = rank.open().packing_note
+    rank.close()
+    return name
+
+
+def test_a_model_that_did_not_fit_packed_slots_is_packed_only_if_the_user_says_so(home, caplog):
+    assert is_packed(caplog, pack="auto")[0]
+    path = write_note(config(), note_of(), Note(200, 100))
+    packed, text = is_packed(caplog, pack="auto")
+    assert not packed
+    assert f"too many of this model's blocks did not fit packed slots before; remove {path} to forget that" in text
+    packed, text = is_packed(caplog, pack="on")
+    assert packed
+    assert "WARNING" in text
+    assert "KVBM_PACK=on packs blocks, although too many of this model's blocks did not fit" in text
+    assert is_packed(caplog, model="another", pack="auto")[0]
+    path.unlink()
+    assert is_packed(caplog, pack="auto")[0]
+
+
+def test_raw_ranks_offer_no_name_of_a_note(home):
+    rank = Rank(config(cpu_cache_override_num_blocks=4), 0, 1, model="m")
+    rank.register(packable()[1], 8)
+    assert rank.open().packing_note == ""
+    rank.close()
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_auto_keeps_to_the_blocks_of_the_cache_that_is_there(home, caplog, tmp_path, tier):
+    values = {"disk_cache_override_num_blocks": 4, "disk_cache_dir": str(tmp_path / "tier")}
+    if tier == "host":
+        values = {"host_persist": True, "host_persist_dir": str(tmp_path / "tier")}
+    cache = {"model": "m", "weights": "w"}
+    layout = describe([_spec(name, tensor) for name, tensor in packable()[1].items()], 8)
+
+    def leave(description):
+        folder = cache_directory(tmp_path / "tier", fingerprint(cache, description))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / DESCRIPTION).touch()
+
+    assert is_packed(caplog, cache=cache, pack="auto", **values)[0]
+    leave(layout.description)
+    packed, text = is_packed(caplog, cache=cache, pack="auto", **values)
+    assert not packed
+    assert "a cache of unpacked blocks is there from before; KVBM_PACK=on starts another one" in text
+    assert is_packed(caplog, cache={**cache, "weights": "v"}, pack="auto", **values)[0]  # not its own
+    assert is_packed(caplog, cache=cache, pack="on", **values)[0]
+    leave(pack_layout(layout).description)
+    assert is_packed(caplog, cache=cache, pack="auto", **values)[0]
+
+
+def test_auto_does_not_pack_what_other_engines_read(home, caplog):
+    packed, text = is_packed(caplog, pack="auto", peers_enabled=True)
+    assert not packed
+    assert "engines that share blocks must all pack them, with KVBM_PACK=on, or none" in text

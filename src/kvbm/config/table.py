@@ -212,9 +212,11 @@ class Config(FleetSettings, frozen=True, kw_only=True):
     )] = "auto"
     pack: Annotated[Literal["auto", "on", "off"], Setting(
         "KVBM_PACK", MOVING, Choice(words=("auto", "on", "off"), synonyms=_ON_OFF),
-        "Pack bfloat16 KV without loss: blocks take 24 % less memory, disk space and bus time. KVBM does not keep a "
+        "Pack bfloat16 KV without loss: blocks take 23 % less memory, disk space and bus time. KVBM does not keep a "
         "block that does not fit, and leaves KV of other types as it is. auto packs on a GPU that unpacks much faster "
-        "than its bus carries bytes, in a measurement at start. Not for SGLang.",
+        "than its bus carries bytes, in a measurement at start. It does not pack if more than 5 % of the blocks of "
+        "this model did not fit in an earlier run, if a disk or host cache of unpacked blocks exists, or if engines "
+        "share blocks (object store, peers). Not for SGLang.",
     )] = "off"
     fast_prompts: Annotated[bool, Setting(
         "KVBM_FAST_PROMPTS", MOVING, _SWITCH,

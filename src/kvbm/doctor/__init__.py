@@ -11,6 +11,7 @@ from kvbm.doctor.gpu import Bandwidth, Gpu
 from kvbm.doctor.limits import Limits
 from kvbm.doctor.memory import HostMemory
 from kvbm.doctor.object_store import ObjectStore
+from kvbm.doctor.packing import Packing
 from kvbm.doctor.peers import Peers
 from kvbm.doctor.registry import Registry
 from kvbm.doctor.running import Running
@@ -19,7 +20,7 @@ from kvbm.doctor.tiers import Disk
 
 CHECKS: tuple[Check, ...] = (
     Versions(), Settings(), Engine(), Shortcuts(), Connector(), Limits(), Gpu(), HostMemory(), Bandwidth(), Disk(),
-    ObjectStore(), Peers(), Registry(), Sizes(), Ports(), Running(),
+    ObjectStore(), Peers(), Packing(), Registry(), Sizes(), Ports(), Running(),
 )  # fmt: skip
 
 __all__ = ["CHECKS", "Check", "Examination", "examine"]

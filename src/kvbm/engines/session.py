@@ -178,6 +178,7 @@ class Session:
         self.manager = manager = open_manager(config, hellos, cache) if manager is None else manager
         log, pending = self.observer.log, config.max_pending_offloads
         leader = Leader(manager, len(hellos), pending, sizes, self.cost, log, self.kept_bytes)
+        leader.unpackable.remember(config, hellos)
         connect(config, hellos, leader, self.cost, clock)
         for catalog in manager.catalogs.values() if config.load == "auto" else ():
             catalog.break_even = lambda: self.block_bytes * self.cost.prefill_tokens_per_second / self.block_size

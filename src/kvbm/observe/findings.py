@@ -255,7 +255,7 @@ def _packed(s: Snapshot) -> Finding | None:
     return bad(
         "unpackable",
         f"{left_out} blocks do not fit a packed slot and were not kept; {stored} were kept.",
-        cure="Set KVBM_PACK=off: this model's KV does not suit packing.",
+        cure="This model's KV does not suit packing. Restart with KVBM_PACK=off, or with auto, which remembers it.",
     )
 
 

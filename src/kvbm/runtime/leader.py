@@ -104,7 +104,7 @@ class Leader:
         self._kept_bytes = kept_bytes or sum(block_bytes)
         self._cost = cost
         self.counts = Counts()
-        self._unpackable = Unpackable(self.counts)
+        self.unpackable = Unpackable(self.counts)
         self.ranks = ranks
         self._lost: set[int] = set()
         self._max_pending = max_pending_blocks
@@ -357,7 +357,7 @@ class Leader:
         keys = self.manager.finish_store(plan_id, ok, flight.unpackable)
         self.counts.offloaded_blocks += len(keys)
         if ok and flight.unpackable:
-            self._unpackable.add(len(flight.unpackable))
+            self.unpackable.add(len(flight.unpackable))
         if self.manager.tags_stores:
             self._verdicts[plan_id] = bool(keys)
         if keys:

@@ -15,6 +15,7 @@ import torch
 from kvbm.config import Config
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello, TierName
+from kvbm.runtime.packing_notes import find_note, note_name
 from kvbm.runtime.replicas import Offer, Replicas, SharingError
 from kvbm.runtime.stores import Share
 from kvbm.runtime.worker import Worker
@@ -27,6 +28,7 @@ from kvbm.transfer import open_copier, pack_slots
 from kvbm.transfer.base import slots_tried
 from kvbm.transfer.broadcast import Passing
 from kvbm.transfer.layout import BlockLayout, LayoutError, TensorSpec, describe
+from kvbm.transfer.packing import pack_layout
 from kvbm.transfer.wire import Wire
 
 logger = logging.getLogger("kvbm")
@@ -43,10 +45,12 @@ class Rank:
         replicas: Replicas | None = None,
         cache: Fingerprint | None = None,
         keeps_host: bool = False,
+        model: str = "",
     ) -> None:
         """``replicas``: the ranks that hold the very same KV as this one, which is among them. ``cache``:
         the fingerprint of this engine's KV, without the layout; without it no tier can outlive the engine. It may be
-        set later, until :meth:`register`. ``keeps_host``: the leader can use a host tier that outlives the engine."""
+        set later, until :meth:`register`. ``keeps_host``: the leader can use a host tier that outlives the engine.
+        ``model``: its name, for a note that its blocks do not suit packing."""
         self.rank = rank
         self.ranks = ranks
         self.layout: BlockLayout | None = None
@@ -61,6 +65,8 @@ class Rank:
         self._opening: dict[TierName, Call[Store | None]] = {}
         self._rates: dict[TierName, Rate | None] = {}
         self._keeps_host = keeps_host
+        self._model = model
+        self._packing_note = ""
         self._intact = b"", b""
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
@@ -98,14 +104,36 @@ class Rank:
         try:
             if self._replicas is not None and self._replicas.size > 1:
                 raise ValueError("several ranks hold the same KV")
-            if mode == "auto" and self._config.stores == "kernel":
-                raise ValueError("KVBM_STORES=kernel stores without the copy engine")
+            self._packing_note = note_name(self._model, pack_layout(layout).description)
+            found = Call(lambda: self._against_packing(layout), "the cache directory").result()
+            if found and mode == "auto":
+                raise ValueError(found)
+            if found:
+                self._tell("KVBM_PACK=on packs blocks, although %s", found)
             return pack_slots(self._device, layout, if_it_wins=mode == "auto")
-        except ValueError as error:
+        except (ValueError, DiskHangs) as error:
+            self._packing_note = ""
             if self.rank == 0:
                 level = logging.INFO if mode == "auto" else logging.WARNING
                 logger.log(level, "KVBM_PACK=%s: blocks of this KV cache are not packed: %s", mode, error)
             return layout
+
+    def _against_packing(self, layout: BlockLayout) -> str:
+        """Why KVBM_PACK=auto does not pack, as far as other engines decide it; empty where they do not."""
+        config = self._config
+        if (note := find_note(config, self._packing_note)) is not None:
+            return f"too many of this model's blocks did not fit packed slots before; remove {note} to forget that"
+        if config.pack == "on":
+            return ""
+        if config.stores == "kernel":
+            return "KVBM_STORES=kernel stores without the copy engine"
+        if any(tier.shared for tier in registry.wanted(config)):
+            return "engines that share blocks must all pack them, with KVBM_PACK=on, or none"
+        if self.cache is not None:
+            caches = (fingerprint(self.cache, each.description) for each in (layout, pack_layout(layout)))
+            if [registry.has_cache(config, cache) for cache in caches] == [True, False]:
+                return "a cache of unpacked blocks is there from before; KVBM_PACK=on starts another one"
+        return ""
 
     def _context(self, layout: BlockLayout) -> RankContext:
         cache = None if self.cache is None else fingerprint(self.cache, layout.description)
@@ -181,7 +209,7 @@ class Rank:
         weights = "" if self.cache is None else str(self.cache.get("weights", ""))
         return Hello(
             self.rank, self.layout.block_bytes, self.layout.description, tiers, self._shared_by, weights,
-            self.layout.raw_bytes,
+            self.layout.raw_bytes, self._packing_note,
         )  # fmt: skip
 
     def open(self) -> Hello | None:

@@ -1,10 +1,15 @@
-"""Counts blocks that do not fit a packed slot, and warns when packing loses more than it gains."""
+"""Counts blocks that do not fit a packed slot. When packing loses more than it gains, warns and notes it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
+from kvbm.config import Config
 from kvbm.core.counts import Counts
+from kvbm.plans import Hello
+from kvbm.runtime.packing_notes import Note, write_note
+from kvbm.tiers.bounded import Call, reason_of
 
 logger = logging.getLogger("kvbm")
 
@@ -14,9 +19,19 @@ _MIN_BLOCKS = 100
 
 
 class Unpackable:
+    """Without :meth:`remember` it only warns."""
+
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._has_warned = False
+        self._config: Config | None = None
+        self._names: set[str] = set()
+        self.writing: Call[None] | None = None
+
+    def remember(self, config: Config, hellos: Iterable[Hello]) -> None:
+        """Leave a note for the next start of these ranks."""
+        self._config = config
+        self._names = {hello.packing_note for hello in hellos if hello.packing_note}
 
     def add(self, blocks: int) -> None:
         counts = self._counts
@@ -25,6 +40,21 @@ class Unpackable:
         if not self._has_warned and counts.unpackable_blocks > max(_MIN_BLOCKS, _MAX_SHARE * total):
             self._has_warned = True
             logger.warning(
-                "%d of %d blocks do not fit a packed slot and are not kept. Set KVBM_PACK=off and restart the engine.",
-                counts.unpackable_blocks, total,
+                "%d of %d blocks do not fit a packed slot and are not kept. Slots have one size until the engine ends. "
+                "Restart it with KVBM_PACK=%s.",
+                counts.unpackable_blocks, total, "off" if self._config is None else "auto or off",
             )  # fmt: skip
+            if self._config is not None and self._names:
+                # On a thread: the directory may be on a disk that hangs.
+                note = Note(counts.unpackable_blocks, counts.offloaded_blocks)
+                config, names = self._config, self._names
+                self.writing = Call(lambda: _write(config, names, note), "the note on packing")
+
+
+def _write(config: Config, names: Iterable[str], note: Note) -> None:
+    try:
+        for name in names:
+            path = write_note(config, name, note)
+            logger.warning("With KVBM_PACK=auto the next start does not pack blocks of this model; see %s", path)
+    except Exception as error:
+        logger.warning("The next start packs blocks again, because KVBM cannot note that: %s", reason_of(error))

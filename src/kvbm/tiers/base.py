@@ -6,7 +6,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -139,6 +140,10 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the next engine can find the blocks of this one here, so that the cache needs a fingerprint."""
         return self.persistent and self.is_wanted(config)
 
+    def cache_root(self, config: Config) -> Path | None:
+        """The directory with the caches of this tier, where they outlive the engine on this machine."""
+        return None
+
     def open_store(self, context: RankContext) -> Call[Store | None] | None:
         """Begin to open a rank's store while the engine goes on with its start."""
         return None
@@ -239,6 +244,16 @@ class NearMemory(Protocol):
     file: int  # other processes of this user can map it; -1: they cannot
     address: int
     size: int
+
+
+class PersistentMemory(Protocol):
+    """Near memory that outlives the engine. The worker hashes the blocks that it has stored there, and records the
+    checksums of a store once the leader has called it good."""
+
+    def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation: ...
+
+    def record(self, hashes: Any) -> None:
+        """``hashes``: an operation that :meth:`hash` has returned."""
 
 
 class Store(ABC):

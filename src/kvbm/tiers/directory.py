@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import grp
+import hashlib
 import os
 import pwd
+import re
 import shlex
 import stat
 from pathlib import Path
@@ -34,6 +36,12 @@ def _overflow_uid() -> int:
 
 
 OVERFLOW_UID = _overflow_uid()
+
+
+def readable_name(identity: bytes, model: object) -> str:
+    """Names what belongs to a model: for people by the end of the model's name, and with a digest of ``identity``."""
+    word = re.sub(r"[^a-z0-9.]+", "-", str(model).lower().rstrip("/").rsplit("/", 1)[-1]).strip("-.")
+    return f"kvbm-{word[:48] or 'cache'}-{hashlib.sha256(identity).hexdigest()[:16]}"
 
 
 def maps_every_user() -> bool:

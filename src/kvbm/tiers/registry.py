@@ -12,7 +12,7 @@ from kvbm.config import Config
 from kvbm.core.rate import Rate
 from kvbm.plans import DEVICE, TierName
 from kvbm.tiers import disk, host, objects, peers
-from kvbm.tiers.base import Tier
+from kvbm.tiers.base import Fingerprint, Tier
 
 NEAR = host.TIER
 TIERS: dict[TierName, Tier] = {tier.name: tier for tier in (NEAR, disk.TIER, peers.TIER, objects.TIER)}
@@ -33,6 +33,14 @@ def wanted(config: Config) -> list[Tier]:
 def outlives_engine(config: Config) -> bool:
     """Whether the next engine can find blocks of this one, in any tier."""
     return any(tier.outlives_engine(config) for tier in TIERS.values())
+
+
+def has_cache(config: Config, cache: Fingerprint) -> bool:
+    """Whether an engine with this fingerprint has left blocks on this machine."""
+    from kvbm.tiers.disk.index import is_cache  # the command line needs no index
+
+    roots = [root for tier in TIERS.values() if (root := tier.cache_root(config)) is not None]
+    return any(is_cache(root, cache) for root in roots)
 
 
 def shares_near_memory(config: Config) -> bool:

@@ -42,7 +42,7 @@ class WorkerAdapter:
         self._config = config
         self._faults = faults
         self._setup = setup
-        self._rank = Rank(config, setup.rank, setup.ranks)
+        self._rank = Rank(config, setup.rank, setup.ranks, model=setup.model)
         self._channel: ZmqWorker | None = None
         self._cuda = False
         self._forward_ended: Any = None  # an event on the stream that the engine computes on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog
@@ -19,6 +20,9 @@ class DiskTier(Tier, frozen=True, kw_only=True):
 
     def is_wanted(self, config: Config) -> bool:
         return config.has_disk_tier
+
+    def cache_root(self, config: Config) -> Path | None:
+        return config.disk_cache_dir if self.is_wanted(config) else None
 
     def open_store(self, context: RankContext) -> Call[Store | None] | None:
         from kvbm.tiers.disk.open import open_store

@@ -22,11 +22,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
-import re
 import stat
 import threading
 import weakref
@@ -38,7 +36,7 @@ import msgspec
 from kvbm.core.keys import Key
 from kvbm.tiers import bounded
 from kvbm.tiers.base import Fingerprint
-from kvbm.tiers.directory import private_directory
+from kvbm.tiers.directory import private_directory, readable_name
 from kvbm.tiers.disk.database import DATABASE as DATABASE
 from kvbm.tiers.disk.database import (
     DELETE_SLOTS,
@@ -78,9 +76,12 @@ def cache_directory(root: Path, fingerprint: Fingerprint) -> Path:
     The fingerprint holds every property by which the bytes of two blocks of one key can differ (model, dtype, layout,
     block size, ranks) and the scheme of the keys; the version of the format is added here.
     """
-    digest = hashlib.sha256(_canonical(fingerprint)).hexdigest()[:16]
-    model = re.sub(r"[^a-z0-9.]+", "-", str(fingerprint.get("model", "")).lower().rstrip("/").rsplit("/", 1)[-1])
-    return root / f"kvbm-{model.strip('-.')[:48] or 'cache'}-{digest}"
+    return root / readable_name(_canonical(fingerprint), fingerprint.get("model", ""))
+
+
+def is_cache(root: Path, fingerprint: Fingerprint) -> bool:
+    """Whether an engine with this fingerprint has left a cache there."""
+    return (cache_directory(root, fingerprint) / DESCRIPTION).exists()
 
 
 def slab_path(directory: Path, rank: int) -> Path:

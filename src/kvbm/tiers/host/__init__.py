@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config import Config
@@ -25,6 +26,9 @@ class HostTier(Tier, frozen=True, kw_only=True):
 
     def outlives_engine(self, config: Config) -> bool:
         return config.host_persist and config.has_host_tier
+
+    def cache_root(self, config: Config) -> Path | None:
+        return config.host_persist_dir if self.outlives_engine(config) else None
 
     def slots(self, context: RankContext, copies: int) -> int:
         """Slots for the memory that the user grants all ranks, which keep ``copies`` of a block."""
