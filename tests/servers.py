@@ -100,13 +100,16 @@ def start_server(
     connector: dict | None = CONNECTOR,
     options: list[str] | None = None,
     program: str = "vllm.entrypoints.cli.main",
+    shutdown_seconds: int | None = 20,
 ) -> Server:
     """A server with the tiny model, under the name "tiny"; ``connector`` None is vLLM alone. ``program``: the module
-    whose command `serve` starts it."""
+    whose command `serve` starts it. ``shutdown_seconds`` None leaves the option out."""
     port = free_port()
     command = [sys.executable, "-m", program, "serve", model, "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "1024", "--block-size", "32", "--shutdown-timeout", "20", *(options or [])]
+    command += ["--max-model-len", "1024", "--block-size", "32", *(options or [])]
+    if shutdown_seconds is not None:
+        command += ["--shutdown-timeout", str(shutdown_seconds)]
     if not options or "--num-gpu-blocks-override" not in options:
         command += ["--num-gpu-blocks-override", "256"]
     if connector is not None:

@@ -11,6 +11,7 @@ import pytest
 from engines import prompt
 
 from kvbm.cli import model_kv
+from kvbm.cli.main import main
 from kvbm.engines.vllm.transfer_config import EXAMPLE
 from servers import PROJECT, free_port, start_server
 
@@ -53,6 +54,21 @@ def test_a_server_keeps_brings_back_counts_and_stops(server, model):
     # vLLM itself may complain while it stops, when one of its processes is slower than another. We must not.
     assert "/kvbm/engines/" not in log.read_text()
     assert "KVBM stays out of the way" not in log.read_text()
+
+
+@pytest.mark.long
+def test_blocks_on_their_way_to_the_disk_at_sigterm_get_there(start_process, model, tmp_path, capsys):
+    """`kvbm serve` gives vLLM the time for it: without, vLLM kills its engine before the late stores have begun."""
+    environment = {"KVBM_INJECT_FAULTS": "slow-store", "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "1"}
+    options = ["--cpu-gb", "0.1", "--disk-gb", "0.2", "--disk-dir", str(tmp_path), "--no-metrics", "--force"]
+    server = start_server(
+        start_process, model, environment, None, options, program="kvbm.cli.main", shutdown_seconds=None
+    )
+    server.stream(PROMPT)
+    server.process.popen.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert main(["cache", "ls", "--json", str(tmp_path)]) == 0
+    assert [cache["blocks"] for cache in json.loads(capsys.readouterr().out)] == [12]
 
 
 @pytest.mark.parametrize(
