@@ -26,7 +26,7 @@ from kvbm.core.manager import BlockManager, Match
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given
-from kvbm.observe.requests import Admission, looked_up, passed_over
+from kvbm.observe.requests import Admission, looked_up
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
 from kvbm.plans import Hello, LoadPlan, Report, StorePlan
 from kvbm.runtime.leader import Leader
@@ -392,7 +392,7 @@ class Session:
         tokens, computed, size = lookup.prompt_tokens, lookup.device_tokens, self.block_size
         found, decision = lookup.found, lookup.decision
         if found is None or decision is None:
-            return passed_over(name, tokens, computed, size, lookup.outcome)
+            return Admission(name, tokens, computed, 0, None, {}, 0, size, lookup.outcome)
         return looked_up(name, tokens, computed, lookup.limit, found, loaded, size)._replace(
             why=decision.reason if found.runs else "",
             in_step=decision.in_step,
