@@ -103,10 +103,6 @@ class Ended(NamedTuple):
     turn: Turn = NO_HINTS  # what its caller says of it
 
 
-def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
-    return keys[:blocks]
-
-
 class Session:
     """``engine``: its name in logs. ``step_tokens``: the most tokens that it computes in a step. ``hidden_size`` of the
     model, None if unknown. ``layers_from``: see :class:`CostModel`. ``outside_only``: no load can happen in a step.
@@ -149,7 +145,7 @@ class Session:
         self.block_size = block_size
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
-        self._used = used or _front
+        self._used = used or (lambda keys, blocks: keys[:blocks])
         self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
 
     # -- start and end ------------------------------------------------------------------------------------------------
