@@ -38,7 +38,7 @@ def findings() -> set[str]:
 def tier_findings() -> list[str]:
     """Patterns of the names that contain the name of a tier."""
     text = (PROJECT / "src/kvbm/observe/findings.py").read_text()
-    names = re.findall(r'name=f"([^"]+)"', text)
+    names = re.findall(r'\b(?:bad|note)\(\s*f"([^"]+)"', text)
     assert names
     return [re.sub(r"{[a-z.]+}", f"(?:{'|'.join(TIERS)})", name) for name in names]
 

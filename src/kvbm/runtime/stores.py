@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvbm.plans import Copy, StorePlan, StoreResult
+from kvbm.tiers.base import Operation, PersistentMemory
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket
-
-if TYPE_CHECKING:
-    from kvbm.tiers.host.persistent_slab import Hashes, PersistentSlab
 
 
 class Share(NamedTuple):
@@ -38,7 +36,7 @@ class Stores:
     """Part of the worker. ``check`` raises when a copy must not be made. ``kept``: the slab, where it persists."""
 
     def __init__(
-        self, share: Share, kept: PersistentSlab | None, check: Callable[[Copy], None], faults: Counter[str]
+        self, share: Share, kept: PersistentMemory | None, check: Callable[[Copy], None], faults: Counter[str]
     ) -> None:
         self._share = share
         self._kept = kept
@@ -47,8 +45,8 @@ class Stores:
         self.tickets: dict[int, Ticket] = {}
         self._to_hash: dict[int, Copy] = {}
         self._firsts: dict[int, int] = {}  # where in its plan this rank's part of a store begins
-        self._hashing: dict[int, tuple[Hashes, StoreResult]] = {}
-        self._hashed: dict[int, Hashes] = {}  # until the leader says whether they were good
+        self._hashing: dict[int, tuple[Operation, StoreResult]] = {}
+        self._hashed: dict[int, Operation] = {}  # until the leader says whether they were good
         self._ended: list[StoreResult] = []  # refused, failed at their start, or for other ranks to write
         self._spoiled: set[int] = set()  # the engine may have written over their source
 

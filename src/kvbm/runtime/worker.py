@@ -13,19 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, TierName
 from kvbm.runtime.loads import Load, Part, Rest, Submission
 from kvbm.runtime.moves import Moves
 from kvbm.runtime.stores import Share, Stores
+from kvbm.tiers.base import PersistentMemory
 from kvbm.tiers.bounded import keep_until_exit
 from kvbm.tiers.staged_read import StagedRead, StagedStore, expected_if_late, merge_copies
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket, When
-
-if TYPE_CHECKING:
-    from kvbm.tiers.host.persistent_slab import PersistentSlab
 
 
 class Outcome(NamedTuple):
@@ -47,7 +45,7 @@ class Worker:
         num_blocks: int,
         share: Share | None = None,
         stores: Iterable[StagedStore] = (),
-        kept: PersistentSlab | None = None,
+        kept: PersistentMemory | None = None,
     ) -> None:
         """``kept``: the slab, where it outlives the engine."""
         self.rank = rank

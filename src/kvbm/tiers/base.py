@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -239,6 +239,16 @@ class NearMemory(Protocol):
     file: int  # other processes of this user can map it; -1: they cannot
     address: int
     size: int
+
+
+class PersistentMemory(Protocol):
+    """Near memory that outlives the engine. The worker hashes the blocks that it has stored there, and records the
+    checksums of a store once the leader has called it good."""
+
+    def hash(self, slots: Sequence[int], tags: Sequence[bytes]) -> Operation: ...
+
+    def record(self, hashes: Any) -> None:
+        """``hashes``: an operation that :meth:`hash` has returned."""
 
 
 class Store(ABC):
