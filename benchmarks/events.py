@@ -89,7 +89,7 @@ class Bench:
 
         def tell() -> None:
             nonlocal stored, removed, size, encoding
-            while feed.owed:
+            while feed.ledger.owed:
                 events = feed.take(None)
                 start = time.thread_time()
                 size += len(encode(KVEventBatch(ts=0.0, events=events)))

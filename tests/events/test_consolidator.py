@@ -59,7 +59,7 @@ def test_our_own_events_are_for_processes_of_the_same_user():
         assert [listener.stdout.readline() for listener in listeners] == ["connected\n"] * 2
         deadline = time.monotonic() + 60
         while any(listener.poll() is None for listener in listeners) and time.monotonic() < deadline:
-            outlet.tell_again()
+            outlet.ledger.tell_again()
             outlet.pump()
             time.sleep(0.02)
         assert [listener.stdout.read() for listener in listeners] == ["nothing\n", "heard\n"]

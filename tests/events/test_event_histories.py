@@ -97,7 +97,7 @@ class History:
             self.restart()
         self.ledger = Ledger(self.pools, SIZE)
         for book in self.ledger._books:
-            book.most = rng.choice([2, 8, 100])  # how much may pile up before the journal is cut
+            book.max_pending = rng.choice([2, 8, 100])  # how much may pile up before the journal is cut
         self.writers = []  # (tier, slots)
         self.pins = []
         self.kept = deque(maxlen=REPLAY)
@@ -125,7 +125,7 @@ class History:
 
     def describe(self, chain, keys):
         world = self.world
-        for first, end in self.ledger.undescribed(keys):
+        for first, end in self.ledger.undescribed(keys, 0, len(keys)):
             assert 0 < end - first <= ledger_module.MAX_IN_RUN
             run_keys = tuple(keys[first:end])
             names = tuple(world.name(chain, i) for i in range(first, end)) if world.renamed else run_keys
@@ -291,9 +291,9 @@ def test_what_is_not_taken_does_not_pile_up():
         ledger.describe(Run(keys, keys, None, [0] * SIZE))
         pool.commit(slots)
     (book,) = ledger._books
-    assert book.pending <= book.most
+    assert book.pending <= book.max_pending
     assert sum(len(keys) for _, keys in book.journal) == book.pending
-    assert len(ledger._runs) <= book.most
+    assert len(ledger._runs) <= book.max_pending
     view = set()
     while ledger.owed:
         for event in ledger.take():

@@ -68,20 +68,19 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
 
     try:
         with progress(label, lines_every=10.0) as show:
-            while not workload.over(now := time.monotonic() - epoch):
-                for what in workload.due(now):
-                    thread = threading.Thread(target=ask, args=(what,), daemon=True)
-                    running.add(thread)
-                    thread.start()
-                    sent += 1
+            now = deadline = 0.0
+            while not workload.over(now) or (running and now < deadline):
+                if not workload.over(now):
+                    deadline = now + patience
+                    for what in workload.due(now):
+                        thread = threading.Thread(target=ask, args=(what,), daemon=True)
+                        running.add(thread)
+                        thread.start()
+                        sent += 1
                 running = {thread for thread in running if thread.is_alive()}
                 show(now, workload.seconds, describe)
                 time.sleep(TICK)
-            deadline = time.monotonic() + patience
-            while running and time.monotonic() < deadline:
-                running = {thread for thread in running if thread.is_alive()}
-                show(time.monotonic() - epoch, workload.seconds, describe)
-                time.sleep(TICK)
+                now = time.monotonic() - epoch
     except KeyboardInterrupt:
         stopped = True
     done = list(answers)

@@ -287,13 +287,10 @@ class Replay:
         length = max(1, round(line.input_length * self._scale))
         tokens: list[int] = []
         for number in line.hash_ids:
-            tokens += self._block_of(number)
+            tokens += self._draw(f"block {number}", self._block)
         if len(tokens) < length:  # tokens after the last full block are unique
             tokens += self._draw(f"rest {self._next}", length - len(tokens))
         return tokens[:length]
-
-    def _block_of(self, number: int) -> list[int]:
-        return self._draw(f"block {number}", self._block)
 
     def _draw(self, seed: str, count: int) -> list[int]:
         source = random.Random(seed)

@@ -136,12 +136,9 @@ def toml(everything: bool = False) -> str:
                 example = row.kind.example if isinstance(row.kind, Number) else json.dumps(row.kind.example)
                 lines += ["# Not set by default; for example:", f"# {row.key} = {example}"]
             else:
-                lines.append(f"# {row.key} = {_toml_value(row.default)}")
+                default = str(row.default) if isinstance(row.default, Path) else row.default
+                lines.append(f"# {row.key} = {json.dumps(default)}")  # JSON scalars and {} are valid TOML
     return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: object) -> str:
-    return json.dumps(str(value) if isinstance(value, Path) else value)  # JSON scalars and {} are valid TOML
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def docs() -> str:
         for reason in dict.fromkeys(row.unused for row in rows):
             parts.append(f"\n{reason}\n\n{_markdown(row for row in rows if row.unused == reason)}")
     parts.append(_RETIRED)
-    parts += [f"| `{row.env}` | {_sentence(row.retired)} |\n" for row in SETTINGS if row.retired]
+    parts += [f"| `{row.env}` | {row.retired[0].upper()}{row.retired[1:]}. |\n" for row in SETTINGS if row.retired]
     return "".join(parts)
 
 
@@ -260,7 +257,3 @@ def _markdown(rows: Iterable[Setting]) -> str:
 def _accepts(row: Setting) -> str:
     # "How KVBM reads values" lists the words of a switch once.
     return "a switch" if isinstance(row.kind, Switch) else row.kind.accepts()
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."

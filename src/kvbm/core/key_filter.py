@@ -214,10 +214,9 @@ class FilterCopy:
             self._cells.reshape(-1)[cells] = np.frombuffer(update.values, np.uint16)
         self.epoch, self.number = update.epoch, update.number
 
-    def leading(self, probe: Probe, start: int = 0, limit: int | None = None) -> int:
+    def leading(self, probe: Probe, start: int = 0) -> int:
         """How many keys from ``start`` on are all in the set, apart from false hits."""
-        end = len(probe) if limit is None else min(limit, len(probe))
-        at, window = start, _FIRST_WINDOW
+        end, at, window = len(probe), start, _FIRST_WINDOW
         while at < end:
             stop = min(end, at + window)
             missing = np.flatnonzero(~self._contains(probe, at, stop))

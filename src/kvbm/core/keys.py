@@ -21,6 +21,8 @@ import msgspec
 
 Key = bytes
 KEY_BYTES = 32
+# Which function makes the keys, and its version: keys of different schemes must not meet.
+SCHEME = "kvbm-sha256-1"
 _MANY_KEYS = Struct(f"{KEY_BYTES}s" * 64)
 
 
@@ -34,8 +36,7 @@ class Namespace(msgspec.Struct, frozen=True):
     block_size: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    # Which function made the keys, and its version: keys of different schemes must not meet.
-    scheme: str = "kvbm-sha256-1"
+    scheme: str = SCHEME
 
     def digest(self) -> bytes:
         """Names a cache that outlives the process, and seeds the hasher."""

@@ -112,7 +112,7 @@ class BlockManager:
         self._moves: dict[int, tuple[MovePlan, list[Key]]] = {}
         self._fetches: dict[int, tuple[MovePlan, list[Key], int]] = {}  # and how often there was a clear before it
         self._clears = 0
-        self._remote = {name: catalog for name, catalog in self.catalogs.items() if catalog.is_remote}
+        self.remote = {name: catalog for name, catalog in self.catalogs.items() if catalog.is_remote}
         self._next_id = 0
 
     # -- bringing back ------------------------------------------------------------------------------------------------
@@ -183,20 +183,16 @@ class BlockManager:
         wanted = keys[:limit]
         at = start + len(self.near.match(wanted, start))
         if at < len(wanted) and not self.near.is_writing(wanted[at]):
-            for name, catalog in self._remote.items():
+            for name, catalog in self.remote.items():
                 if name not in self.suspended:
                     catalog.expect(keys, at, hint)
 
     def awaited_answer(self, key: Key) -> tuple[TierName, float] | None:
         """(tier that is looking for a block, expected seconds until it knows); None when no tier is."""
-        for name, catalog in self._remote.items():
+        for name, catalog in self.remote.items():
             if name not in self.suspended and (seconds := catalog.answer_seconds(key)) is not None:
                 return name, seconds
         return None
-
-    @property
-    def has_remote_tiers(self) -> bool:
-        return bool(self._remote)
 
     def _slower(self) -> list[tuple[TierName, Catalog]]:
         return [item for item in self.catalogs.items() if item[0] != self.near_tier and item[0] not in self.suspended]
@@ -428,7 +424,7 @@ class BlockManager:
         places: dict[TierName, dict[Key, int]] = {}
         at = match.start
         for tier, slots in match.runs:
-            if tier in self._remote and tier not in self.suspended:
+            if tier in self.remote and tier not in self.suspended:
                 fresh = ((key, place) for key, place in zip(match.keys[at : at + len(slots)], slots, strict=True))
                 places.setdefault(tier, {}).update((key, place) for key, place in fresh if not self.near.holds(key))
             at += len(slots)

@@ -126,7 +126,9 @@ class Pool(Catalog):
         held = not (self._published.keys().isdisjoint(keys) and self._writing.keys().isdisjoint(keys))
         if held or len(set(keys)) < len(keys):
             raise ValueError("reserve() of a block that the pool already holds")
-        if len(keys) > self.available or (tenants is not None and not self._has_room(tenants)):
+        if len(keys) > self.available:
+            return None
+        if tenants is not None and any(n > self.room_for(tenant) for tenant, n in Counter(tenants).items()):
             return None
         self._make_room(len(keys), tenants)
         slots: list[int] = []
@@ -137,10 +139,6 @@ class Pool(Catalog):
             slots.append(slot)
         self._policy.assigned(slots, tenants)
         return slots
-
-    def _has_room(self, tenants: Sequence[int]) -> bool:
-        """Whether each tenant may have so many slots."""
-        return all(count <= self.room_for(tenant) for tenant, count in Counter(tenants).items())
 
     def room_for(self, tenant: int) -> int:
         """How many blocks of a tenant :meth:`reserve` could take right now."""

@@ -26,7 +26,7 @@ class Services:
     def __init__(self, engine: str, faults: Faults) -> None:
         self._engine = engine
         self._faults = faults
-        self._feed: Any = None  # publishes block events, with ``tell_again`` and ``close``; None without events
+        self._feed: Any = None  # publishes block events, with ``ledger`` and ``close``; None without events
         self._consolidator: launch.ConsolidatorProcess | None = None
         self._presence: Presence | None = None
 
@@ -52,7 +52,7 @@ class Services:
     def _announce(self) -> bool:
         """Publish an event for every block once more; False without events."""
         if self._feed is not None:
-            self._feed.tell_again()
+            self._feed.ledger.tell_again()
         return self._feed is not None
 
     def _with_feed(self, where: str, call: Callable[..., T], *about: Any) -> T | None:

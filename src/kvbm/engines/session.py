@@ -26,7 +26,7 @@ from kvbm.core.manager import BlockManager, Match
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given
-from kvbm.observe.requests import Admission, looked_up, passed_over
+from kvbm.observe.requests import Admission, looked_up
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
 from kvbm.plans import Hello, LoadPlan, Report, StorePlan
 from kvbm.runtime.leader import Leader
@@ -103,10 +103,6 @@ class Ended(NamedTuple):
     turn: Turn = NO_HINTS  # what its caller says of it
 
 
-def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
-    return keys[:blocks]
-
-
 class Session:
     """``engine``: its name in logs. ``step_tokens``: the most tokens that it computes in a step. ``hidden_size`` of the
     model, None if unknown. ``layers_from``: see :class:`CostModel`. ``outside_only``: no load can happen in a step.
@@ -149,7 +145,7 @@ class Session:
         self.block_size = block_size
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
-        self._used = used or _front
+        self._used = used or (lambda keys, blocks: keys[:blocks])
         self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -393,7 +389,7 @@ class Session:
         tokens, computed, size = lookup.prompt_tokens, lookup.device_tokens, self.block_size
         found, decision = lookup.found, lookup.decision
         if found is None or decision is None:
-            return passed_over(name, tokens, computed, size, lookup.outcome)
+            return Admission(name, tokens, computed, 0, None, {}, 0, size, lookup.outcome)
         return looked_up(name, tokens, computed, lookup.limit, found, loaded, size)._replace(
             why=decision.reason if found.runs else "",
             in_step=decision.in_step,

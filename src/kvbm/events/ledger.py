@@ -149,12 +149,10 @@ class Ledger:
 
     # -- describing ---------------------------------------------------------------------------------------------------
 
-    def undescribed(self, keys: Sequence[Key]) -> list[tuple[int, int]]:
-        """Those of the consecutive blocks ``keys`` that a tier holds or receives and that have no description.
-
-        Returned as (first, end) of stretches, each of the right length for a run.
-        """
-        runs = self._runs
+    def undescribed(self, request: Sequence[Key], first: int, end: int) -> list[tuple[int, int]]:
+        """Those blocks of a request, from ``first`` to ``end``, that a tier holds or receives and that have no
+        description, as (first, end) of stretches, each of the right length for a run."""
+        runs, keys = self._runs, request[first:end]
         views = [view for book in self._books for view in (book.arriving, book.findable)]
         if all(map(runs.__contains__, keys)):
             stretches = []
@@ -167,7 +165,8 @@ class Ledger:
                 if fits:
                     places = list(group)
                     stretches.append((places[0], places[-1] + 1))
-        return [(at, min(at + MAX_IN_RUN, end)) for first, end in stretches for at in range(first, end, MAX_IN_RUN)]
+        spans = [range(first + start, first + stop) for start, stop in stretches]
+        return [(at, min(at + MAX_IN_RUN, span.stop)) for span in spans for at in span[::MAX_IN_RUN]]
 
     def describe(self, run: Run) -> None:
         """Add the description of a stretch that :meth:`undescribed` has returned."""

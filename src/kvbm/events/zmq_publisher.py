@@ -38,7 +38,7 @@ class ZmqPublisher:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(MAX_WAITING)
-        self._ledger = Ledger(pools, block_size)
+        self.ledger = Ledger(pools, block_size)
         try:
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             self._socket.bind(self.endpoint)
@@ -49,24 +49,20 @@ class ZmqPublisher:
     def follow(self, keys: Sequence[Key], tokens: Sequence[int], first: int, end: int, scope: Scope) -> None:
         """Describe blocks ``first`` to ``end`` of a request, which a tier may hold or receive."""
         size = self._block_size
-        for start, stop in self._ledger.undescribed(keys[first:end]):
-            start, stop = start + first, stop + first
+        for start, stop in self.ledger.undescribed(keys, first, end):
             run_keys = tuple(keys[start:stop])
             parent = keys[start - 1] if start else None
             text = list(tokens[start * size : stop * size])
-            self._ledger.describe(Run(run_keys, run_keys, parent, text, (scope.lora, scope.cache_salt)))
+            self.ledger.describe(Run(run_keys, run_keys, parent, text, (scope.lora, scope.cache_salt)))
 
     def pump(self) -> None:
         """Send the events that are owed."""
-        while self._ledger.owed:
-            events = [self._translate(event) for event in self._ledger.take()]
+        while self.ledger.owed:
+            events = [self._translate(event) for event in self.ledger.take()]
             if events:
                 payload = self._encode([time.time(), events, self._rank])
                 self._socket.send_multipart([b"", self._sent.to_bytes(8, "big"), payload], zmq.NOBLOCK)
                 self._sent += 1
-
-    def tell_again(self) -> None:
-        self._ledger.tell_again()
 
     def _translate(self, event: Stored | Removed) -> dict[str, object]:
         names = [_number(name) for name in event.names]
@@ -88,7 +84,7 @@ class ZmqPublisher:
         return told
 
     def close(self) -> None:
-        self._ledger.stop()
+        self.ledger.stop()
         self._socket.close(linger=0)
         self._context.term()
 

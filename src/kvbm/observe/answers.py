@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -105,15 +105,15 @@ def _file(name: str) -> bytes:
     return (Path(__file__).parent / "page" / name).read_bytes()
 
 
-class Renderings:
-    """The renderings of one snapshot."""
+def renderer(snapshot: Snapshot) -> Callable[[Wanted], Answer]:
+    """Renders a snapshot, and keeps what it has rendered."""
+    explained = msgspec.structs.replace(snapshot, findings=explain(snapshot))
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = msgspec.structs.replace(snapshot, findings=explain(snapshot))
-        self.render = cache(self._render)
-
-    def _render(self, wanted: Wanted) -> Answer:
+    @cache
+    def render(wanted: Wanted) -> Answer:
         if wanted.path == "/metrics":
-            return Answer(200, metrics.render(self._snapshot), metrics.CONTENT_TYPE)
-        latest = self._snapshot.requests[: wanted.requests]
-        return Answer(200, to_json(msgspec.structs.replace(self._snapshot, requests=latest)), "application/json")
+            return Answer(200, metrics.render(explained), metrics.CONTENT_TYPE)
+        latest = explained.requests[: wanted.requests]
+        return Answer(200, to_json(msgspec.structs.replace(explained, requests=latest)), "application/json")
+
+    return render

@@ -118,13 +118,15 @@ def _not_loaded(s: Snapshot) -> Finding | None:
     speeds = ", ".join(f"{tier.tier} {tier.bytes_per_second / 1e9:.2g} GB/s" for tier in s.tiers)
     slow = next((tier for tier in s.tiers if tier.tier != NEAR.name and tier.measured), None)
     advice = TIERS[slow.tier].advice if slow is not None and slow.tier in TIERS else ""
-    return (bad if slow else note)(
-        "slow-tier",
-        f"{refused} blocks were found but not loaded: {reason}. Loads were measured at {speeds} a rank, prefill "
-        f"at {s.saved.prefill_tokens_per_second:,.0f} tokens/s.",
-        cure=f"Make the slow tier faster{f' ({advice})' if advice else ''}, or give the {NEAR.name} tier more memory "
-        f"({NEAR.size_setting}). `kvbm doctor` measures both.",
+    text = (
+        f"{refused} blocks were found but not loaded: {reason}. Loads were measured at {speeds} a rank, prefill at "
+        f"{s.saved.prefill_tokens_per_second:,.0f} tokens/s."
     )
+    cure = (
+        f"Make the slow tier faster{f' ({advice})' if advice else ''}, or give the {NEAR.name} tier more memory "
+        f"({NEAR.size_setting}). `kvbm doctor` measures both."
+    )
+    return bad("slow-tier", text, cure) if slow else note("slow-tier", text, cure)
 
 
 def _evicted(s: Snapshot) -> Finding | None:

@@ -51,7 +51,7 @@ class Admission(NamedTuple):
     request: str
     prompt_tokens: int
     device_tokens: int
-    looked_up: int
+    looked_up: int  # 0: there was no lookup
     missing: bytes | None  # the key at which the lookup ended; None if all were found
     found: Mapping[TierName, int]
     loaded: int
@@ -84,11 +84,6 @@ def looked_up(
         block_tokens=block_tokens,
         outcome=LOADED if loaded else REFUSED if tiers else NOT_FOUND,
     )
-
-
-def passed_over(request: str, prompt_tokens: int, device_tokens: int, block_tokens: int, outcome: str) -> Admission:
-    """The admission of a request without a lookup."""
-    return Admission(request, prompt_tokens, device_tokens, 0, None, {}, 0, block_tokens, outcome)
 
 
 class _Entry(msgspec.Struct, eq=False):

@@ -28,11 +28,12 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
-from kvbm.observe.answers import Answer, Point, Renderings, Wanted, find, refusal, render_history
+from kvbm.observe.answers import Answer, Point, Wanted, find, refusal, render_history, renderer
 from kvbm.observe.snapshot import Snapshot
 from kvbm.pacing import Bucket
 
@@ -91,7 +92,7 @@ class Web:
         self._heard_at = -math.inf  # when the last snapshot came
         self._requests = self._asked_requests = 0  # latest requests in that snapshot, and in the one being made
         self._incoming = bytearray()
-        self._renderings: Renderings | None = None
+        self._renderer: Callable[[Wanted], Answer] | None = None  # of the last snapshot
         self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
         self._failure: Answer | None = None  # the engine's error, in place of its last snapshot
         self._is_accepting = True
@@ -169,7 +170,7 @@ class Web:
             self._asked_at = None
             if kind == b"S":
                 snapshot = _decode(content)
-                self._renderings, self._failure = Renderings(snapshot), None
+                self._renderer, self._failure = renderer(snapshot), None
                 self._heard_at, self._requests = time.monotonic(), self._asked_requests
                 if not self._history or snapshot.at - self._history[-1].at >= 0.9 * HISTORY_EVERY_SECONDS:
                     self._history.append(Point.of(snapshot))
@@ -339,9 +340,9 @@ class Web:
     def _render(self, wanted: Wanted) -> Answer:
         if self._failure is not None:
             return self._failure
-        if self._renderings is None:
+        if self._renderer is None:
             return refusal(503, "the engine does not answer yet\n")
-        return self._renderings.render(wanted)
+        return self._renderer(wanted)
 
     def _write(self, connection: Connection) -> None:
         connection.output = connection.output[connection.socket.send(connection.output) :]

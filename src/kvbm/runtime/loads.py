@@ -63,11 +63,6 @@ class Load:
         self.waited = 0.0  # seconds until its staged reads were given up
         self.expected = 0.0  # seconds that they would have taken at least
 
-    def divide(self, rest: Iterable[Rest]) -> None:
-        """Submit it in these parts."""
-        self.rest.extend(rest)
-        self.lead = _LEAD
-
     def spoil(self) -> None:
         """Count none of its blocks as arrived. Blocks of staged tiers are not bad for that, only missed."""
         self.rest.clear()
@@ -180,7 +175,8 @@ class Submission:
     def take_in(self, load: Load, rest: Iterable[Rest], failed: Callable[[Load, Exception], None]) -> None:
         """A load that comes in these parts. Beside short steps the first part waits for the next step, because the
         engine has spent this one on allocating the blocks. A prefetched part does not wait."""
-        load.divide(rest)
+        load.rest.extend(rest)
+        load.lead = _LEAD
         if self.steps_are_long or self._prefetched:
             self.go_on(failed)
 

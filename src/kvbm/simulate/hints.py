@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,12 +60,13 @@ def sessions(trace: Trace) -> list[Place]:
     return [Place(one, not back) for one, back in zip(session, comes_back, strict=True)]
 
 
-def _with(change: Callable[[int, Request, Place], Request]) -> Callable[[Trace], Trace]:
+def _with(change: Callable[[int, Place], dict[str, Any]]) -> Callable[[Trace], Trace]:
+    """``change``: returns the fields that change in a request, given its number and its place."""
+
     def changed(trace: Trace) -> Trace:
-        places = sessions(trace)
+        pairs = zip(trace.requests, sessions(trace), strict=True)
         requests = [
-            change(number, request._replace(hints=None), place)
-            for number, (request, place) in enumerate(zip(trace.requests, places, strict=True))
+            request._replace(hints=None, **change(number, place)) for number, (request, place) in enumerate(pairs)
         ]
         return msgspec.structs.replace(trace, requests=requests)
 
@@ -77,48 +78,45 @@ def _without(trace: Trace) -> Trace:
     return msgspec.structs.replace(trace, requests=stripped)
 
 
-def _named(number: int, request: Request, place: Place) -> Request:
-    return request._replace(session=str(place.session))
+def _named(number: int, place: Place) -> dict[str, Any]:
+    return {"session": str(place.session)}
 
 
-def _with_ends(number: int, request: Request, place: Place) -> Request:
-    return request._replace(session=str(place.session), final=place.is_last)
+def _with_ends(number: int, place: Place) -> dict[str, Any]:
+    return {"session": str(place.session), "final": place.is_last}
 
 
-def _with_priorities(number: int, request: Request, place: Place) -> Request:
-    return request._replace(session=str(place.session), priority=LOW if place.is_last else HIGH)
+def _with_priorities(number: int, place: Place) -> dict[str, Any]:
+    return {"session": str(place.session), "priority": LOW if place.is_last else HIGH}
 
 
-def _true(number: int, request: Request, place: Place) -> Request:
-    return _with_priorities(number, _with_ends(number, request, place), place)
+def _true(number: int, place: Place) -> dict[str, Any]:
+    return _with_ends(number, place) | _with_priorities(number, place)
 
 
-def _false(number: int, request: Request, place: Place) -> Request:
+def _false(number: int, place: Place) -> dict[str, Any]:
     """Sessions that end are said to go on and the other way round; every third request has values without sense."""
-    name = str(number % 7) if number % 2 else str(place.session)
-    priority = HIGH if place.is_last else LOW
+    final = not place.is_last
     if number % 3 == 0:
-        return request._replace(
-            session="\0" * 1000, final=not place.is_last, priority=WILD[number % len(WILD)], ttl=float("nan")
-        )
-    return request._replace(session=name, final=not place.is_last, priority=priority, ttl=1e300)
+        return {"session": "\0" * 1000, "final": final, "priority": WILD[number % len(WILD)], "ttl": float("nan")}
+    name = str(number % 7) if number % 2 else str(place.session)
+    return {"session": name, "final": final, "priority": HIGH if place.is_last else LOW, "ttl": 1e300}
 
 
-def _random(number: int, request: Request, place: Place) -> Request:
+def _random(number: int, place: Place) -> dict[str, Any]:
     drawn = random.Random(number)
-    return request._replace(
-        session=str(drawn.randrange(50)), final=drawn.random() < 0.5, priority=drawn.choice((LOW, 0, HIGH)), ttl=60.0
-    )
+    session, final = str(drawn.randrange(50)), drawn.random() < 0.5
+    return {"session": session, "final": final, "priority": drawn.choice((LOW, 0, HIGH)), "ttl": 60.0}
 
 
-def _greedy(number: int, request: Request, place: Place) -> Request:
+def _greedy(number: int, place: Place) -> dict[str, Any]:
     """Every caller wants all of its blocks to stay."""
-    return request._replace(session="me", priority=HIGH, ttl=1e9)
+    return {"session": "me", "priority": HIGH, "ttl": 1e9}
 
 
-def _turncoat(number: int, request: Request, place: Place) -> Request:
+def _turncoat(number: int, place: Place) -> dict[str, Any]:
     """True until they are believed, then false, and so on."""
-    return (_false if number // 1500 % 2 else _true)(number, request, place)
+    return (_false if number // 1500 % 2 else _true)(number, place)
 
 
 KINDS: dict[str, Callable[[Trace], Trace]] = {

@@ -28,7 +28,7 @@ from kvbm.transfer.base import Copier, Slab, Ticket, When, slots_tried
 from kvbm.transfer.bulk_loads import BulkLoads, Fetch
 from kvbm.transfer.cuda_calls import batch_function, pin, unpin, wait_until
 from kvbm.transfer.engine_copies import EngineCopies, IssuedTicket
-from kvbm.transfer.kernel_copies import KernelCopies, mark
+from kvbm.transfer.kernel_copies import EventTicket, KernelCopies, mark
 from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.packed_stores import PackedStores
 
@@ -41,31 +41,6 @@ _MIN_ENGINE_RATE = 0.5
 # A bulk load delivers its last layers late. With more tokens than this, a load by kernel, which lets the step begin
 # sooner, is faster.
 _MAX_BULK_TOKENS = 512
-
-
-class EventTicket(Ticket):
-    """A transfer that ends with an event on a stream."""
-
-    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        self._began = began
-        self._ended = ended
-        self.unasked: set[int] = set()  # layers of a load for which attention has not called wait_layer
-        self._over = False
-
-    def done(self) -> bool:
-        self._over = self._over or self._ended.query()
-        return self._over
-
-    def wait(self) -> None:
-        self._ended.synchronize()
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Make work that is submitted to the stream after this call wait for the transfer."""
-        stream.wait_event(self._ended)
-
-    @property
-    def seconds(self) -> float:
-        return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
 class CudaCopier(Copier):

@@ -15,8 +15,8 @@ import torch
 from kvbm.transfer.base import Copier, Ticket, When
 from kvbm.transfer.broadcast import BroadcastCopier, Passing, Rows
 from kvbm.transfer.cpu import Outcome
-from kvbm.transfer.cuda import CudaCopier, EventTicket
-from kvbm.transfer.kernel_copies import KernelCopies, mark
+from kvbm.transfer.cuda import CudaCopier
+from kvbm.transfer.kernel_copies import EventTicket, KernelCopies, mark
 from kvbm.transfer.layout import BlockLayout
 
 

@@ -19,7 +19,7 @@ import torch
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Slab, Ticket, describe_error
 from kvbm.transfer.cuda_calls import BatchCopy, batch_function
-from kvbm.transfer.kernel_copies import mark
+from kvbm.transfer.kernel_copies import EventTicket, mark
 from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.relay import Relay
 
@@ -36,32 +36,27 @@ class IssuedTicket(Ticket):
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._issued = threading.Event()
-        self._began: torch.cuda.Event | None = None
-        self._ended: torch.cuda.Event | None = None
+        self._transfer: EventTicket | None = None
         self._error: BaseException | None = None
-        self._over = False
 
-    def issued(
-        self, began: torch.cuda.Event | None, ended: torch.cuda.Event | None, error: BaseException | None
-    ) -> None:
-        """Wakes every thread that waits for this ticket. Without events: CUDA could not even record one."""
-        self._began, self._ended, self._error = began, ended, error
+    def issued(self, transfer: EventTicket | None, error: BaseException | None) -> None:
+        """Wakes every thread that waits for this ticket. ``transfer``: None if CUDA could not even record an event."""
+        self._transfer, self._error = transfer, error
         self._issued.set()
 
     def done(self) -> bool:
-        self._over = self._over or (self._issued.is_set() and (self._ended is None or self._ended.query()))
-        return self._over
+        return self._issued.is_set() and (self._transfer is None or self._transfer.done())
 
     def wait(self) -> None:
         self._issued.wait()
-        if self._ended is not None:
-            self._ended.synchronize()
+        if self._transfer is not None:
+            self._transfer.wait()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Make work submitted to the stream after this call wait for the transfer. Waits until it has been issued."""
         self._issued.wait()
-        if self._ended is not None:
-            stream.wait_event(self._ended)
+        if self._transfer is not None:
+            self._transfer.hold(stream)
 
     @property
     def bad(self) -> Sequence[int]:
@@ -73,9 +68,7 @@ class IssuedTicket(Ticket):
 
     @property
     def seconds(self) -> float:
-        if self._began is None or self._ended is None:
-            return 0.0
-        return float(self._began.elapsed_time(self._ended)) / 1e3
+        return 0.0 if self._transfer is None else self._transfer.seconds
 
 
 class Pieces:
@@ -134,7 +127,7 @@ class EngineCopies:
             try:
                 self._carry_out(*job)
             except Exception as error:
-                job[-1].issued(None, None, error)
+                job[-1].issued(None, error)
 
     def _carry_out(
         self, blocks: Sequence[int], slots: Sequence[int], forward_ended: torch.cuda.Event, ticket: IssuedTicket
@@ -148,7 +141,7 @@ class EngineCopies:
                 self._issue(np.asarray(blocks, np.int64), np.asarray(slots, np.int64))
         except Exception as caught:
             error = caught
-        ticket.issued(began, mark(self._relay.stream), error)
+        ticket.issued(EventTicket(began, mark(self._relay.stream)), error)
 
     def _issue(self, blocks: np.ndarray, slots: np.ndarray) -> None:
         targets, sources, sizes = self._pieces.of(blocks, slots)

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from kvbm.transfer.base import Slab
+from kvbm.transfer.base import Slab, Ticket
 from kvbm.transfer.kernels import Launcher, copy_numbers, copy_pieces, tile_of, word_of
 from kvbm.transfer.layout import BlockLayout, Segment
 from kvbm.transfer.packing import Tile
@@ -202,6 +202,31 @@ class IndexBuffer:
 
     def release(self) -> None:
         self._free.record()
+
+
+class EventTicket(Ticket):
+    """A transfer that ends with an event on a stream."""
+
+    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._began = began
+        self._ended = ended
+        self.unasked: set[int] = set()  # layers of a load for which attention has not called wait_layer
+        self._over = False
+
+    def done(self) -> bool:
+        self._over = self._over or self._ended.query()
+        return self._over
+
+    def wait(self) -> None:
+        self._ended.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Make work that is submitted to the stream after this call wait for the transfer."""
+        stream.wait_event(self._ended)
+
+    @property
+    def seconds(self) -> float:
+        return float(self._began.elapsed_time(self._ended)) / 1e3
 
 
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -289,7 +289,7 @@ class KvbmStorage(HiCacheStorage):
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         if target_locations is None:
-            target_locations = [self._empty_page() for _ in keys]
+            target_locations = [torch.empty(self._store(KV).page_bytes, dtype=torch.uint8) for _ in keys]
         return self._get_tensors(keys, target_locations) or [None] * len(keys)
 
     @guarded(None)
@@ -328,9 +328,6 @@ class KvbmStorage(HiCacheStorage):
         if KV in self._pools and (store := self._store(KV)).page_bytes == size:
             return store
         return self._open_once(f"tensors of {size} bytes", lambda: (str(tensor.dtype), size))
-
-    def _empty_page(self) -> torch.Tensor:
-        return torch.empty(self._store(KV).page_bytes, dtype=torch.uint8)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

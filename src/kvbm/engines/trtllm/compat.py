@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvbm.core.keys import Namespace
+from kvbm.core.keys import SCHEME
 from kvbm.engines.model_files import digest_of_files, folder_of
 from kvbm.engines.weights import digest, gather_in_world
 from kvbm.tiers.base import Fingerprint
@@ -136,7 +136,7 @@ def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:
         "dtype": f"{getattr(llm_args, 'dtype', 'auto')}/{getattr(cache, 'dtype', 'auto')}",
         "block_size": int(cache.tokens_per_block),
         "tensor_parallel": int(mapping.world_size),
-        "keys": Namespace("", "", "", 1).scheme,
+        "keys": SCHEME,
         "processing": _processing(llm_args),
     }
 

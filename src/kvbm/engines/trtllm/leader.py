@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvbm.config import Config
 from kvbm.core.keys import KeyChain, Namespace, Scope
 from kvbm.engines import session
@@ -328,7 +330,7 @@ class LeaderAdapter:
         ranks.discard(rank)
         if not ranks:
             del self._set_backs[number]
-            self._send(StepPlan(recompute=[_agreed(order)]))
+            self._send(StepPlan(recompute=[replace(order, agreed=True)]))
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
@@ -442,7 +444,7 @@ class LeaderAdapter:
         for order, _ in list(self._set_backs.values()):
             if order.request == str(number):
                 del self._set_backs[order.id]
-                self._send(StepPlan(recompute=[_agreed(order)]))  # it has ended: ranks stop waiting
+                self._send(StepPlan(recompute=[replace(order, agreed=True)]))  # it has ended: ranks stop waiting
         if state is None:
             return False
         return state.load is not None or (self._setup.partial_reuse and number in self._owners.values())
@@ -454,7 +456,3 @@ class LeaderAdapter:
             self._channel.close()
         finally:
             self.session.close()
-
-
-def _agreed(order: Recompute) -> Recompute:
-    return Recompute(order.id, order.request, order.position, agreed=True)

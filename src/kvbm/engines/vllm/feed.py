@@ -57,14 +57,13 @@ class EventFeed:
     def __init__(self, pools: Mapping[TierName, Catalog], block_size: int, group: Any) -> None:
         self._block_size = block_size
         self._group = compat.event_group(group)
-        self._ledger = Ledger(pools, block_size)
+        self.ledger = Ledger(pools, block_size)
         self._engine_events: Any = None  # the list that vLLM collects its own events in until it next takes them
 
     def follow(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Some tier may now have, or be about to have, blocks ``first`` to ``end`` of a request."""
-        ledger, size = self._ledger, self._block_size
-        for start, stop in ledger.undescribed(keys[first:end]):
-            start, stop = start + first, stop + first
+        ledger, size = self.ledger, self._block_size
+        for start, stop in ledger.undescribed(keys, first, end):
             run_keys = tuple(keys[start:stop])
             # vLLM's own hashes, even where KVBM has other keys: subscribers follow a prefix across tiers by them.
             names = tuple(request.block_hashes[start:stop])
@@ -77,8 +76,8 @@ class EventFeed:
 
     def take(self, block_pool: Any) -> list[Any]:
         if self._engine_was_reset(block_pool):
-            self._ledger.subscribers_forgot()
-        return [self._translate(event) for event in self._ledger.take()] if self._ledger.owed else []
+            self.ledger.subscribers_forgot()
+        return [self._translate(event) for event in self.ledger.take()] if self.ledger.owed else []
 
     def _translate(self, event: Any) -> Any:
         names = _external(event.names)
@@ -102,19 +101,9 @@ class EventFeed:
         taken, self._engine_events = self._engine_events, getattr(block_pool, "kv_event_queue", None)
         return bool(taken) and kv_events.AllBlocksCleared in map(type, taken)
 
-    def tell_again(self) -> None:
-        self._ledger.tell_again()
-
-    def withdraw(self) -> None:
-        self._ledger.withdraw()
-
     def close(self) -> None:
         """Stop recording events: vLLM takes no more."""
-        self._ledger.stop()
-
-    @property
-    def owed(self) -> bool:
-        return self._ledger.owed
+        self.ledger.stop()
 
 
 def _external(names: Sequence[Name]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvbm.core.keys import Namespace
+from kvbm.core.keys import SCHEME, Namespace
 from kvbm.engines.model_files import digest_of_files, folder_of
 from kvbm.engines.vllm import compat
 from kvbm.engines.weights import digest
@@ -78,7 +78,7 @@ def describe(vllm_config: Any, kv_cache_config: Any) -> Fingerprint | None:
         "pipeline_parallel": parallel.pipeline_parallel_size,
         # Engines side by side that share their requests have a cache each.
         "replica": getattr(parallel, "data_parallel_rank", 0) or 0,
-        "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else _own_scheme(),
+        "keys": f"vllm-{cache.prefix_caching_hash_algo}" if reuses else SCHEME,
         **_groups(kv_cache_config),
         **processing,
     }
@@ -120,10 +120,6 @@ def _processing(model: Any) -> Fingerprint:
         raise FileNotFoundError(f"{model.model} is neither a folder nor in the cache of the Hugging Face hub")
     found = digest_of_files(folder, processor=processor, code=code)
     return {"processing": found} if found else {}
-
-
-def _own_scheme() -> str:
-    return Namespace("", "", "", 1).scheme
 
 
 def _json(config: Any) -> str:

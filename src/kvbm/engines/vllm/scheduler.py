@@ -124,7 +124,7 @@ class SchedulerAdapter:
         self._keys = RequestKeys(namespace, self._reuses_hashes, self._adapters)
         self._deferrals = Deferrals(leader.manager, self._cost, self._block_size, self.session.block_bytes)
         self._stores = Stores(self.session, self._keys, self._groups, self._services.describe, self._faults)
-        if leader.manager.has_remote_tiers and not self._groups.apart:
+        if leader.manager.remote and not self._groups.apart:
             self._queue = QueuedFetches(leader, self._keys, self._block_size, self._decide, self._is_on_device)
         if self._only_worker is not None and self._may_layer:
             self._prefetcher = Prefetcher(

@@ -71,8 +71,8 @@ class Services(services.Services):
     def withdraw_events(self) -> None:
         """No block can be found any more."""
         if self._feed is not None:
-            self._feed.withdraw()
+            self._feed.ledger.withdraw()
 
     @property
     def owes_events(self) -> bool:
-        return self._feed is not None and self._feed.owed
+        return self._feed is not None and self._feed.ledger.owed

@@ -58,7 +58,7 @@ class ZmqEnd(ABC):
         self._agreement: Agreement | None = None
         self._confirmed = False  # the agreed memory is allocated: on this rank; for the leader, on all of them
         self._settled = threading.Event()  # the handshake has ended, one way or another
-        self._error: ChannelError | None = None
+        self.error: ChannelError | None = None  # why the handshake has failed, for callers that do not wait
         self._out_box = wire.Outbox()
         self._said_refused = False
         self._told = float("-inf")  # when the last sign of life went out
@@ -101,8 +101,8 @@ class ZmqEnd(ABC):
         """
         self._settled.wait(timeout)
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._closed:
                 raise ChannelError("the channel was closed before leader and workers had met")
             if not self._settled.is_set():
@@ -111,11 +111,11 @@ class ZmqEnd(ABC):
             return self._agreement
 
     def _end(self, error: ChannelError | None) -> None:
-        self._error = self._error or error
+        self.error = self.error or error
         self._settled.set()
 
     def _check_time(self, now: float) -> None:
-        if self._error is None and now - self._begun > self._timeout:
+        if self.error is None and now - self._begun > self._timeout:
             self._end(HandshakeTimeoutError(self._late()))
 
     def _unread(self) -> str:

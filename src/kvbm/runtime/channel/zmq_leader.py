@@ -133,15 +133,10 @@ class ZmqLeader(ZmqEnd):
         with self._lock:
             return [self._by_rank[rank].hello for rank in sorted(self._by_rank)]
 
-    @property
-    def error(self) -> ChannelError | None:
-        """Why the handshake has failed, for callers that do not :meth:`wait`."""
-        return self._error
-
     def _shake_hands(self, now: float) -> None:
         self._check_time(now)
-        if self._error is not None:
-            function, payload = b"refused", str(self._error).encode()
+        if self.error is not None:
+            function, payload = b"refused", str(self.error).encode()
         elif self._agreement is None:
             function, payload = b"hello", b""
         else:
@@ -156,7 +151,7 @@ class ZmqLeader(ZmqEnd):
 
     def _say_progress(self, now: float) -> None:
         at, before = self._said
-        if self._error is not None or now - at < self._timing.progress:
+        if self.error is not None or now - at < self._timing.progress:
             return
         state = self._state()
         # Unchanged for minutes while a model loads: one line in six.
@@ -189,7 +184,7 @@ class ZmqLeader(ZmqEnd):
             raise ValueError(f"a hello of rank {hello.rank} from another rank")
         if known is not None and known.sender == sender:
             return
-        if self._agreement is not None or self._error is not None:
+        if self._agreement is not None or self.error is not None:
             self._turn_away(hello.rank)
         elif known is not None:
             self._end(
@@ -345,7 +340,7 @@ class ZmqLeader(ZmqEnd):
             if beat.again:
                 self._repeat(beat.arrived)
         elif function == b"ready":
-            if self._agreement is not None and self._error is None and not peer.ready:
+            if self._agreement is not None and self.error is None and not peer.ready:
                 peer.ready = True
                 if not self._missing():
                     self._begin()

@@ -93,7 +93,7 @@ class ZmqWorker(ZmqEnd):
         )
 
     def _shake_hands(self, function: bytes, sender: bytes, payload: bytes) -> None:
-        if self._error is not None:
+        if self.error is not None:
             return  # wait() has raised: the caller will not allocate
         if function == b"hello":
             self._post(0, b"hello", encode(self.hello))
@@ -208,15 +208,12 @@ class ZmqWorker(ZmqEnd):
 
 
 def _merge(first: Report, second: Report) -> Report:
-    faults = Counter(first.faults)
-    faults.update(second.faults)
-    moves = first.moves + second.moves
     return Report(
         first.rank,
         first.loads + second.loads,
         first.stores + second.stores,
-        dict(faults),
-        moves,
+        dict(Counter(first.faults) + Counter(second.faults)),
+        first.moves + second.moves,
         {**first.adapters, **second.adapters},
         max(first.weight_changes, second.weight_changes),
     )
