@@ -212,6 +212,7 @@ class BlockManager:
         tokens: int = 0,
         deadline_seconds: float = 0.0,
         tenant: int = COMMON,
+        stall_seconds: float = 0.0,
     ) -> LoadPlan:
         """Plan to fill the engine's ``blocks`` from a match of the same length, and pin its slots until the end.
 
@@ -237,7 +238,9 @@ class BlockManager:
                 held.append(_Held(run, via, stays))
                 copies.append(Copy(tier, slots, mine, via, self._tags(keys)))
             at += len(slots)
-        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered, tokens, deadline_seconds)
+        plan = LoadPlan(
+            self._new_id(), request, copies, in_step, after, layered, tokens, deadline_seconds, stall_seconds
+        )
         self._loads[plan.id] = held
         return plan
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import kvbm
 from kvbm.config import Config, split_shares
-from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
+from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
@@ -28,18 +28,15 @@ from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up, passed_over
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
-from kvbm.plans import Hello, LoadPlan, Report, StorePlan
+from kvbm.plans import Hello, LoadPlan, Report, StorePlan, TierName
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import agreed_weights, connect, open_manager
 from kvbm.tiers import registry
 from kvbm.tiers.base import Fingerprint
+from kvbm.tiers.staged_read import CHUNK_BYTES
 
 logger = logging.getLogger("kvbm")
-
-# The shortest deadline of a load from a staged tier. Estimates of steps of milliseconds are not exact enough to end a
-# load earlier.
-MIN_DEADLINE_SECONDS = 1.0
 
 DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo puts this in front of a caller's salt
 
@@ -326,7 +323,19 @@ class Session:
         delivers nothing for that time, whose 3 s are many times the prefill of a short prompt. A load that the user
         forces (KVBM_LOAD=always) has that timeout only.
         """
-        return max(decision.recompute_seconds, MIN_DEADLINE_SECONDS) if self._config.load == "auto" else 0.0
+        return max(decision.recompute_seconds, MIN_PATIENCE_SECONDS) if self._config.load == "auto" else 0.0
+
+    def stall(self, match: Match) -> float:
+        """Seconds without a block from the staged tiers of a match after which its load is given up; 0: as the stores
+        say. A store reads a chunk at a time, and not only for this load."""
+        assert self.leader is not None
+        if self._config.load != "auto":
+            return 0.0
+        sizes: dict[TierName, int] = {}
+        for tier, slots in match.runs:
+            sizes[tier] = sizes.get(tier, 0) + len(slots) * self.block_bytes
+        sizes.pop(self.leader.manager.near_tier, None)
+        return sum(self.cost.patience_seconds(tier, max(size, CHUNK_BYTES)) for tier, size in sizes.items())
 
     def withdraw(self, state: RequestState) -> None:
         """The offer has become a load, or is void: let its slots be evicted again."""
@@ -370,7 +379,15 @@ class Session:
         """
         assert self.leader is not None
         plan = self.leader.onboard(
-            match, state.name, targets, state.in_step, layered, left, state.deadline_seconds, state.tenant
+            match,
+            state.name,
+            targets,
+            state.in_step,
+            layered,
+            left,
+            state.deadline_seconds,
+            state.tenant,
+            self.stall(match),
         )
         self.withdraw(state)
         self.counts.matched_tokens += blocks * self.block_size

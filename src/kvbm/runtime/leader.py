@@ -143,10 +143,13 @@ class Leader:
         tokens: int = 0,
         deadline_seconds: float = 0.0,
         tenant: int = COMMON,
+        stall_seconds: float = 0.0,
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, even if the request ends."""
         fences = self.fences(blocks)
-        plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant)
+        plan = self.manager.load(
+            match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant, stall_seconds
+        )
         self._loads[plan.id] = _Load(plan, self.ranks)
         if in_step:
             self._in_step.add(plan.id)
