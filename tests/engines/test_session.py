@@ -262,7 +262,7 @@ def test_what_the_queue_has_no_room_for_is_counted():
 def test_blocks_of_a_request_that_has_ended_are_recent_and_its_last_go_first(monkeypatch):
     here, state = Here(), RequestState("r")
     touched, used = [], []
-    monkeypatch.setattr(here.leader, "touch", lambda keys, turn: touched.append(keys))
+    monkeypatch.setattr(here.leader, "touch", lambda keys, turn, is_prefix: touched.append(keys))
     monkeypatch.setattr(here.leader, "used", used.append)
     state.stored, state.found = 3, 2
     here.session.finish(state, 1, keys("abcd"), later=True)

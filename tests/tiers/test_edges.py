@@ -26,8 +26,8 @@ class Book:
         for key in gone:
             self.rows.pop(key, None)
 
-    def touch(self, used):
-        self.touched += used
+    def touch(self, used, is_prefix=False):
+        self.touched = used, is_prefix
 
     def clear(self):
         self.rows.clear()
@@ -266,8 +266,10 @@ def test_a_load_that_was_given_up_shows_how_slow_the_disk_is(leader):
 def test_the_next_engine_learns_what_was_used(leader):
     store(leader, "abc")
     leader.apply(spilled(move(leader), 0, 1))
-    leader.touch(keys("axb"))
-    assert leader.manager.catalogs[DISK].journal.touched == keys("ab")
+    leader.touch(keys("axb"))  # the journal knows which of them it has
+    assert leader.manager.catalogs[DISK].journal.touched == (keys("axb"), False)
+    leader.touch(keys("ab"), is_prefix=True)
+    assert leader.manager.catalogs[DISK].journal.touched == (keys("ab"), True)
 
 
 def test_nothing_comes_to_stay_in_host_memory_once_a_rank_is_lost(leader):

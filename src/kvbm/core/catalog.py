@@ -55,8 +55,9 @@ class Journal(Protocol):
     def remove(self, keys: Iterable[Key]) -> None:
         """These blocks are gone."""
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """These blocks have been used; the first of them last."""
+    def touch(self, keys: Sequence[Key], is_prefix: bool = False) -> None:
+        """These blocks have been used, here or elsewhere; the first of them last. ``is_prefix``: they are the front of
+        one prompt, without a gap."""
 
     def clear(self) -> None:
         """Every block is gone."""

@@ -462,12 +462,13 @@ class BlockManager:
 
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
-        """A request has ended that used this prefix, wherever it found it. Once for each request."""
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS, is_prefix: bool = False) -> None:
+        """A request has ended that used these blocks, wherever it found them. Once for each request. ``is_prefix``:
+        they are the front of its prompt, without a gap."""
         for catalog in self.catalogs.values():
             catalog.end_turn(keys, turn)
-            if catalog.journal is not None and (known := [key for key in keys if key in catalog]):
-                catalog.journal.touch(known)
+            if catalog.journal is not None:
+                catalog.journal.touch(keys, is_prefix)
 
     def clear(self) -> int:
         """Forget every block of every tier; returns how many there were. Plans under way end as usual."""

@@ -475,7 +475,8 @@ class Session:
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
-                    self.leader.touch(self._used(keys, stored), turn._replace(found=found, output_tokens=output_tokens))
+                    turn = turn._replace(found=found, output_tokens=output_tokens)
+                    self.leader.touch(self._used(keys, stored), turn, self._used is _front)
                     if found:
                         goes_on = self._config.disk_filter == "session" and 2 * found >= stored
                         self.leader.used(self._used(keys, stored if goes_on else found))

@@ -450,9 +450,10 @@ class Leader:
         for edge in self.edges:
             edge.used(keys)
 
-    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
-        """A request has ended that used these blocks, wherever it found them: its last ones are the first to go."""
-        self.manager.touch(keys, turn)
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS, is_prefix: bool = False) -> None:
+        """A request has ended that used these blocks, wherever it found them: its last ones are the first to go.
+        ``is_prefix``: they are the front of its prompt, without a gap."""
+        self.manager.touch(keys, turn, is_prefix)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""
