@@ -181,9 +181,12 @@ def test_a_disk_that_owes_a_read_is_left_alone_until_it_has_answered(leader):
     leader.apply(spilled(move(leader), 0, 1))
     leader.manager.catalogs[HOST].clear()
     load = leader.onboard(leader.manager.lookup(keys("abcd")), "r", range(4), in_step=False)
+    suspected = []
+    leader.manager.catalogs[DISK].suspect = lambda: suspected.append(DISK)
     leader.apply(
         [Report(0, loads=[LoadResult(load.id, missed=[2, 3], late=[DISK])]), Report(1, loads=[LoadResult(load.id)])]
     )
+    assert suspected == [DISK]  # at the first late answer, before the read has ended
     assert leader.counts.failed_load_blocks == leader.counts.missed_load_blocks == 2
     assert leader.counts.onboarded_blocks == {DISK: 2}
     store(leader, "xy")

@@ -199,6 +199,11 @@ class Catalog(ABC):
     def drop(self, keys: Iterable[Key]) -> int:
         """Make these blocks unfindable at once; returns how many could be found before."""
 
+    def suspect(self) -> None:
+        """A load has given up waiting for a read. The leader plans no other before that read has ended. A tier that can
+        find out by itself whether it answers does so in the background, and finds nothing until then."""
+        return
+
     @abstractmethod
     def clear(self) -> int:
         """Drop every block that can be found; returns how many there were. The journal keeps them: the leader decides

@@ -262,6 +262,8 @@ class Leader:
             return
         flight.ranks.discard(rank)
         flight.take_in(rank, result)
+        for tier in result.late:
+            self.manager.catalogs[tier].suspect()
         flight.absent.update(result.bad, result.missed)
         flight.seconds = max(flight.seconds, result.seconds)
         for tier, seconds in result.tier_seconds.items():
