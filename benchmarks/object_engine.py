@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=4, help="of ttft (4)")
     parser.add_argument("--requests", type=int, default=400, help="of faults, with the tier and without (400)")
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
-    parser.add_argument("--faults", nargs="*", help="only these")
+    parser.add_argument("--faults", nargs="*", help="only these; --json keeps the rows of the others")
     parser.add_argument("--rounds", type=int, default=0, help="of steps (20)")
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="of steps: no further round begins after these (600)"

@@ -45,6 +45,7 @@ class Engine:
         self.engine = self.llm.llm_engine
         self._number = 0
         self._schedule: Any = None
+        self.waited = 0.0  # seconds of the last request in which the engine had nothing to compute
 
     @property
     def counts(self) -> Any:
@@ -66,6 +67,10 @@ class Engine:
         self._schedule.seek(0)
         return int(self._schedule.read().split()[1]) / 1e9
 
+    def seconds(self) -> float:
+        """A clock that stands still while another program has this thread's core."""
+        return time.perf_counter() - self.queued()
+
     def ask(self, tokens: list[int], answer: int) -> tuple[float, float, list[int]]:
         """(seconds to the first token, seconds to the last, tokens). Without the time during which another program has
         this thread's core."""
@@ -74,16 +79,21 @@ class Engine:
         self._number += 1
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         first, found = 0.0, []
-        waited, began = self.queued(), time.perf_counter()
+        began = now = self.seconds()
+        self.waited = 0.0
         self.engine.add_request(f"{id(self)}-{self._number}", {"prompt_token_ids": tokens}, params)
         while self.engine.has_unfinished_requests():
+            before = now
             for output in self.engine.step():
                 found = list(output.outputs[0].token_ids)
                 if found and not first:
-                    first = time.perf_counter() - began - (self.queued() - waited)
-            if not self.scheduler.running and self.engine.has_unfinished_requests():
+                    first = self.seconds() - began
+            is_waiting = not self.scheduler.running and self.engine.has_unfinished_requests()
+            if is_waiting:
                 time.sleep(0.001)  # as vLLM's own loop does where no step computes anything
-        return first, time.perf_counter() - began - (self.queued() - waited), found
+            now = self.seconds()
+            self.waited += now - before if is_waiting else 0.0
+        return first, now - began, found
 
     def drain(self, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds

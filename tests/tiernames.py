@@ -16,7 +16,8 @@ class Gone:
     def put(self, pairs):
         pass
 
-    touch = put
+    def touch(self, keys, is_prefix=False):
+        pass
 
     def clear(self):
         pass

@@ -53,6 +53,8 @@ class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
     tokens: int = 0
     # Seconds after which the worker gives up blocks that have not come from a staged tier; 0: never.
     deadline_seconds: float = 0.0
+    # And seconds in which nothing at all comes from that tier; 0: as long as its store says.
+    stall_seconds: float = 0.0
 
     @property
     def blocks(self) -> list[int]:

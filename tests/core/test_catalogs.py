@@ -27,8 +27,8 @@ class Calls:
     def remove(self, gone):
         self.calls.append(("remove", list(gone)))
 
-    def touch(self, used):
-        self.calls.append(("touch", list(used)))
+    def touch(self, used, is_prefix=False):
+        self.calls.append(("touch", list(used), is_prefix))
 
     def clear(self):
         self.calls.append(("clear",))
@@ -127,11 +127,11 @@ def test_blocks_that_were_staged_up_from_a_slower_tier_are_not_journaled_as_near
     assert [call[0] for call in journal.calls] == ["put"]
 
 
-def test_a_journal_hears_of_uses_of_the_blocks_that_its_catalog_has(pool, journal):
+def test_a_journal_hears_of_uses_also_of_blocks_that_may_come(pool, journal):
     manager = BlockManager({HOST: pool})
-    manager.touch(keys("xcb"))
+    manager.touch(keys("xcb"), is_prefix=True)
     manager.touch(keys("x"))
-    assert journal.calls == [("touch", keys("cb"))]
+    assert journal.calls == [("touch", keys("xcb"), True), ("touch", keys("x"), False)]
 
 
 # -- a tier that does not know yet ------------------------------------------------------------------------------------

@@ -8,12 +8,15 @@ import sys
 import pytest
 
 from kvbm.config import load
-from kvbm.core.cost import NEVER, RECOMPUTE
+from kvbm.core.cost import MAX_LATENESS, MIN_PATIENCE_SECONDS, NEVER, RECOMPUTE, _TierRate
+from kvbm.core.manager import Match, Run
+from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults
-from kvbm.engines.session import MIN_DEADLINE_SECONDS, OUTSIDE_ONLY, Completed, RequestState, Session
+from kvbm.engines.session import OUTSIDE_ONLY, Completed, RequestState, Session
 from kvbm.observe.snapshot import LOADED, ON_DEVICE, REFUSED, TOO_SHORT
 from kvbm.plans import Hello, LoadResult, Report, StoreResult, TierHello
-from tiernames import HOST
+from kvbm.tiers.staged_read import CHUNK_BYTES
+from tiernames import DISK, HOST
 
 SIZE = 4
 BYTES = 1 << 20
@@ -98,12 +101,31 @@ def test_a_deadline_is_the_time_that_computing_takes():
     assert state.deadline_seconds == decision.recompute_seconds > 2
 
 
-def test_no_deadline_is_shorter_than_a_second():
+def test_no_deadline_is_shorter_than_estimates_of_milliseconds_are_exact():
     """Whatever KVBM_DISK_LOAD_TIMEOUT_SECS says: that is about a tier which delivers nothing."""
     here = Here(load="auto", disk_load_timeout_secs=30)
     here.teach(load_seconds=1e-6, token_seconds=1e-3)
     assert here.ask(state := here.request(), "abcdefgh").blocks == 8
-    assert state.deadline_seconds == MIN_DEADLINE_SECONDS == 1.0
+    assert state.deadline_seconds == MIN_PATIENCE_SECONDS <= 0.1
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_a_load_waits_for_a_silent_tier_a_few_times_what_a_chunk_takes(mode):
+    """Of the staged tiers only. What the user forces waits as long as the store says."""
+    here = Here(load=mode)
+    cost = here.session.cost
+    cost._tiers[DISK] = _TierRate(Rate(1e9, 0.01))
+    staged = Match(0, [Run(HOST, [1, 2]), Run(DISK, [3])], False, keys("abc"))
+    small = here.session.stall(staged)
+    assert small == pytest.approx(MAX_LATENESS * (0.01 + CHUNK_BYTES / 1e9) if mode == "auto" else 0.0)
+    large = here.session.stall(Match(0, [Run(DISK, list(range(100)))], False, keys("a") * 100))
+    assert large == pytest.approx(MAX_LATENESS * (0.01 + 100 * BYTES / 1e9) if mode == "auto" else 0.0)
+    cost._tiers[DISK] = _TierRate(Rate(1e12, 0.0))
+    assert here.session.stall(staged) == (MIN_PATIENCE_SECONDS if mode == "auto" else 0.0)
+    here.teach(load_seconds=1e-6, token_seconds=1e-3)
+    here.ask(state := here.request(), "abcd")
+    here.session.stall = lambda match: 1.5
+    assert here.session.load(state, state.match, [5, 6, 7, 8], 4).stall_seconds == 1.5
 
 
 def test_a_load_that_the_user_forces_has_no_deadline():
@@ -240,7 +262,7 @@ def test_what_the_queue_has_no_room_for_is_counted():
 def test_blocks_of_a_request_that_has_ended_are_recent_and_its_last_go_first(monkeypatch):
     here, state = Here(), RequestState("r")
     touched, used = [], []
-    monkeypatch.setattr(here.leader, "touch", lambda keys, turn: touched.append(keys))
+    monkeypatch.setattr(here.leader, "touch", lambda keys, turn, is_prefix: touched.append(keys))
     monkeypatch.setattr(here.leader, "used", used.append)
     state.stored, state.found = 3, 2
     here.session.finish(state, 1, keys("abcd"), later=True)

@@ -8,13 +8,15 @@ import gc
 import mmap
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvbm import config as settings
-from kvbm.plans import Copy, LoadPlan, MovePlan, StepPlan, StorePlan
+from kvbm.plans import Copy, LoadPlan, MovePlan, MoveResult, StepPlan, StorePlan
+from kvbm.runtime.moves import Moves
 from kvbm.runtime.rank import Rank
 from kvbm.tiers.disk.file import DiskFile, FileIO
 from kvbm.tiers.disk.measure import measure
@@ -102,13 +104,14 @@ def make(tmp_path):
         each.rank.close()
 
 
-def load(slots, blocks, via, id=77, deadline_seconds=0.0, first=()):
+def load(slots, blocks, via, id=77, deadline_seconds=0.0, first=(), stall_seconds=0.0):
     return LoadPlan(
         id,
         "r",
         [*first, Copy(DISK, slots, blocks, via, tags(*slots))],
         in_step=False,
         deadline_seconds=deadline_seconds,
+        stall_seconds=stall_seconds,
     )
 
 
@@ -245,15 +248,15 @@ def test_without_room_in_host_memory_blocks_on_disk_are_missed(make):
     assert outcome.arrived == {"r"}
 
 
-@pytest.mark.parametrize("within", [0.0, 0.1])
-def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, make, stall):
+@pytest.mark.parametrize(("within", "silent"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)])
+def test_a_disk_that_hangs_is_given_up_and_its_late_reads_are_told_of(within, silent, make, stall):
     engine = make()
     engine.fill([3, 4])
     engine.rank.close()
-    patience = 100 if within else 0.1
+    patience = 100 if within or silent else 0.1
     engine = make(inject_faults="disk-slow-read", disk_load_timeout_secs=patience)
     began = time.monotonic()
-    engine.step(loads=[load([3, 4], [20, 21], [7, 5], deadline_seconds=within)])
+    engine.step(loads=[load([3, 4], [20, 21], [7, 5], deadline_seconds=within, stall_seconds=silent)])
     result, outcome = engine.loaded()
     assert time.monotonic() - began >= 0.1
     assert (result.bad, result.missed, result.late) == ([], [0, 1], [DISK])
@@ -493,6 +496,42 @@ def test_a_load_that_waits_for_its_turn_is_not_behind(disk, monkeypatch):
     ascent = StagedRead(disk, stretch(100, list(range(100))))
     ascent.advance(None)
     assert expected_if_late([ascent], 1.0, 1000.0) is None
+
+
+def test_a_load_sees_that_its_tier_goes_on_reading_for_a_fetch(disk):
+    """A fetch may take longer than a load waits for a tier that delivers nothing."""
+    now = [1.0]
+    disk.clock = lambda: now[0]
+    moves = Moves(HOST, {DISK: disk}, lambda tier, slots: None, Counter())
+    moves.start([MovePlan(1, DISK, HOST, [10, 11, 12, 13, 14], [4, 3, 2, 1, 0], tags(*range(5)))])
+    assert [operation.slots for operation in disk.made] == [[10, 11], [12, 13], [14]]
+    assert [operation.hosts for operation in disk.made] == [[4, 3], [2, 1], [0]]
+    for number, operation in enumerate(disk.made):
+        assert moves.take_ended() == []
+        now[0] += 10.0
+        operation.over, operation.began, operation.ended = True, now[0], now[0] + 5.0
+        operation.bad = [1] if number == 1 else []
+        results = moves.take_ended()
+        assert disk.heard_at == now[0]
+    assert results == [MoveResult(1, [3], 25.0)]
+
+
+def test_a_fetch_of_which_a_part_cannot_begin_ends_after_the_parts_that_have(disk):
+    """Their near slots are written to until then."""
+    read, faults = disk._store.read, Counter()
+
+    def only_once(*arguments):
+        if disk.made:
+            raise RuntimeError("no thread")
+        return read(*arguments)
+
+    disk._store.read = only_once
+    moves = Moves(HOST, {DISK: disk}, lambda tier, slots: None, faults)
+    moves.start([MovePlan(1, DISK, HOST, [10, 11, 12], [2, 1, 0], tags(*range(3)))])
+    assert moves.take_ended() == []
+    disk.made[0].over = True
+    assert moves.take_ended() == [MoveResult(1, [2], 1.0)]
+    assert list(faults) == ["spill: RuntimeError: no thread"]
 
 
 def test_what_was_given_up_is_not_read_any_more_and_not_taken_for_bad(disk):

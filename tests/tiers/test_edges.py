@@ -27,8 +27,8 @@ class Book:
         for key in gone:
             self.rows.pop(key, None)
 
-    def touch(self, used):
-        self.touched += used
+    def touch(self, used, is_prefix=False):
+        self.touched = used, is_prefix
 
     def clear(self):
         self.rows.clear()
@@ -182,9 +182,12 @@ def test_a_disk_that_owes_a_read_is_left_alone_until_it_has_answered(leader):
     leader.apply(spilled(move(leader), 0, 1))
     leader.manager.catalogs[HOST].clear()
     load = leader.onboard(leader.manager.lookup(keys("abcd")), "r", range(4), in_step=False)
+    suspected = []
+    leader.manager.catalogs[DISK].suspect = lambda: suspected.append(DISK)
     leader.apply(
         [Report(0, loads=[LoadResult(load.id, missed=[2, 3], late=[DISK])]), Report(1, loads=[LoadResult(load.id)])]
     )
+    assert suspected == [DISK]  # at the first late answer, before the read has ended
     assert leader.counts.failed_load_blocks == leader.counts.missed_load_blocks == 2
     assert leader.counts.onboarded_blocks == {DISK: 2}
     store(leader, "xy")
@@ -267,8 +270,10 @@ def test_a_load_that_was_given_up_shows_how_slow_the_disk_is(leader):
 def test_the_next_engine_learns_what_was_used(leader):
     store(leader, "abc")
     leader.apply(spilled(move(leader), 0, 1))
-    leader.touch(keys("axb"))
-    assert leader.manager.catalogs[DISK].journal.touched == keys("ab")
+    leader.touch(keys("axb"))  # the journal knows which of them it has
+    assert leader.manager.catalogs[DISK].journal.touched == (keys("axb"), False)
+    leader.touch(keys("ab"), is_prefix=True)
+    assert leader.manager.catalogs[DISK].journal.touched == (keys("ab"), True)
 
 
 def test_nothing_comes_to_stay_in_host_memory_once_a_rank_is_lost(leader):

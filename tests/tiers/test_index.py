@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.tiers.directory import CacheRefused
+from kvbm.tiers.disk import database as database_module
 from kvbm.tiers.disk import index as index_module
 from kvbm.tiers.disk.index import DATABASE, DESCRIPTION, Index, cache_directory
 from kvbm.tiers.lock import CacheInUse
@@ -47,6 +49,102 @@ def test_what_was_put_is_there_after_a_restart_least_recently_used_first(place):
     index.touch([key(1), key(3)])
     index = reopen(index)
     assert list(index.entries()) == [(key(2), 2), (key(3), 3), (key(1), 1)]
+    index.close()
+
+
+def numbers(groups: list[list[tuple[bytes, int]]]) -> list[list[int]]:
+    """The blocks of each group, in slots of their own numbers."""
+    assert all(block == key(slot) for group in groups for block, slot in group)
+    return sorted([slot for _, slot in group] for group in groups)
+
+
+def prompt(*blocks: int) -> list[bytes]:
+    return [key(i) for i in blocks]
+
+
+def test_blocks_of_one_prompt_are_known_to_follow_one_another_after_a_restart(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(12)])
+    index.touch(prompt(*range(10)), is_prefix=True)
+    index.put([(key(i), i) for i in range(20, 25)])
+    index.touch(prompt(20, 21, 22, 23), is_prefix=False)  # from somewhere in a prompt
+    index = reopen(index)
+    singles = [[8], [9], [10], [11], [20], [21], [22], [23], [24]]
+    assert numbers(index.groups(4)) == [[0, 1, 2, 3], [4, 5, 6, 7], *singles]
+    assert numbers(index.groups(1)) == [[i] for i in (*range(12), *range(20, 25))]
+    index.remove([key(5)])
+    assert numbers(index.groups(4)) == [[0, 1, 2, 3], [4], [6], [7], *singles]
+    index.close()
+
+
+def test_blocks_that_come_to_disk_after_their_request_has_ended_are_known_as_well(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(0), 0)])
+    index.touch(prompt(0, 1, 2, 3), is_prefix=True)
+    index.put([(key(i), i) for i in (3, 1, 2)])
+    assert numbers(index.groups(2)) == [[0, 1], [2, 3]]
+    assert [slot for _, slot in reopen(index).entries()] == [3, 2, 1, 0]  # the last one goes first
+
+
+def test_what_may_come_to_disk_is_remembered_within_bounds(place, monkeypatch):
+    monkeypatch.setattr(index_module, "MAX_EXPECTED", 16)
+    index = Index.open(place, WHAT, 100)
+    for at in range(0, 100, 4):
+        index.touch(prompt(*range(at, at + 4)), is_prefix=True)
+    assert sum(map(len, index._expected)) <= 16
+    index.put([(key(i), i) for i in range(96, 100)])
+    assert numbers(index.groups(4)) == [[96, 97, 98, 99]]
+    index.close()
+
+
+def test_a_prompt_that_leaves_another_in_the_middle_of_a_group_finds_the_shared_blocks_alone(place):
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(20)])
+    index.touch(prompt(0, 1, 2, 3, 4, 5, *range(10, 16)), is_prefix=True)
+    index.touch(prompt(*range(8)), is_prefix=True)  # the same first six
+    assert numbers(index.groups(4)) == [
+        [0, 1, 2, 3], [4], [4, 5, 6, 7], [5], [8], [9], [10], [11], [12, 13, 14, 15], [16], [17], [18], [19]
+    ]  # fmt: skip
+    index.close()
+
+
+def test_prompts_of_any_length_keep_their_order(place):
+    """Blocks beyond the last position that a number can hold have none."""
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(4)])
+    far = [key(1000 + i) for i in range(database_module.MAX_POSITION - 2)]
+    index.touch([*far, *prompt(0, 1, 2, 3)], is_prefix=True)
+    index.touch([], is_prefix=True)
+    index = reopen(index)
+    assert numbers(index.groups(2)) == [[0], [1], [2], [3]]
+    index.close()
+    numbers_of_turn = [database_module.used_in(7, at) for at in range(database_module.MAX_POSITION + 1)]
+    assert numbers_of_turn == sorted(numbers_of_turn, reverse=True)
+    assert numbers_of_turn[-1] == database_module.used_in(7) > database_module.used_in(6, 0) + 255
+    for at in (0, 1, 255, 256, database_module.MAX_POSITION - 1):
+        assert database_module.position_of(numbers_of_turn[at] + 0xAB, b"\xab more") == at
+        assert database_module.position_of(numbers_of_turn[at] + 0xAB, b"\xac more") is None
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["before", "after"])
+def test_an_index_of_a_release_that_kept_the_order_alone_is_found_again(place, goes_on):
+    """Its blocks have no neighbours. It may also have gone on with an index of this release."""
+    index = Index.open(place, WHAT, 100)
+    index.put([(key(i), i) for i in range(8)])
+    if goes_on:
+        index.touch(prompt(*range(8)), is_prefix=True)
+    index.close()
+    with contextlib.closing(sqlite3.connect(place / DATABASE)) as database, database:
+        first = database.execute("SELECT max(used) FROM blocks").fetchone()[0] if goes_on else 0
+        for slot in range(8):  # the first block was used last
+            database.execute("UPDATE blocks SET used = ? WHERE slot = ?", (first + 100 - slot, slot))
+    index = Index.open(place, WHAT, 100)
+    assert [slot for _, slot in index.entries()] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert numbers(index.groups(2)) == [[i] for i in range(8)]
+    index.touch(prompt(4, 5), is_prefix=True)
+    index = reopen(index)
+    assert [slot for _, slot in index.entries()][-2:] == [5, 4]
+    assert [4, 5] in numbers(index.groups(2))
     index.close()
 
 

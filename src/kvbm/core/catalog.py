@@ -55,8 +55,9 @@ class Journal(Protocol):
     def remove(self, keys: Iterable[Key]) -> None:
         """These blocks are gone."""
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """These blocks have been used; the first of them last."""
+    def touch(self, keys: Sequence[Key], is_prefix: bool = False) -> None:
+        """These blocks have been used, here or elsewhere; the first of them last. ``is_prefix``: they are the front of
+        one prompt, without a gap."""
 
     def clear(self) -> None:
         """Every block is gone."""
@@ -197,6 +198,11 @@ class Catalog(ABC):
     @abstractmethod
     def drop(self, keys: Iterable[Key]) -> int:
         """Make these blocks unfindable at once; returns how many could be found before."""
+
+    def suspect(self) -> None:
+        """A load has given up waiting for a read. The leader plans no other before that read has ended. A tier that can
+        find out by itself whether it answers does so in the background, and finds nothing until then."""
+        return
 
     @abstractmethod
     def clear(self) -> int:

@@ -59,6 +59,11 @@ CAUTION = 1.15
 # Ends of runs at which a load may stop. Looking at one takes 2.5 µs, and a prefix may change tiers at every block.
 _MAX_ENDS = 64
 
+# A request waits for a staged tier that delivers nothing no longer than so many times the seconds that are expected of
+# it. Estimates of milliseconds are not exact enough to give up earlier than after the least.
+MAX_LATENESS = 4.0
+MIN_PATIENCE_SECONDS = 0.1
+
 # A prior counts as one observation. Later ones count for at least this much, so that about the last ten matter.
 _MIN_WEIGHT = 0.2
 # A sample is limited to this many times the present estimate, or this part of it. A first load that waits for a kernel
@@ -204,6 +209,10 @@ class CostModel:
     def load_seconds(self, tier: TierName, size: int) -> float:
         """To load ``size`` bytes, of one rank."""
         return self._tiers[tier].seconds(size)
+
+    def patience_seconds(self, tier: TierName, size: int) -> float:
+        """How long a request waits for ``size`` bytes of a staged tier while none of them come."""
+        return max(MIN_PATIENCE_SECONDS, MAX_LATENESS * self.load_seconds(tier, size))
 
     def is_measured(self, tier: TierName) -> bool:
         """Whether :meth:`rate` comes from loads that were seen."""

@@ -208,6 +208,7 @@ class BlockManager:
         tokens: int = 0,
         deadline_seconds: float = 0.0,
         tenant: int = COMMON,
+        stall_seconds: float = 0.0,
     ) -> LoadPlan:
         """Plan to fill the engine's ``blocks`` from a match of the same length, and pin its slots until the end.
 
@@ -233,7 +234,9 @@ class BlockManager:
                 held.append(_Held(run, via, stays))
                 copies.append(Copy(tier, slots, mine, via, self._tags(keys)))
             at += len(slots)
-        plan = LoadPlan(self._new_id(), request, copies, in_step, after, layered, tokens, deadline_seconds)
+        plan = LoadPlan(
+            self._new_id(), request, copies, in_step, after, layered, tokens, deadline_seconds, stall_seconds
+        )
         self._loads[plan.id] = held
         return plan
 
@@ -455,12 +458,13 @@ class BlockManager:
 
     # -- housekeeping -------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
-        """A request has ended that used this prefix, wherever it found it. Once for each request."""
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS, is_prefix: bool = False) -> None:
+        """A request has ended that used these blocks, wherever it found them. Once for each request. ``is_prefix``:
+        they are the front of its prompt, without a gap."""
         for catalog in self.catalogs.values():
             catalog.end_turn(keys, turn)
-            if catalog.journal is not None and (known := [key for key in keys if key in catalog]):
-                catalog.journal.touch(known)
+            if catalog.journal is not None:
+                catalog.journal.touch(keys, is_prefix)
 
     def clear(self) -> int:
         """Forget every block of every tier; returns how many there were. Plans under way end as usual."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import kvbm
 from kvbm.config import Config, split_shares
-from kvbm.core.cost import FORCED, RECOMPUTE, CostModel, Decision, Prices
+from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
@@ -28,18 +28,15 @@ from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
-from kvbm.plans import Hello, LoadPlan, Report, StorePlan
+from kvbm.plans import Hello, LoadPlan, Report, StorePlan, TierName
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import agreed_weights, connect, open_manager
 from kvbm.tiers import registry
 from kvbm.tiers.base import Fingerprint
+from kvbm.tiers.staged_read import CHUNK_BYTES
 
 logger = logging.getLogger("kvbm")
-
-# The shortest deadline of a load from a staged tier. Estimates of steps of milliseconds are not exact enough to end a
-# load earlier.
-MIN_DEADLINE_SECONDS = 1.0
 
 DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo puts this in front of a caller's salt
 
@@ -103,6 +100,10 @@ class Ended(NamedTuple):
     turn: Turn = NO_HINTS  # what its caller says of it
 
 
+def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
+    return keys[:blocks]
+
+
 class Session:
     """``engine``: its name in logs. ``step_tokens``: the most tokens that it computes in a step. ``hidden_size`` of the
     model, None if unknown. ``layers_from``: see :class:`CostModel`. ``outside_only``: no load can happen in a step.
@@ -145,7 +146,7 @@ class Session:
         self.block_size = block_size
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
-        self._used = used or (lambda keys, blocks: keys[:blocks])
+        self._used = used or _front
         self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -323,7 +324,19 @@ class Session:
         delivers nothing for that time, whose 3 s are many times the prefill of a short prompt. A load that the user
         forces (KVBM_LOAD=always) has that timeout only.
         """
-        return max(decision.recompute_seconds, MIN_DEADLINE_SECONDS) if self._config.load == "auto" else 0.0
+        return max(decision.recompute_seconds, MIN_PATIENCE_SECONDS) if self._config.load == "auto" else 0.0
+
+    def stall(self, match: Match) -> float:
+        """Seconds without a block from the staged tiers of a match after which its load is given up; 0: as the stores
+        say. A store reads a chunk at a time, and not only for this load."""
+        assert self.leader is not None
+        if self._config.load != "auto":
+            return 0.0
+        sizes: dict[TierName, int] = {}
+        for tier, slots in match.runs:
+            sizes[tier] = sizes.get(tier, 0) + len(slots) * self.block_bytes
+        sizes.pop(self.leader.manager.near_tier, None)
+        return sum(self.cost.patience_seconds(tier, max(size, CHUNK_BYTES)) for tier, size in sizes.items())
 
     def withdraw(self, state: RequestState) -> None:
         """The offer has become a load, or is void: let its slots be evicted again."""
@@ -367,7 +380,15 @@ class Session:
         """
         assert self.leader is not None
         plan = self.leader.onboard(
-            match, state.name, targets, state.in_step, layered, left, state.deadline_seconds, state.tenant
+            match,
+            state.name,
+            targets,
+            state.in_step,
+            layered,
+            left,
+            state.deadline_seconds,
+            state.tenant,
+            self.stall(match),
         )
         self.withdraw(state)
         self.counts.matched_tokens += blocks * self.block_size
@@ -455,7 +476,8 @@ class Session:
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
-                    self.leader.touch(self._used(keys, stored), turn._replace(found=found, output_tokens=output_tokens))
+                    turn = turn._replace(found=found, output_tokens=output_tokens)
+                    self.leader.touch(self._used(keys, stored), turn, self._used is _front)
                     if found:
                         goes_on = self._config.disk_filter == "session" and 2 * found >= stored
                         self.leader.used(self._used(keys, stored if goes_on else found))

@@ -139,10 +139,13 @@ class Leader:
         tokens: int = 0,
         deadline_seconds: float = 0.0,
         tenant: int = COMMON,
+        stall_seconds: float = 0.0,
     ) -> LoadPlan:
         """Plan a load. The caller must deliver the plan to every rank, even if the request ends."""
         fences = self.fences(blocks)
-        plan = self.manager.load(match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant)
+        plan = self.manager.load(
+            match, request, blocks, in_step, fences, layered, tokens, deadline_seconds, tenant, stall_seconds
+        )
         self._loads[plan.id] = _Load(plan, set(range(self.ranks)))
         if in_step:
             self._in_step.add(plan.id)
@@ -243,6 +246,8 @@ class Leader:
             return
         flight.ranks.discard(rank)
         flight.take_in(rank, result)
+        for tier in result.late:
+            self.manager.catalogs[tier].suspect()
         flight.absent.update(result.bad, result.missed)
         flight.seconds = max(flight.seconds, result.seconds)
         for tier, seconds in result.tier_seconds.items():
@@ -429,9 +434,10 @@ class Leader:
         for edge in self.edges:
             edge.used(keys)
 
-    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS) -> None:
-        """A request has ended that used these blocks, wherever it found them: its last ones are the first to go."""
-        self.manager.touch(keys, turn)
+    def touch(self, keys: Sequence[Key], turn: Turn = NO_HINTS, is_prefix: bool = False) -> None:
+        """A request has ended that used these blocks, wherever it found them: its last ones are the first to go.
+        ``is_prefix``: they are the front of its prompt, without a gap."""
+        self.manager.touch(keys, turn, is_prefix)
 
     def stores_in_flight(self) -> list[int]:
         """Ids of all stores that some rank has not confirmed."""

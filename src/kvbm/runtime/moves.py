@@ -21,26 +21,39 @@ class _Move:
     def __init__(self, plan: MovePlan, source: StagedStore | None, target: StagedStore | None) -> None:
         """``source``, ``target``: None for the near tier; not both."""
         self._plan = plan
-        self._target = target
+        self._source, self._target = source, target
         self._bad: set[int] = set()
         self.reasons: set[str] = set()
-        self._reading: Operation | None = None
+        self._reading: list[Operation] = []  # chunk by chunk: loads of this tier see that it goes on
+        self._began = self._ended = 0.0  # first byte that was read, and last
+        self._read = 0  # positions whose reads have ended
         self._writing: Operation | None = None
         self._written: Sequence[int] = range(len(plan.slots))  # positions that are written
         if source is not None:
-            self._reading = source.read(plan.slots, plan.via if target is not None else plan.targets, plan.tags)
+            near_slots, size = plan.via if target is not None else plan.targets, source.chunk_blocks
+            for at in range(0, len(plan.slots), size):
+                part = slice(at, at + size)
+                try:
+                    self._reading.append(source.read(plan.slots[part], near_slots[part], plan.tags[part]))
+                except Exception as error:
+                    if not self._reading:
+                        raise
+                    # Reads are under way: the move must not end, and give up their near slots, before they do.
+                    self._bad.update(range(at, len(plan.slots)))
+                    self.reasons.add(f"{type(error).__name__}: {error}")
+                    break
         elif target is not None:
             self._writing = target.write(plan.targets, plan.slots, plan.tags)
 
     def poll(self) -> MoveResult | None:
         """None while it is under way."""
-        if self._reading is not None:
-            if not self._reading.done():
+        if self._reading:
+            while self._reading and self._reading[0].done():
+                self._take_in(self._reading.pop(0))
+            if self._reading:
                 return None
-            self._hear(self._reading)
             if self._target is None:
-                return MoveResult(self._plan.id, sorted(self._bad), self._reading.seconds)
-            self._reading = None
+                return MoveResult(self._plan.id, sorted(self._bad), self._ended - self._began)
             self._written = good = [i for i in self._written if i not in self._bad]
             plan = self._plan
             targets, near_slots, tags = ([part[i] for i in good] for part in (plan.targets, plan.via, plan.tags))
@@ -55,6 +68,17 @@ class _Move:
             return None
         self._hear(self._writing)
         return MoveResult(self._plan.id, sorted(self._bad), self._writing.seconds)
+
+    def _take_in(self, operation: Operation) -> None:
+        """The oldest read has ended."""
+        assert self._source is not None
+        self._source.hear()
+        self._bad.update(self._read + position for position in operation.bad)
+        self._read += len(operation.slots)
+        self._began = min(self._began or operation.began, operation.began)
+        self._ended = max(self._ended, operation.ended)
+        if operation.reason:
+            self.reasons.add(operation.reason)
 
     def _hear(self, operation: Operation) -> None:
         self._bad.update(self._written[position] for position in operation.bad)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import NamedTuple
 
 from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, TierName
@@ -282,7 +283,7 @@ class Worker:
             expected = expected_if_late(load.staged, deadline, now) if deadline else None
             late = expected is not None or (deadline and waited > deadline)
             for read in load.staged:
-                stall = read.store.stall_seconds
+                stall = min(read.store.stall_seconds, load.plan.stall_seconds or inf)
                 if late:
                     reason = "slower than computing"
                 elif now - max(load.began, read.store.heard_at) > stall:

@@ -6,9 +6,9 @@ blocks pass through fewer slots than there are blocks, it reads the next ones as
 there is room for at once: the store sees the whole match ahead.
 
 A store that hangs costs its blocks and nothing else. The worker *gives up* a load when nothing at all has come from the
-store for ``stall_seconds``, when the load passes its deadline, or as soon as it falls behind the rate that would meet
-the deadline: the blocks that have come count, so stopping early loses little. The request goes on without the others,
-and their near slots stay taken until the late reads have ended.
+store for ``stall_seconds`` (the store's, or the plan's if those are fewer), when the load passes its deadline, or as
+soon as it falls behind the rate that would meet the deadline: the blocks that have come count, so stopping early loses
+little. The request goes on without the others, and their near slots stay taken until the late reads have ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvbm.plans import Copy, TierName
 from kvbm.tiers.base import Operation, Store
 
 # Bytes of one read: enough for full speed, few enough for the copy of one chunk to run under the reading of the next.
-_CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 # How far a load may fall behind the rate that meets its deadline, as a part of the deadline. Blocks that have come
 # count, so this is also how much longer such a request takes than one that is computed: 20 ms of a prompt of 32k
 # tokens; less is the noise of a disk.
@@ -58,10 +58,10 @@ class StagedStore:
     ) -> None:
         self.tier = tier
         self.slots = store.slots
-        self.chunk_blocks = max(1, _CHUNK_BYTES // slot_bytes)
+        self.chunk_blocks = max(1, CHUNK_BYTES // slot_bytes)
         self.stall_seconds = store.stall_seconds
         self.clock = clock
-        self.heard_at = clock()  # when the store last finished a read
+        self.heard_at = clock()  # when the store last finished a read, for a load or a move
         self.close_seconds: float | None = None  # how long :meth:`close` waits; None: as long as the store says
         self._store = store
         self._address = slab_address
@@ -69,6 +69,10 @@ class StagedStore:
 
     def read(self, places: Sequence[int], near_slots: Sequence[int], tags: Sequence[bytes]) -> Operation:
         return self._store.read(places, self._addresses(near_slots), tags)
+
+    def hear(self) -> None:
+        """A read has ended."""
+        self.heard_at = self.clock()
 
     def write(self, places: Sequence[int], near_slots: Sequence[int], tags: Sequence[bytes]) -> Operation:
         return self._store.write(places, self._addresses(near_slots), tags)
@@ -208,8 +212,7 @@ class StagedRead:
             self.reasons.add(ticket.reason)
 
     def _hear(self, chunk: _Chunk, operation: Operation) -> None:
-        """A read has ended."""
-        self.store.heard_at = self.store.clock()
+        self.store.hear()
         self.bad.update(self._position(chunk, i) for i in operation.bad)
         if operation.reason:
             self.reasons.add(operation.reason)
@@ -245,7 +248,7 @@ class StagedRead:
             operation = chunk.operation
             if operation is not None and operation.done():
                 chunk.over = True
-                self.store.heard_at = self.store.clock()
+                self.store.hear()
                 absent = set(operation.bad)
                 self.missed.difference_update(
                     self._position(chunk, i) for i in range(len(chunk.part)) if i not in absent

@@ -636,7 +636,7 @@ def test_at_its_end_what_a_request_has_used_is_recent_and_what_it_found_was_of_u
     """The blocks of its answer are not among them where those are not kept."""
     engine = make_engine({"offload_decode": False})
     touched, used = [], []
-    monkeypatch.setattr(engine.adapter.leader, "touch", lambda keys, turn: touched.append(keys))
+    monkeypatch.setattr(engine.adapter.leader, "touch", lambda keys, turn, is_prefix: touched.append(keys))
     monkeypatch.setattr(engine.adapter.leader, "used", used.append)
     for name in ("first", "second"):
         keys = engine.add(name, PROMPT, max_tokens=12).block_hashes

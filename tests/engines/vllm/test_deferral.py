@@ -18,6 +18,7 @@ from kvbm.plans import Copy, LoadPlan
 from tiernames import DISK, HOST
 
 COMPUTING = 3.0  # seconds for the rest of a prompt
+SILENCE = 0.15  # after which a tier that delivers nothing is given up
 
 
 class Here:
@@ -29,6 +30,7 @@ class Here:
         cost = SimpleNamespace(
             compute_seconds=lambda computed, tokens: COMPUTING,
             load_seconds=lambda tier, size: size / 10,
+            patience_seconds=lambda tier, size: SILENCE,
             step_seconds=1.0,
         )
         self.waits = Deferrals(self.manager, cost, block_size=4, block_bytes=1)
@@ -72,6 +74,18 @@ def test_a_block_that_comes_up_from_disk_is_worth_as_long_a_wait_as_computing(he
     assert here.for_block()
     assert here.for_block(later=COMPUTING - 0.1)
     assert not here.for_block(later=0.2)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_fetch_is_waited_for_no_longer_than_it_should_take_nor_than_computing_takes(here, monkeypatch, is_slow):
+    put_on_disk(here, b"b")
+    monkeypatch.setattr(here.manager.catalogs[DISK], "is_remote", True)
+    if is_slow:
+        here.waits._cost.patience_seconds = lambda tier, size: 2 * COMPUTING
+    longest = COMPUTING if is_slow else SILENCE
+    assert here.for_block()
+    assert here.for_block(later=longest - 0.1)
+    assert not here.for_block(later=0.11)
 
 
 def test_what_is_awaited_need_not_be_the_next_block(here):

@@ -241,6 +241,26 @@ def test_no_request_pays_for_a_store_that_damages_what_it_sends_but_the_first(ma
     assert engine.catalog.find(prompts[1][0]) is not None
 
 
+def test_no_request_but_the_first_waits_for_a_store_that_stalls(make, proxy, model, monkeypatch):
+    monkeypatch.setattr("kvbm.core.breaker.MAX_PAUSE_SECONDS", 0.1)
+    prompts = [random_keys(16) for _ in range(2)]
+    first = make(model)
+    for keys in prompts:
+        first.serve(keys)
+    engine = make(model, object_endpoint=proxy.endpoint)
+    assert [engine.lookup(keys).blocks for keys in prompts] == [16, 16]
+    proxy.set_fault("stall")
+    plan = engine.leader.onboard(engine.lookup(prompts[0]), "r", range(16), in_step=False, stall_seconds=0.1)
+    bad = set().union(*(outcome.bad_blocks for outcome in engine.step(loads=[plan]))) | engine.run()
+    assert bad == set(range(16))
+    assert engine.catalog._is_suspended, "at the first late answer"
+    assert engine.catalog.find(prompts[1][0]) is None
+    proxy.set_fault("")
+    proxy.released.set()
+    wait_until(lambda: not engine.catalog._is_suspended, "a probe of the tier's own has found it well")
+    assert engine.catalog.find(prompts[1][0]) is not None
+
+
 def test_an_engine_that_was_reset_leaves_the_bucket_alone(make, model):
     """Its weights have changed: it must not read what the old ones wrote, nor write under the same names."""
     keys = random_keys(4)

@@ -1,13 +1,18 @@
 """A disk cache to a bucket and back."""
 
-import pytest
-from object_blocks import BLOCK, Blocks, ended, group_places, open_store, random_keys
+import time
 
+import pytest
+from object_blocks import BLOCK, WAIT_SECONDS, Blocks, ended, group_places, open_store, random_keys, single_places
+
+from kvbm.core.catalog import PENDING
 from kvbm.tiers.disk import inspect
 from kvbm.tiers.disk.file import DiskFile
 from kvbm.tiers.disk.index import Index, cache_directory, slab_path
 from kvbm.tiers.objects import tools
 from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.format import MIN_OBJECT_BYTES, group_bits, object_of
+from kvbm.tiers.objects.presence import Presence
 from kvbm.tiers.objects.store import describe_cache
 
 RANKS = 2
@@ -28,6 +33,21 @@ def make_cache(root, fingerprint, keys, ranks=RANKS):
     index.put(list(zip(keys, slots, strict=True)))
     index.close()
     return directory, memories
+
+
+def use(directory, fingerprint, *prompts):
+    """A request for each of these prompts."""
+    index = Index.open(directory, fingerprint, inspect.describe(directory).slots)
+    for keys in prompts:
+        index.touch(keys, is_prefix=True)
+    index.close()
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
 
 
 def read_cache(directory, keys, ranks=RANKS):
@@ -83,6 +103,57 @@ def test_prefix_cache_comes_back_in_another_directory(weed, tmp_path):
         pulled = cache_directory(tmp_path / f"b{secret}", fingerprint)
         assert all(not verdict.bad and verdict.good == 50 for verdict in inspect.verify(pulled, lambda *_: None))
         assert read_cache(pulled, keys) == [[memory[i] for i in range(50)] for memory in memories]
+
+
+def test_small_blocks_of_one_prompt_are_pushed_in_the_groups_that_an_engine_looks_for(weed, tmp_path):
+    settings = weed.settings()
+    fingerprint = {"model": "m", "test": str(tmp_path)}
+    size = 1 << group_bits(BLOCK)
+    keys, others = random_keys(2 * size + 3), random_keys(size + 5)
+    directory, memories = make_cache(tmp_path / "a", fingerprint, keys + others)
+    use(directory, fingerprint, keys, others[: size // 2] + random_keys(3))
+    progress = Progress()
+    assert tools.push(directory, settings, progress) == (len(keys + others), 0, "")
+    progress.check(len(keys + others))
+    (cache,) = [found for found in tools.list_caches(settings) if found.fingerprint.get("test") == str(tmp_path)]
+    listed = {listed.name: listed.bytes for listed in Client(settings).list(f"{cache.root}/0/")}
+    names = tools.Names(fingerprint)
+    groups = {names.of(0, object_of(place)) for place in group_places(keys[: 2 * size])}
+    assert len(groups) == 2
+    assert min(listed[name] for name in groups) >= MIN_OBJECT_BYTES
+    alone = {names.of(0, object_of(place)) for place in single_places(keys[2 * size :] + others)}
+    assert listed.keys() == groups | alone
+    assert tools.verify(cache, settings, Progress()) == (RANKS * len(keys + others), [])
+    # An engine that looks for the prompt finds all of it.
+    presence = Presence([Client(settings)] * RANKS, names, group_bits(BLOCK), lookup_seconds=60.0)
+    presence.expect(keys)
+    until(lambda: PENDING not in [presence.find(key) for key in keys])
+    assert [presence.find(key) for key in keys] == group_places(keys[: 2 * size]) + single_places(keys[2 * size :])
+    presence.close()
+    assert tools.pull(cache, tmp_path / "b", settings, Progress()).blocks == len(keys + others)
+    found = read_cache(cache_directory(tmp_path / "b", fingerprint), keys + others)
+    assert found == [[memory[i] for i in range(len(keys + others))] for memory in memories]
+
+
+def test_a_block_that_cannot_be_read_costs_its_group_and_no_other_block(weed, tmp_path):
+    settings = weed.settings()
+    fingerprint = {"model": "m", "test": str(tmp_path)}
+    size = 1 << group_bits(BLOCK)
+    keys = random_keys(2 * size)
+    directory, _ = make_cache(tmp_path, fingerprint, keys)
+    use(directory, fingerprint, keys)
+    with open(slab_path(directory, 1), "r+b") as slab:  # of the second rank: the first has written the group by then
+        slab.seek(3 * BLOCK)
+        slab.write(b"other")
+    moved = tools.push(directory, settings, Progress())
+    assert moved[:2] == (2 * size - 1, 1)
+    assert moved.reason
+    names = tools.Names(fingerprint)
+    client = Client(settings)
+    for rank in range(RANKS):
+        for i, place in enumerate(single_places(keys[:size])):
+            assert client.exists(names.of(rank, object_of(place))) == (i != 3 or rank == 0)
+        assert client.exists(names.of(rank, object_of(group_places(keys)[-1])))
 
 
 def test_caches_of_another_secret_are_not_listed(weed, tmp_path):

@@ -15,9 +15,6 @@ from kvbm.plans import LoadPlan, TierName
 # milliseconds and recomputing the block takes longer, but a stuck store must not hold up the request.
 PATIENCE_SECONDS = 0.25
 
-# How many times the expected seconds of a fetch a request waits for it.
-LONGEST_FETCH = 4.0
-
 # How long the loads in front of a load may defer it, a step at a time. After that, for example behind requests of a
 # higher priority, it runs outside of the step.
 LONGEST_PUT_OFF = 1.0
@@ -53,8 +50,8 @@ class Deferrals:
             remote = [tier for tier in holding if self._manager.catalogs[tier].is_remote]
             # A fetch ahead of its load has no deadline of its own, as a load has. A store that stalls must not cost the
             # request the time of computing twice.
-            expected = [LONGEST_FETCH * self._cost.load_seconds(tier, left) for tier in remote]
-            patience = max(patience, min([compute, *expected]))
+            expected = [self._cost.patience_seconds(tier, left) for tier in remote]
+            patience = min([compute, *expected]) if remote else max(patience, compute)
         now = time.monotonic()
         if state.waits_since is None:
             state.waits_since = now

@@ -4,6 +4,11 @@ Damage is in the file and stays: a flipped bit, a truncated file, another format
 all of them, and the index is made anew. Trouble that passes is around the file: a full disk, a lock of another process,
 missing permissions, I/O errors, too many open files. It costs no block: it raises OSError, and nothing is changed.
 
+The column `used` orders the blocks by their last use. A number from ``TURNS`` on also says where in its prompt a block
+lies: the turn that used it, counted up, its distance from MAX_POSITION, and the first byte of its key. Blocks of one
+turn with positions in a row follow one another. Numbers below ``TURNS`` are of older releases, which say the order
+only; and an older release that goes on counting makes numbers that the keys do not fit.
+
 SQLite has no checksums of its own in this file. Every row carries one over its slot and key, and the text of the schema
 must be the very text that this release writes: a column that a flipped bit has renamed would give rows of other types.
 """
@@ -43,6 +48,10 @@ DELETE_SLOTS = "DELETE FROM blocks WHERE slot IN (VALUES {})"
 _LOCK_SECONDS = 5.0  # that a start waits for another process that has locked the file
 _MAX_USED = 1 << 62  # leaves room to count on
 _MAX_ROWS = 240  # of one statement: four values each, and every SQLite takes 999
+TURNS = 1 << 61
+MAX_POSITION = 0xFFFF  # blocks from there on have no position, and 0 in its place
+POSITION_STEP = 1 << 8
+_TURN_STEP = POSITION_STEP * (MAX_POSITION + 1)
 _MAGIC = b"SQLite format 3\0"
 _FORMATS = {1, 2}  # bytes 18 and 19; SQLite takes any other for a file of the future, which it does not write
 # SQLite's result codes for trouble around the file, with the texts that stand for them before Python 3.11.
@@ -76,6 +85,24 @@ class Opened(NamedTuple):
 def row_sum(slot: int, key: Key) -> int:
     """Detects every single flipped bit in either."""
     return zlib.crc32(key, slot)
+
+
+def used_in(turn: int, position: int = MAX_POSITION) -> int:
+    """The number of a block that this turn uses, without the byte of its key. The first block of a prompt counts as
+    used last."""
+    return TURNS + turn * _TURN_STEP + (MAX_POSITION - position) * POSITION_STEP
+
+
+def turn_of(used: int) -> int:
+    """0 for the numbers of older releases."""
+    return max(used - TURNS, 0) // _TURN_STEP
+
+
+def position_of(used: int, key: Key) -> int | None:
+    """Where in its prompt a block lies; None when that is not known."""
+    position = MAX_POSITION - used % _TURN_STEP // POSITION_STEP
+    is_known = used >= TURNS and position < MAX_POSITION and used % POSITION_STEP == key[0]
+    return position if is_known else None
 
 
 def connect(directory: Path, slots: int, what: str) -> Opened:
@@ -149,12 +176,13 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     good: list[tuple[Key, int, int]] = []
-    damaged = 0
+    damaged = rows = 0
     with connection:
         if not schema:
             connection.execute(_SCHEMA)
         connection.execute(f"PRAGMA user_version = {VERSION}")
         for slot, key, used, total in connection.execute(_ROWS):
+            rows += 1
             if total != row_sum(slot, key) or not 0 <= used < _MAX_USED:
                 damaged += 1
             elif 0 <= slot < slots:
@@ -163,6 +191,7 @@ def _check(connection: sqlite3.Connection, slots: int, what: str) -> Opened:
                     report_progress()
         kept = {slot for _, slot, _ in good}
         rest = [row for row in connection.execute("SELECT slot FROM blocks") if row[0] not in kept]
+        damaged += len(kept) + len(rest) - rows  # those of other types
         execute(connection, DELETE_SLOTS, rest)
     if damaged:
         logger.warning("%s: %d rows of the index are damaged; it has forgotten their blocks", what, damaged)

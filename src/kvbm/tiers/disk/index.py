@@ -40,13 +40,18 @@ from kvbm.tiers.directory import private_directory, readable_name
 from kvbm.tiers.disk.database import DATABASE as DATABASE
 from kvbm.tiers.disk.database import (
     DELETE_SLOTS,
+    MAX_POSITION,
+    POSITION_STEP,
     IndexUnavailable,
     Opened,
     connect,
     execute,
     make_way,
+    position_of,
     row_sum,
     set_aside,
+    turn_of,
+    used_in,
 )
 from kvbm.tiers.lock import FileLock
 
@@ -58,6 +63,7 @@ LOCK = "lock"
 MAX_DESCRIPTION_BYTES = 1 << 20  # an engine writes about one thousand
 KEY_MAP = "keys.map"  # the index, for ranks that read the slab of another rank
 
+MAX_EXPECTED = 1 << 16  # blocks; about 200 bytes each
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
 _BATCH_SECONDS = 0.2  # how long changes gather; a crash loses them
 _MAX_BACKOFF_SECONDS = 30.0
@@ -95,7 +101,8 @@ def _canonical(fingerprint: Fingerprint) -> bytes:
 class Index:
     """Made by :meth:`open`. The methods are called from the leader's thread and return at once.
 
-    In ``put`` and ``touch`` the first block counts as used last: a block is worth nothing without those before it.
+    In ``put`` and ``touch`` the first block counts as used last: a block is worth nothing without those before it. The
+    same numbers keep which blocks follow one another, for :meth:`groups`.
 
     What waits to be written is kept by slot, the latest only. So there is never more of it than there are slots,
     however long the disk takes, and nothing has to be dropped. Rows lie by slot too, and not by key: the slots of a
@@ -112,7 +119,9 @@ class Index:
         self._slots: dict[Key, int] = {}  # in the order of their use
         for key, slot in opened.rows:
             self._move(key, slot)
-        self._used = opened.used
+        self._turn = turn_of(opened.used)
+        # Used before they came to this tier -> the number of it. Two halves: when one is full, the other is dropped.
+        self._expected: tuple[dict[Key, int], dict[Key, int]] = {}, {}
         self._changed = threading.Condition()
         self._waiting = _Changes()
         self._given = self._written = 0  # changes that came in, and how many of them are in the file
@@ -188,7 +197,7 @@ class Index:
                 if before is not None and before != slot:
                     self._waiting.remove(key, before)
                 self._move(key, slot)
-                self._waiting.put(key, slot, self._tick())
+                self._waiting.put(key, slot, self._expected_use(key) or self._tick())
             self._wake()
 
     def remove(self, keys: Iterable[Key]) -> None:
@@ -200,20 +209,62 @@ class Index:
                     self._waiting.remove(key, slot)
             self._wake()
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """These blocks have been used."""
+    def touch(self, keys: Sequence[Key], is_prefix: bool = False) -> None:
+        """These blocks have been used. ``is_prefix``: they are the front of one prompt, without a gap. Those that are
+        not here yet may be on their way."""
+        if is_prefix and len(keys) > MAX_POSITION:
+            self.touch(keys[MAX_POSITION:])
+            keys = keys[:MAX_POSITION]
         with self._changed:
-            for key in reversed(keys):
-                slot = self._slots.get(key)
-                if slot is not None:
-                    self._move(key, slot)
-                    self._waiting.used[slot] = self._tick()
+            if is_prefix:
+                self._tick()
+                first = used_in(self._turn, 0)
+                numbers = range(first, first - len(keys) * POSITION_STEP, -POSITION_STEP)
+                self._expect(dict(zip(keys, numbers, strict=True)))
+                for key, used in zip(reversed(keys), reversed(numbers), strict=True):
+                    slot = self._slots.get(key)
+                    if slot is not None:
+                        self._move(key, slot)
+                        self._waiting.used[slot] = used + key[0]
+            else:
+                for key in reversed(keys):
+                    slot = self._slots.get(key)
+                    if slot is not None:
+                        self._move(key, slot)
+                        self._waiting.used[slot] = self._tick()
             self._wake()
+
+    def groups(self, size: int) -> list[list[tuple[Key, int]]]:
+        """All blocks as (key, slot), in the groups of ``size`` into which their prompts divide, and the others alone.
+
+        A prompt that shares its first blocks with a later one ends in the middle of a group of that one, and finds the
+        shared blocks of that group only alone: these come a second time. Waits for the file.
+        """
+        self.flush()
+        turns: dict[int, dict[int, tuple[Key, int]]] = {}
+        alone: list[tuple[Key, int]] = []
+        for key, slot, used in self._database.execute("SELECT key, slot, used FROM blocks ORDER BY slot").fetchall():
+            position = position_of(used, key) if size > 1 else None
+            if position is None:
+                alone.append((key, slot))
+            else:
+                turns.setdefault(turn_of(used), {})[position] = key, slot
+        shared = {at for found in turns.values() for at in range(min(found) // size * size, min(found))}
+        groups: list[list[tuple[Key, int]]] = []
+        for found in turns.values():
+            for first in {at // size * size for at in found}:
+                positions = [at for at in range(first, first + size) if at in found]
+                if len(positions) == size:
+                    groups.append([found[at] for at in positions])
+                    positions = [at for at in positions if at in shared]
+                alone += [found[at] for at in positions]
+        return groups + [[pair] for pair in alone]
 
     def clear(self) -> None:
         """Forget every block, also those still waiting to be written. Call :meth:`flush` where that must be certain."""
         with self._changed:
             self._slots = {}
+            self._expected = {}, {}
             self._waiting = _Changes(clear=True)
             self._wake()
 
@@ -242,14 +293,25 @@ class Index:
                 self._what, self.directory, timeout,
             )  # fmt: skip
 
+    def _expect(self, uses: dict[Key, int]) -> None:
+        if len(self._expected[0]) + len(uses) > MAX_EXPECTED // 2:
+            self._expected = {}, self._expected[0]
+        self._expected[0].update(uses)
+
+    def _expected_use(self, key: Key) -> int:
+        """0 when no prompt that is remembered has used it."""
+        newer, older = self._expected
+        used = newer.get(key) or older.get(key)
+        return used + key[0] if used else 0
+
     def _move(self, key: Key, slot: int) -> None:
         """To the end: no other block has been used since."""
         self._slots.pop(key, None)
         self._slots[key] = slot
 
     def _tick(self) -> int:
-        self._used += 1
-        return self._used
+        self._turn += 1
+        return used_in(self._turn)
 
     def _wake(self) -> None:
         self._given += 1

@@ -153,8 +153,8 @@ class MappedIndex(Journal):
         self._index.remove(keys)
         self._keys.remove(keys)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        self._index.touch(keys)
+    def touch(self, keys: Sequence[Key], is_prefix: bool = False) -> None:
+        self._index.touch(keys, is_prefix)
 
     def clear(self) -> None:
         self._index.clear()

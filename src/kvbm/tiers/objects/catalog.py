@@ -132,9 +132,15 @@ class ObjectCatalog(RemoteCatalog):
         self._presence.discard([self._found[key] for key in there])
         self._lose(there)
         if there:
-            for client in self._clients:
-                client.doubt("blocks of it could not be read", self._presence.probe_name)
+            self._doubt("blocks of it could not be read")
         return len(there)
+
+    def suspect(self) -> None:
+        self._doubt("a read took several times as long as usual")
+
+    def _doubt(self, reason: str) -> None:
+        for client in self._clients:
+            client.doubt(reason, self._presence.probe_name)
 
     def clear(self) -> int:
         """The leader resets the cache because its blocks no longer fit the weights. The objects in the bucket are of

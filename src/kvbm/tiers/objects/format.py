@@ -37,6 +37,7 @@ MAGIC = b"KVBMobj\n"
 VERSION = 1
 MIN_OBJECT_BYTES = 2_000_000  # blocks are grouped to at least this size
 MAX_GROUP_BITS = 6
+_PAGE = 4096
 ROOT = "kvbm-1"
 DESCRIPTION = "/cache"  # after the root of a cache: its fingerprint, for the tools
 
@@ -65,8 +66,9 @@ class DamagedError(RefusedError):
 
 
 def group_bits(block_bytes: int) -> int:
-    """Blocks of an object as a power of two: the smallest group of at least MIN_OBJECT_BYTES."""
-    bits = 0
+    """Blocks of an object as a power of two: the smallest group of at least MIN_OBJECT_BYTES. The same for a block and
+    for a slot, which has whole pages: the engine knows the one, and `kvbm cache push` the other."""
+    bits, block_bytes = 0, -(-block_bytes // _PAGE) * _PAGE
     while block_bytes << bits < MIN_OBJECT_BYTES and bits < MAX_GROUP_BITS:
         bits += 1
     return bits

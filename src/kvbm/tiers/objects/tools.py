@@ -4,8 +4,8 @@ For `kvbm cache push | pull | list | verify`. All functions block, report progre
 :class:`ToolError` with a sentence for the user. An engine may use the bucket meanwhile, but not the disk cache: push
 and pull take its locks.
 
-The disk index does not say which blocks follow one another, so push writes every block as an object of its own. An
-engine finds them like any other.
+Push groups small blocks as the engine does, where the disk index says which blocks follow one another. It says so of
+blocks whose prompt this release has used; the others become objects of their own. An engine finds both.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from kvbm.tiers.disk.index import Index, cache_directory, slab_path
 from kvbm.tiers.objects.client import Client, MissingError, ObjectStoreError
 from kvbm.tiers.objects.format import (
     DESCRIPTION,
+    MAX_GROUP_BITS,
     ROOT,
     Codec,
     Names,
     RefusedError,
     blocks_of_name,
+    group_bits,
     object_id,
+    object_of,
     open_text,
     place_of,
 )
@@ -143,29 +146,69 @@ def push(directory: Path, settings: ObjectSettings, progress: Progress) -> Moved
             client.check()
         describe_cache(clients[0], names, cache.fingerprint, cache.ranks, cache.slot_bytes)
         stores = [ObjectStore(client, names, codec, rank, cache.slot_bytes) for rank, client in enumerate(clients)]
-        rows = list(index.entries())
-        batch = max(1, _BATCH_BYTES // cache.slot_bytes)
-        memory = _Memory(batch, cache.slot_bytes)
-        done, failed, reason = 0, 0, ""
-        for at in range(0, len(rows), batch):
-            part = rows[at : at + batch]
-            keys, slots = [key for key, _ in part], [slot for _, slot in part]
-            places, addresses = [place_of(object_id(key, 0), 0) for key in keys], memory.addresses[: len(part)]
-            bad: set[int] = set()
-            for file, store in zip(files, stores, strict=True):
-                read = _ended(file.read(slots, addresses, keys))
-                good = [i for i in range(len(part)) if i not in bad and i not in read.bad]
-                write = _ended(
-                    store.write([places[i] for i in good], [addresses[i] for i in good], [keys[i] for i in good])
-                )
-                bad |= {*read.bad, *(good[i] for i in write.bad)}
-                reason = reason or read.reason or write.reason
-            done += len(part)
-            failed += len(bad)
-            progress(done, len(rows))
+        pusher = _Pusher(files, stores, cache.slot_bytes)
+        groups = index.groups(1 << group_bits(cache.slot_bytes))
+        done, total = 0, sum(map(len, groups))
+        for batch in _batches(groups, pusher.batch_blocks):
+            pusher.push(batch)
+            done += sum(map(len, batch))
+            progress(done, total)
         for store in stores:
             store.close()
-    return Moved(done - failed, failed, reason)
+    blocks = {key for group in groups for key, _ in group}
+    return Moved(len(blocks - pusher.failed), len(pusher.failed), pusher.reason)
+
+
+_Group = list[tuple[Key, int]]  # blocks of one object, and their slots
+
+
+def _batches(groups: Sequence[_Group], blocks: int) -> Iterator[list[_Group]]:
+    """Of so many blocks at most; no group has more."""
+    batch: list[_Group] = []
+    for group in groups:
+        if batch and sum(map(len, batch)) + len(group) > blocks:
+            yield batch
+            batch = []
+        batch.append(group)
+    if batch:
+        yield batch
+
+
+class _Pusher:
+    """Reads blocks of the disk, and writes an object for each group and rank."""
+
+    def __init__(self, files: Sequence[DiskFile], stores: Sequence[ObjectStore], slot_bytes: int) -> None:
+        self._files, self._stores = files, stores
+        self.batch_blocks = max(1 << MAX_GROUP_BITS, _BATCH_BYTES // slot_bytes)
+        self._memory = _Memory(self.batch_blocks, slot_bytes)
+        self.failed: set[Key] = set()
+        self.reason = ""
+
+    def push(self, batch: Sequence[_Group]) -> None:
+        """The blocks of a group of which one cannot be read are written alone, on all ranks."""
+        pairs = [pair for group in batch for pair in group]
+        keys, slots, addresses = [key for key, _ in pairs], [slot for _, slot in pairs], self._memory.addresses
+        places = [
+            place_of(object_id(group[-1][0], len(group).bit_length() - 1), index)
+            for group in batch
+            for index in range(len(group))
+        ]
+        bad: set[int] = set()
+        for file, store in zip(self._files, self._stores, strict=True):
+            read = _ended(file.read(slots, addresses[: len(pairs)], keys))
+            bad.update(read.bad)
+            broken = {object_of(places[i]) for i in bad}
+            good = [i for i in range(len(pairs)) if object_of(places[i]) not in broken]
+            write = _ended(
+                store.write([places[i] for i in good], [addresses[i] for i in good], [keys[i] for i in good])
+            )
+            bad.update(good[i] for i in write.bad)
+            self.reason = self.reason or read.reason or write.reason
+        broken = {object_of(places[i]) for i in bad}
+        lost = [group for group in batch if object_id(group[-1][0], len(group).bit_length() - 1) in broken]
+        self.failed.update(group[0][0] for group in lost if len(group) == 1)
+        if alone := [[pair] for group in lost if len(group) > 1 for pair in group]:
+            self.push(alone)
 
 
 def pull(cache: BucketCache, root: Path, settings: ObjectSettings, progress: Progress, max_blocks: int = 0) -> Moved:
