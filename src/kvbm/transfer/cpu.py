@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from kvbm.gil import notify
 from kvbm.transfer.base import Copier, Slab, Ticket, When
 from kvbm.transfer.layout import BlockLayout, Segment
 from kvbm.transfer.packing import Tile, pack, unpack
@@ -26,6 +27,7 @@ class FutureTicket(Ticket):
     def __init__(self, future: Future[float], blocks: int, unpackable: Sequence[int] = ()) -> None:
         """``unpackable``: filled by the time the transfer is over."""
         self._future = future
+        future.add_done_callback(lambda _: notify())
         self._blocks = blocks
         self._unpackable = unpackable
 
