@@ -5,7 +5,8 @@ memory of that engine.
     python benchmarks/gpu/peers.py --kinds kvbm p2p kvcr --packages ~/nixl --json results/peers.json
     python benchmarks/gpu/peers.py --cpu --check     # two engines on the CPU: exits with 1 where the promise is missed
 
-For each kind, two engines start side by side, each in a process of its own, and stay for all of it; they take turns.
+For each kind there are two engines, each in a process of its own. All start side by side, and two kinds fit into the
+memory of an H200; then one kind after the other is measured, while the engines of the other kind rest.
 Engine A answers each prompt, and once more with the prefix still on its GPU: the reference, eight tokens that every
 later answer has to reproduce. Then engine B, which has seen none of the prompts:
 
@@ -47,8 +48,9 @@ SMALL = vllm_kinds.Dense("qwen3-small-random-bench", 12, 512, 8, 8, 64, 1024, 15
 TIMES = ("peer", "own", "on_gpu", "computed")
 REFERENCE_TOKENS = 8
 OWN_SHARE = 0.9
-MEMORY_SHARE = 0.4  # of the GPU, for each engine
+MEMORY_SHARE = 0.2  # of the GPU that an engine must find free
 KVCR_SECONDS = 10
+B_PROMPTS = 3  # that engine B's host memory holds: it answers one prompt after the other, three times each
 
 
 # -- an engine --------------------------------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ def child(task: Row, emit: Emit) -> None:
     if task["cpu"]:
         vllm_kinds.TINY = SMALL
     shape = vllm_kinds.shape_of(task["dry"])
-    length, blocks = task["length"], int(2.5 * task["length"] / shape.block_size)
+    length, blocks = task["length"], int(1.5 * task["length"] / shape.block_size)
     os.environ.update(task["environment"])
     more: Row = {"gpu_memory_utilization": MEMORY_SHARE, "kv_transfer_config": connector(task)}
     if not task["dry"]:
@@ -201,29 +203,34 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def run(kind: str, options: Any, record: Record) -> None:
-    """Raises ChildError."""
+def start(kind: str, options: Any, stack: contextlib.ExitStack) -> list[Child]:
+    """Engines A and B of a kind; they have not answered yet."""
     shape = vllm_kinds.shape_of(options.dry)
     ports = free_ports(2)
     path = [SOURCE] if kind == "kvbm" or options.packages is None else [options.packages.expanduser(), SOURCE]
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-"))
-        engines = []
-        for n, name in enumerate("ab"):
-            prompts = options.count + 2 if n == 0 else 2 * options.count + 3
-            environment = {"KVBM_PEERS_ENABLED": "1", "KVBM_PEER_DIR": directory, "KVBM_PEER_NAME": name}
-            environment |= {"KVBM_LOAD": "always"} if options.dry else {}  # a tiny model computes faster than it loads
-            task = {
-                "kind": kind, "name": name, "dry": options.dry, "cpu": options.cpu, "models": str(options.models),
-                "length": options.length, "gigabytes": 1.1 * prompts * options.length * shape.token_bytes / 1e9,
-                "port": ports[n], "other_port": ports[1 - n], "environment": environment,
-            }  # fmt: skip
-            engines.append(stack.enter_context(Child(__file__, task, f"{kind}-{name}", path)))
-        for name, engine in zip("ab", engines, strict=True):
-            while (row := engine.receive(options.limit)) is not None and row["what"] != "over":
-                record.add({"kind": kind, "engine": name, **row})
-        what = {"kind": kind, "length": options.length, "bytes": shape.loaded_bytes(options.length)}
-        Pair(engines, options.length, options.limit).measure(record, what, options.count)
+    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-"))
+    engines = []
+    for n, name in enumerate("ab"):
+        prompts = options.count + 1 if n == 0 else B_PROMPTS
+        environment = {"KVBM_PEERS_ENABLED": "1", "KVBM_PEER_DIR": directory, "KVBM_PEER_NAME": name}
+        environment |= {"KVBM_LOAD": "always"} if options.dry else {}  # a tiny model computes faster than it loads
+        task = {
+            "kind": kind, "name": name, "dry": options.dry, "cpu": options.cpu, "models": str(options.models),
+            "length": options.length, "gigabytes": 1.1 * prompts * options.length * shape.token_bytes / 1e9,
+            "port": ports[n], "other_port": ports[1 - n], "environment": environment,
+        }  # fmt: skip
+        engines.append(stack.enter_context(Child(__file__, task, f"{kind}-{name}", path)))
+    return engines
+
+
+def measure(kind: str, engines: Sequence[Child], options: Any, record: Record) -> None:
+    """Raises ChildError."""
+    shape = vllm_kinds.shape_of(options.dry)
+    for name, engine in zip("ab", engines, strict=True):
+        while (row := engine.receive(options.limit)) is not None and row["what"] != "over":
+            record.add({"kind": kind, "engine": name, **row})
+    what = {"kind": kind, "length": options.length, "bytes": shape.loaded_bytes(options.length)}
+    Pair(engines, options.length, options.limit).measure(record, what, options.count)
 
 
 def summarise(rows: list[Row], kind: str) -> Row:
@@ -278,16 +285,21 @@ def main() -> int:
         for row in running.rows(options.limit):
             record.add(row)
     failures = 0
-    for kind in options.kinds:
-        if not options.dry:
-            wait_for_memory()
-        try:
-            run(kind, options, record)
-        except ChildError as error:
-            failures += 1
-            record.add({"kind": kind, "what": "failed", "why": str(error)})
-            print(error, file=sys.stderr)
-        print(HEADER, show(summarise(record.rows, kind)), sep="\n", flush=True)
+    if not options.dry:
+        wait_for_memory()
+    with contextlib.ExitStack() as stack:
+        # Each kind ends as soon as it is measured; where one fails, the others go on.
+        ends = {kind: stack.enter_context(contextlib.ExitStack()) for kind in options.kinds}
+        pairs = {kind: start(kind, options, ends[kind]) for kind in options.kinds}
+        for kind, engines in pairs.items():
+            try:
+                measure(kind, engines, options, record)
+            except ChildError as error:
+                failures += 1
+                record.add({"kind": kind, "what": "failed", "why": str(error)})
+                print(error, file=sys.stderr)
+            print(HEADER, show(summarise(record.rows, kind)), sep="\n", flush=True)
+            ends[kind].close()
     line = summarise(record.rows, "kvbm")
     share = line["own"] / line["peer"] if line["peer"] else 0.0
     print(f"from the peer at {share:.0%} of the speed of own hits (promise: {OWN_SHARE:.0%})")

@@ -19,7 +19,10 @@ from contextlib import contextmanager
 _SWITCH_SECONDS = 5e-5
 _MAX_SUBMISSION_SECONDS = 4e-3  # a submission that has not ended by then counts as ended
 
+_MAX_TURN_SECONDS = 1e-3  # a new request waits for so long, and so does a load that a GPU ends
+
 _lock = threading.Lock()
+_notified = threading.Event()
 _inside = 0
 _usual = 0.0
 
@@ -42,10 +45,17 @@ def short_turns() -> Iterator[None]:
                 sys.setswitchinterval(_usual)
 
 
-def give_turn() -> None:
-    """For an engine's thread that steps without work until a load is over: without this, each thread that brings the
-    load waits for a switch interval before it starts."""
-    time.sleep(_SWITCH_SECONDS)
+def give_turn(others_notify: bool) -> None:
+    """For an engine's thread that steps without work until a load is over: its steps would take the core and the
+    interpreter from the threads that bring the load. ``others_notify``: these are threads of this process and call
+    :func:`notify`, which ends the pause."""
+    _notified.wait(_MAX_TURN_SECONDS if others_notify else _SWITCH_SECONDS)
+    _notified.clear()
+
+
+def notify() -> None:
+    """A transfer has ended, or an answer has come: the engine's thread has something to do."""
+    _notified.set()
 
 
 class Submitting:

@@ -415,7 +415,7 @@ class FakeTicket(Ticket):
 @pytest.fixture
 def disk():
     made = []
-    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, stall_seconds=1.0, close=lambda: True)
+    file = SimpleNamespace(slots=100, slot_bytes=16 << 20, chunk_bytes=32 << 20, stall_seconds=1.0, close=lambda: True)
 
     def read(slots, addresses, tags):
         made.append(FakeOperation(slots, [address // file.slot_bytes for address in addresses]))
@@ -437,6 +437,32 @@ def test_the_whole_match_is_read_ahead(disk):
     ascent.advance(None)
     assert [operation.slots for operation in disk.made] == [[10, 11], [12, 13], [14]]
     assert [operation.hosts for operation in disk.made] == [[4, 3], [2, 1], [0]]
+
+
+def test_chunks_that_have_come_go_to_the_copier_in_one_call(disk):
+    """Each call takes the engine's thread some time."""
+    tickets, sent = [], []
+
+    def send(hosts, blocks):
+        sent.append((hosts, blocks))
+        tickets.append(FakeTicket())
+        return tickets[-1]
+
+    read = StagedRead(disk, stretch(6, [5, 4, 3, 2, 1, 0]))
+    read.advance(send)
+    disk.made[0].over = disk.made[1].over = True
+    disk.made[1].bad = [0]
+    read.advance(send)
+    assert sent == [([5, 4, 2], [100, 101, 103])]
+    disk.made[2].over = True
+    read.advance(send)
+    assert sent[1:] == [([1, 0], [104, 105])]
+    for ticket in tickets:
+        ticket.over = True
+    tickets[0].failed = True
+    read.advance(send)
+    assert read.done()
+    assert (read.bad, read.missed) == ({2}, {0, 1, 2, 3})
 
 
 def test_a_host_slot_is_read_into_again_only_when_the_copy_from_it_is_over(disk):

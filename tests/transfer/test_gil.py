@@ -12,6 +12,7 @@ import pytest
 
 from kvbm import gil
 from kvbm.gil import Submitting, short_turns
+from kvbm.tiers.base import Operation
 
 
 def test_turns_are_as_usual_afterwards_even_after_an_error() -> None:
@@ -122,3 +123,14 @@ def test_submissions_that_follow_one_another_hold_up_nobody_for_long(monkeypatch
         step.begin()
         time.sleep(0.001)
     assert not thread.is_alive()
+
+
+def test_a_transfer_that_ends_wakes_the_engine(monkeypatch) -> None:
+    monkeypatch.setattr(gil, "_MAX_TURN_SECONDS", 3600.0)
+    engine = threading.Thread(target=gil.give_turn, args=(True,), daemon=True)
+    engine.start()
+    operation = Operation("read", [1], [0], [b""], 1)
+    operation.parts_left = 1
+    operation.end_part([], "")
+    engine.join(60)
+    assert not engine.is_alive()

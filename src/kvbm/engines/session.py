@@ -33,8 +33,7 @@ from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import agreed_weights, connect, open_manager
 from kvbm.tiers import registry
-from kvbm.tiers.base import Fingerprint
-from kvbm.tiers.staged_read import CHUNK_BYTES
+from kvbm.tiers.base import Fingerprint, Store
 
 logger = logging.getLogger("kvbm")
 
@@ -336,7 +335,7 @@ class Session:
         for tier, slots in match.runs:
             sizes[tier] = sizes.get(tier, 0) + len(slots) * self.block_bytes
         sizes.pop(self.leader.manager.near_tier, None)
-        return sum(self.cost.patience_seconds(tier, max(size, CHUNK_BYTES)) for tier, size in sizes.items())
+        return sum(self.cost.patience_seconds(tier, max(size, Store.chunk_bytes)) for tier, size in sizes.items())
 
     def withdraw(self, state: RequestState) -> None:
         """The offer has become a load, or is void: let its slots be evicted again."""

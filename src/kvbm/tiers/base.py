@@ -14,6 +14,7 @@ import msgspec
 from kvbm.config import Config, slots_for, split_shares
 from kvbm.core.catalog import Catalog
 from kvbm.core.rate import Rate
+from kvbm.gil import notify
 from kvbm.plans import Hello, TierHello, TierName
 from kvbm.tiers.bounded import Call
 
@@ -235,6 +236,7 @@ class Operation:
         self.ended = time.monotonic()
         self.began = self.began or self.ended
         self._over.set()
+        notify()
         return True
 
 
@@ -267,6 +269,7 @@ class Store(ABC):
 
     slots: int = 0  # 0 for a keyed tier
     identity: str = ""  # names the cache behind it: every rank must have opened the same one
+    chunk_bytes: int = 32 << 20  # of one read: enough for full speed, few enough to overlap with the copy of another
     stall_seconds: float = 30.0  # loads are given up when nothing has come from the store for so long
 
     @abstractmethod

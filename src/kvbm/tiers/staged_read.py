@@ -22,8 +22,6 @@ import msgspec
 from kvbm.plans import Copy, TierName
 from kvbm.tiers.base import Operation, Store
 
-# Bytes of one read: enough for full speed, few enough for the copy of one chunk to run under the reading of the next.
-CHUNK_BYTES = 32 << 20
 # How far a load may fall behind the rate that meets its deadline, as a part of the deadline. Blocks that have come
 # count, so this is also how much longer such a request takes than one that is computed: 20 ms of a prompt of 32k
 # tokens; less is the noise of a disk.
@@ -58,7 +56,7 @@ class StagedStore:
     ) -> None:
         self.tier = tier
         self.slots = store.slots
-        self.chunk_blocks = max(1, CHUNK_BYTES // slot_bytes)
+        self.chunk_blocks = max(1, store.chunk_bytes // slot_bytes)
         self.stall_seconds = store.stall_seconds
         self.clock = clock
         self.heard_at = clock()  # when the store last finished a read, for a load or a move
@@ -174,6 +172,7 @@ class StagedRead:
     def advance(self, send: Send) -> None:
         """Read as many blocks as there are free slots for, and hand those that have come to the copier. Never waits."""
         slots, tags = self._stretch.slots, self._stretch.tags
+        arrived: list[_Chunk] = []
         for chunk in self._left:
             if chunk.operation is None and not self.given_up and (chunk.before is None or chunk.before.over):
                 part = slice(chunk.part.start, chunk.part.stop)
@@ -182,27 +181,41 @@ class StagedRead:
             if self.begun_at is None and chunk.operation is not None and chunk.operation.began:
                 self.begun_at = self.store.clock()
             if chunk.operation is not None and chunk.ticket is None and chunk.operation.done():
-                self._take_in(chunk, chunk.operation, send)
+                self._take_in(chunk, chunk.operation)
+                arrived.append(chunk)
+        self._send(arrived, send)
+        for chunk in self._left:
             if chunk.ticket is not None and chunk.ticket.done():
                 self._settle(chunk, chunk.ticket)
         self._left = [chunk for chunk in self._left if not chunk.over]
 
-    def _take_in(self, chunk: _Chunk, operation: Operation, send: Send) -> None:
+    def _take_in(self, chunk: _Chunk, operation: Operation) -> None:
         self._hear(chunk, operation)
         self.began = min(self.began or operation.began, operation.began)
         self.ended = max(self.ended, operation.ended)
         self.blocks_read += len(chunk.part)
-        good = [i for i in range(len(chunk.part)) if self._position(chunk, i) not in self.bad]
-        if not good:
-            chunk.over = True
+
+    def _send(self, chunks: list[_Chunk], send: Send) -> None:
+        """Hand what a poll has found to the copier at once: each call takes the engine's thread some time."""
+        near_slots: list[int] = []
+        blocks: list[int] = []
+        for chunk in chunks:
+            good = [i for i in range(len(chunk.part)) if self._position(chunk, i) not in self.bad]
+            near_slots += [chunk.near_slots[i] for i in good]
+            blocks += [self._stretch.blocks[chunk.part[i]] for i in good]
+            chunk.over = not good
+        chunks = [chunk for chunk in chunks if not chunk.over]
+        if not chunks:
             return
+        ticket: Copying | None = None
         try:
-            blocks = [self._stretch.blocks[chunk.part[i]] for i in good]
-            chunk.ticket = send([chunk.near_slots[i] for i in good], blocks)
+            ticket = send(near_slots, blocks)
         except Exception as error:
             self.reasons.add(f"{type(error).__name__}: {error}")
-            self.missed.update(self._position(chunk, i) for i in good)
-            chunk.over = True
+        for chunk in chunks:
+            chunk.ticket, chunk.over = ticket, ticket is None
+            if ticket is None:
+                self.missed.update(position for position in self._positions(chunk) if position not in self.bad)
 
     def _settle(self, chunk: _Chunk, ticket: Copying) -> None:
         chunk.over = True

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvbm.gil import notify
 from kvbm.transfer.base import Copier, Slab, Ticket, When, describe_error
 from kvbm.transfer.layout import BlockLayout, Segment
 from kvbm.transfer.packing import Tile, pack, unpack
@@ -37,6 +38,7 @@ class FutureTicket(Ticket):
 
     def __init__(self, future: Future[Outcome], blocks: int) -> None:
         self._future = future
+        future.add_done_callback(lambda _: notify())
         self._blocks = blocks
 
     def done(self) -> bool:

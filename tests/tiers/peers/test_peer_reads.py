@@ -8,9 +8,12 @@ import time
 import pytest
 from peer_member import CACHE, Reader, content, key
 
+from kvbm.tiers.peers import client
+from kvbm.tiers.peers.checksum import checksum, copy_and_sum
 from kvbm.tiers.peers.client import NIXL, SOCKET
+from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.nixl_path import api
-from kvbm.tiers.peers.sources import BLOCKS, refusals
+from kvbm.tiers.peers.sources import BLOCKS, SourceTable, refusals
 
 WAYS = ["unix", "tcp", pytest.param("nixl", marks=pytest.mark.skipif(api() is None, reason="needs NIXL"))]
 
@@ -98,4 +101,37 @@ def test_the_faster_way_is_taken_after_a_few_reads(member, monkeypatch, caplog):
     [said] = [record.getMessage() for record in caplog.records if "blocks come over" in record.getMessage()]
     assert "socket" in said
     assert "NIXL" in said
+    reader.close()
+
+
+@pytest.mark.parametrize("size", [1, (2 << 20) + 5, (3 << 20) - 1, 3 << 20, (5 << 20) + 7])
+def test_a_copy_in_pieces_has_the_checksum_of_the_whole(size):
+    source, target = ctypes.create_string_buffer(content(size, size), size), ctypes.create_string_buffer(size)
+    found = copy_and_sum(ctypes.addressof(target), ctypes.addressof(source), size, key(1))
+    assert target.raw == source.raw
+    assert found == checksum(memoryview(source).cast("B"), key(1))
+
+
+def test_what_a_connection_takes_is_not_in_the_rate_of_a_source(member, monkeypatch):
+    """The first read of a large prompt would make the source look slower than computing."""
+    reader = Reader([member.unix])
+    order = []
+    for owner, name in (client.Peer, "_open"), (client.Peer, "_map"), (SourceTable, "begin_read"):
+        real = getattr(owner, name)
+
+        def noted(*arguments, real=real, name=name):
+            order.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+    member.store(1)
+    assert reader.read([1]).bad == []
+    assert order[:3] == ["_open", "_map", "begin_read"]
+    reader.close()
+
+
+def test_a_source_that_is_not_reached_is_no_read_under_way():
+    reader = Reader([Source("unix:/nowhere")])
+    assert reader.read([1]).bad == [0]
+    assert reader.store._table._flows == {}
     reader.close()

@@ -318,7 +318,7 @@ class SchedulerAdapter:
 
     def plan_step(self, output: Any) -> StepPlan:
         if not output.total_num_scheduled_tokens and self._is_waiting():
-            gil.give_turn()
+            gil.give_turn(others_notify=self._only_worker is not None)
         loads, self._loads = self._loads, []
         drain_stores, self._drain_stores = self._drain_stores, []
         stores: list[StorePlan] = []

@@ -8,9 +8,10 @@ import xxhash
 
 from kvbm.core.keys import Key
 
-# Copied, then hashed. Below 1 MiB the C library copies in another way, which takes half as long again: 0.20 CPU
-# seconds a GB with the hash instead of 0.13 (and 0.105 without).
+# Bytes copied, then hashed. Below 1 MiB the C library copies through the cache, which takes twice as long: 0.17 CPU
+# seconds a GB with the hash instead of 0.10 (and 0.08 without).
 _PIECE = 2 << 20
+_MIN_PIECE = 1 << 20
 
 
 def checksum(payload: memoryview, key: Key) -> int:
@@ -21,8 +22,10 @@ def copy_and_sum(target: int, source: int, size: int, key: Key) -> int:
     """Copy ``size`` bytes between two addresses; the checksum is of the bytes that arrived."""
     hasher = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
     arrived = memoryview((ctypes.c_char * size).from_address(target)).cast("B")
-    for at in range(0, size, _PIECE):
-        piece = min(_PIECE, size - at)
+    at = 0
+    while at < size:
+        piece = size - at if size - at < _PIECE + _MIN_PIECE else _PIECE  # a short rest goes with the last piece
         ctypes.memmove(target + at, source + at, piece)
         hasher.update(arrived[at : at + piece])
+        at += piece
     return hasher.intdigest() or 1

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm.core.keys import Key
+from kvbm.tiers.host.shared import map_ahead
 from kvbm.tiers.peers.board import Board
 from kvbm.tiers.peers.checksum import checksum, copy_and_sum
 from kvbm.tiers.peers.finder import Source
@@ -59,7 +60,8 @@ TRIES = 3  # reads over each way, before the faster one is taken
 logger = logging.getLogger("kvbm")
 
 _CONNECT_SECONDS = 1.0
-_LEASE_BYTES = 4 << 20  # leased at once
+_LEASE_BYTES = 8 << 20  # leased at once
+_PUSHES = 2  # at a time: one arrives while the other is verified; more take the processor from each other
 _SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.0001
 # On two cores, two threads use up the memory's bandwidth, and more take the caches from each other.
 COPIERS = max(2, min(4, (os.cpu_count() or 1) // 4))
@@ -91,7 +93,7 @@ class Neighbour:
         self.board = Board(files[0], -1, about.slots)
         mapping = mmap.mmap(files[1 + rank], about.slots * self.slot_bytes, access=mmap.ACCESS_READ)
         self._slab = np.frombuffer(mapping, np.uint8)  # keeps the mapping
-        self.address = self._slab.ctypes.data
+        self.address, self.size = self._slab.ctypes.data, self._slab.nbytes
 
     def copy(self, slot: int, generation: int, total: int, target: int, key: Key) -> str:
         """Empty, or why the copy is not the block. ``total``: the checksum that the neighbour's server has found."""
@@ -188,7 +190,7 @@ class Peer:
         self._neighbour: Neighbour | None = None
         self._watched: socket.socket | None = None  # a handle of the connection that came with the neighbour's memory
         self._is_told = False  # which way was chosen
-        self._pushing = threading.Lock()  # agents that wait side by side take the processor from each other
+        self._pushing = threading.BoundedSemaphore(_PUSHES)
         self._rates: dict[str, list[float]] = {}  # blocks a second of the latest reads, by way
 
     def ask(self, keys: Sequence[Key], seconds: float) -> list[bool]:
@@ -209,14 +211,22 @@ class Peer:
             return answer.update
 
     def read(
-        self, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool]
+        self,
+        keys: Sequence[Key],
+        addresses: Sequence[int],
+        is_abandoned: Callable[[], bool],
+        begin: Callable[[], None],
     ) -> list[tuple[int, str]]:
-        """(position, kind of failure) of the blocks that did not come. Raises nothing."""
+        """(position, kind of failure) of the blocks that did not come. Raises nothing. ``begin``: is called when there
+        is a connection: what the first one takes says nothing about the rate of reads."""
         read = _Read(keys, addresses, is_abandoned)
         try:
             with self._link(self._me.seconds) as link:
                 link.channel.is_abandoned = is_abandoned
                 way = MAPPED if link.is_local else self._choose(link.about)
+                if way == MAPPED:
+                    self._map(link)
+                begin()
                 began = time.monotonic()
                 {MAPPED: self._copy, SOCKET: self._receive, NIXL: self._pushed}[way](link, read)
                 self._measured(way, len(read.arrived), time.monotonic() - began)
@@ -327,11 +337,13 @@ class Peer:
                     raise PeerError("gone", "the neighbour's server has ended")
                 neighbour = self._neighbour = Neighbour(link.about, link.files, self._me.rank)
                 self._watched = socket.socket(fileno=os.dup(link.channel.socket.fileno()))
-                threading.Thread(
-                    target=self._watch, args=(neighbour, self._watched), name="kvbm-peer-watch", daemon=True
-                ).start()
+                for call, argument in (self._watch, self._watched), (self._map_ahead, None):
+                    threading.Thread(target=call, args=(neighbour, argument), name="kvbm-peer-map", daemon=True).start()
             link.close_files()
             return neighbour
+
+    def _map_ahead(self, neighbour: Neighbour, _: None) -> None:
+        map_ahead(neighbour.address, neighbour.size, lambda: self._neighbour is not neighbour)
 
     def _watch(self, neighbour: Neighbour, connection: socket.socket) -> None:
         poll = select.poll()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvbm.core.breaker import Breaker
 from kvbm.core.catalog import PENDING, Hint, SourceState
 from kvbm.core.keys import Key
-from kvbm.gil import short_turns
+from kvbm.gil import notify, short_turns
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.peers import sources as table
 from kvbm.tiers.peers.client import MAPPED, SOCKET, Identity, Peer
@@ -198,6 +198,7 @@ class Lookup:
             self._recent[check.span] = time.monotonic() + MISSING_SECONDS
             while len(self._recent) > _MAX_RECENT:
                 self._recent.popitem(last=False)
+        notify()
 
     # -- sources ------------------------------------------------------------------------------------------------------
 

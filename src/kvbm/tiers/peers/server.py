@@ -26,7 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from kvbm.tiers.host.shared import map_ahead
 from kvbm.tiers.peers.board import Board, read_only
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finding.member_lists import SUFFIX
@@ -101,6 +103,9 @@ class Server:
             board, slabs, self.about, setup.fingerprint,
             seconds=setup.seconds, bytes_per_second=setup.bytes_per_second, on_dismiss=self._dismissed,
         )  # fmt: skip
+        for slab in slabs:
+            address = np.frombuffer(slab, np.uint8).ctypes.data
+            self._spawn(map_ahead, address, len(slab), self._ending.is_set)
         self.serving.files = [read_only(file) for file in (setup.board, *setup.slabs)]
 
     def run(self) -> None:

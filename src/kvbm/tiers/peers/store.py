@@ -20,7 +20,7 @@ from kvbm.tiers.peers.sources import TABLE_BYTES, SourceTable
 logger = logging.getLogger("kvbm")
 
 SOURCE_BITS = 9  # of a place: the number of its source
-_THREADS = 2 * COPIERS  # one half asks while the other copies
+_THREADS = 4 * COPIERS  # most ask while the others copy: on a busy machine a server takes milliseconds to answer
 _END_SECONDS = 5.0
 
 
@@ -36,6 +36,7 @@ class PeerStore(Store):
     """Threads of its own read; an operation ends when none of them can write to its destinations any more."""
 
     slots = 0
+    chunk_bytes = 8 << 20  # the copy to the engine begins after the first
 
     def __init__(self, me: Identity, slot_bytes: int) -> None:
         self._me = me
@@ -81,23 +82,31 @@ class PeerStore(Store):
         try:
             if operation.cancelled or self._closing:
                 return
-            operation.begin_part()
             peer = self._peer(number)
             if peer is None:
                 reason = f"no source has the number {number}"
                 return
-            self._table.begin_read(number)
+            has_begun = False
+
+            def begin() -> None:
+                nonlocal has_begun
+                has_begun = True
+                operation.begin_part()
+                self._table.begin_read(number)
+
             with short_turns():  # a system call for each piece, beside an engine that computes
                 failures = peer.read(
                     [operation.tags[i][:KEY_BYTES] for i in positions],
                     [operation.addresses[i] for i in positions],
                     lambda: operation.cancelled or self._closing,
+                    begin,
                 )
             bad = [positions[i] for i, _ in failures]
             good = len(positions) - len(bad)
             kinds = [kind for _, kind in failures]
             reason = f"peer {peer.source.address}: {kinds[0]}" if kinds else ""
-            self._table.end_read(number, good * self._slot_bytes)
+            if has_begun:
+                self._table.end_read(number, good * self._slot_bytes)
             self._table.add(number, good, good * self._slot_bytes, kinds, peer.path == MAPPED)
         except Exception as error:
             bad, reason = positions, f"{type(error).__name__}: {error}"
