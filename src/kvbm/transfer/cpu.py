@@ -38,7 +38,6 @@ class FutureTicket(Ticket):
 
     def __init__(self, future: Future[Outcome], blocks: int) -> None:
         self._future = future
-        future.add_done_callback(lambda _: notify())
         self._blocks = blocks
 
     def done(self) -> bool:
@@ -77,6 +76,7 @@ class CpuCopier(Copier):
         self._pieces = [kind(layout, slab, segment) for segment in layout.merged()]
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="kvbm-load")
         self._stores = ThreadPoolExecutor(1, thread_name_prefix="kvbm-store")
+        self._under_way: set[Future[Outcome]] = set()
 
     def load(
         self, slots: Sequence[int], blocks: Sequence[int], after: Iterable[Ticket], when: When, tokens: int = 0
@@ -92,7 +92,7 @@ class CpuCopier(Copier):
                     pieces.load(slot, block, count)
             return Outcome(seconds=time.perf_counter() - began)
 
-        ticket = FutureTicket(self._loads.submit(copy), len(blocks))
+        ticket = FutureTicket(self._follow(self._loads.submit(copy)), len(blocks))
         if when is not When.LATER:
             # The forward pass runs on the same cores, so overlapping it with the copy gains nothing.
             ticket.wait()
@@ -109,7 +109,18 @@ class CpuCopier(Copier):
                 at += count
             return Outcome(seconds=time.perf_counter() - began, unpackable=unpackable)
 
-        return FutureTicket(self._stores.submit(copy), len(blocks))
+        return FutureTicket(self._follow(self._stores.submit(copy)), len(blocks))
+
+    def _follow(self, future: Future[Outcome]) -> Future[Outcome]:
+        self._under_way.add(future)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, future: Future[Outcome]) -> None:
+        """With the last one: an engine that waits for several would take the core for a step after each."""
+        self._under_way.discard(future)
+        if not self._under_way:
+            notify()
 
     def begin_step(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
