@@ -13,6 +13,7 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.session import MIN_DEADLINE_SECONDS, OUTSIDE_ONLY, Completed, RequestState, Session
 from kvbm.observe.snapshot import LOADED, ON_DEVICE, REFUSED, TOO_SHORT
 from kvbm.plans import Hello, LoadResult, Report, StoreResult, TierHello
+from kvbm.runtime.packing_notes import notes
 from tiernames import HOST
 
 SIZE = 4
@@ -350,3 +351,19 @@ def test_which_blocks_of_a_conversation_count_as_hit(kind, moved, monkeypatch):
     state.stored, state.found = 3, 2
     here.session.finish(state, 1, keys("abc"))
     assert used == keys(moved)
+
+
+def test_blocks_that_do_not_fit_packed_slots_are_noted_for_the_next_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, config = Here(), load({}, environ={}, files=())
+    hello = Hello(
+        0, BYTES, "layout packed", [TierHello(HOST, 200)], raw_bytes=2 * BYTES, packing_note="kvbm-some-model"
+    )
+    leader = here.session.begin([hello], None)
+    letters = [chr(0x4E00 + i) for i in range(150)]
+    plan = leader.offload([letter.encode().rjust(8) for letter in letters], list(range(150)))
+    leader.apply([Report(0, stores=[StoreResult(plan.id, unpackable=list(range(120)))])])
+    assert leader.unpackable.writing.wait(60)
+    (note,) = notes(config)
+    assert note[0].name == "kvbm-some-model"
+    assert (note[1].unpackable, note[1].kept) == (120, 30)
