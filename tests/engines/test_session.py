@@ -15,7 +15,8 @@ from kvbm.engines.guard import Faults
 from kvbm.engines.session import OUTSIDE_ONLY, Completed, RequestState, Session
 from kvbm.observe.snapshot import LOADED, ON_DEVICE, REFUSED, TOO_SHORT
 from kvbm.plans import Hello, LoadResult, Report, StoreResult, TierHello
-from kvbm.tiers.staged_read import CHUNK_BYTES
+from kvbm.runtime.packing_notes import notes
+from kvbm.tiers.base import Store
 from tiernames import DISK, HOST
 
 SIZE = 4
@@ -117,7 +118,7 @@ def test_a_load_waits_for_a_silent_tier_a_few_times_what_a_chunk_takes(mode):
     cost._tiers[DISK] = _TierRate(Rate(1e9, 0.01))
     staged = Match(0, [Run(HOST, [1, 2]), Run(DISK, [3])], False, keys("abc"))
     small = here.session.stall(staged)
-    assert small == pytest.approx(MAX_LATENESS * (0.01 + CHUNK_BYTES / 1e9) if mode == "auto" else 0.0)
+    assert small == pytest.approx(MAX_LATENESS * (0.01 + Store.chunk_bytes / 1e9) if mode == "auto" else 0.0)
     large = here.session.stall(Match(0, [Run(DISK, list(range(100)))], False, keys("a") * 100))
     assert large == pytest.approx(MAX_LATENESS * (0.01 + 100 * BYTES / 1e9) if mode == "auto" else 0.0)
     cost._tiers[DISK] = _TierRate(Rate(1e12, 0.0))
@@ -372,3 +373,19 @@ def test_which_blocks_of_a_conversation_count_as_hit(kind, moved, monkeypatch):
     state.stored, state.found = 3, 2
     here.session.finish(state, 1, keys("abc"))
     assert used == keys(moved)
+
+
+def test_blocks_that_do_not_fit_packed_slots_are_noted_for_the_next_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, config = Here(), load({}, environ={}, files=())
+    hello = Hello(
+        0, BYTES, "layout packed", [TierHello(HOST, 200)], raw_bytes=2 * BYTES, packing_note="kvbm-some-model"
+    )
+    leader = here.session.begin([hello], None)
+    letters = [chr(0x4E00 + i) for i in range(150)]
+    plan = leader.offload([letter.encode().rjust(8) for letter in letters], list(range(150)))
+    leader.apply([Report(0, stores=[StoreResult(plan.id, unpackable=list(range(120)))])])
+    assert leader.unpackable.writing.wait(60)
+    (note,) = notes(config)
+    assert note[0].name == "kvbm-some-model"
+    assert (note[1].unpackable, note[1].kept) == (120, 30)

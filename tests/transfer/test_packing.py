@@ -142,6 +142,23 @@ def test_a_hundred_thousand_blocks_come_back():
     assert kept > 99_000
 
 
+@pytest.mark.long
+def test_blocks_of_a_real_model_fit_and_come_back(benchmark_script):
+    """The KV of SmolLM2-135M-Instruct, which reads the documentation: 30 layers, 16 tokens a block."""
+    pytest.importorskip("transformers")
+    kv = benchmark_script("packing").real_kv(1024)
+    layers, blocks = kv.shape[:2]
+    assert (layers, blocks) == (30, 64)
+    words = kv.reshape(layers * blocks, -1)
+    size = int(words.shape[1] & -words.shape[1])
+    assert size == 2048
+    words = words.reshape(-1, size)
+    assert exponents(words).max() - exponents(words[words != 0]).min() > 20  # not all alike
+    back, overflows = round_trip(words)
+    assert not overflows
+    assert (back == words).all()
+
+
 def test_a_tile_with_one_escape_too_many_does_not_fit():
     tile = Tile(4096)
     values = np.full((2, 4096), 0x3F80, np.uint16)
