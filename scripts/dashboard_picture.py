@@ -79,7 +79,7 @@ def draw_panel(
             if points
         )
         return f'<div class="panel" style="{box}">{title}{values or "<p>No data</p>"}</div>'
-    w, h, left = width - 24, height - 78, 64
+    w, h, left = width - 24, height - 96, 64  # below: three lines of names
     top = panel["fieldConfig"]["defaults"].get("max") or max((v for _, p in series for _, v in p), default=0) * 1.1 or 1
     parts = []
     for part in (0, 0.5, 1):

@@ -86,12 +86,17 @@ def test_every_line_fits_the_screen(width):
 
 @pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (120, 50)])
 def test_a_small_terminal_shows_what_matters(width, height):
-    now = msgspec.structs.replace(later(), requests=[observed.REQUEST] * 50)
+    now = later()
+    tiers = [msgspec.structs.replace(tier, evictions=3_141_592) for tier in now.tiers]
+    window = msgspec.structs.replace(now.hit_rates, requests=123_456)
+    now = msgspec.structs.replace(now, requests=[observed.REQUEST] * 50, tiers=tiers, hit_rates=window)
     lines = lines_of(observed.SNAPSHOT, now, width, height)
     assert len(lines) <= height
     text = "\n".join(lines)
     for part in ("It helps", "host 46%, disk 4%", "300 MB of 400 MB (75%)", "20.0 blocks/s", "2 GB/s"):
         assert part in text
+    assert not any("…" in line for line in lines)  # nothing is cut, not even large figures
+    assert "of waiting in 12 loads." in re.sub(r"\s+", " ", text)  # the verdict is whole
     assert any(re.match(r" *\d\d:\d\d:\d\d +330 ", line) for line in lines)
     assert "loaded in the step (no other requests running)" in re.sub(r"\s+", " ", text)  # the last column is whole
     assert lines[-1] == "q or Ctrl-C quits"

@@ -92,9 +92,8 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
     ranks = f"{engine.ranks} rank{'' if engine.ranks == 1 else 's'}"
     title = f" {engine.kvbm}   {engine.model} on {engine.engine} {engine.engine_version}, {ranks}, up "
     lines = [_line(("KVBM", "bold"), title + seconds(now.at - now.started))]
-    low = 0 < height < 24
     for finding in now.findings[: 1 if 0 < height < 30 else 3]:
-        lines.append(Text(finding.text, _LEVELS[finding.level], no_wrap=low, overflow="ellipsis" if low else None))
+        lines.append(Text(finding.text, _LEVELS[finding.level]))
     rates = ", ".join(f"{tier.tier} {window.rate(tier.tier):.0%}" for tier in now.tiers)
     net = seconds(saved.saved_seconds - saved.lost_seconds)
     guess = "" if saved.measured else ", speed of prefill not measured yet"
@@ -102,9 +101,13 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
     own = f"{size(round(engine.engine_blocks * engine.block_bytes / engine.packed))}, {engine.engine_blocks:,} blocks"
     packed = f", packed to {engine.packed:.0%} in the tiers" if engine.packed < 1 else ""
     device = f"{own if engine.engine_blocks else 'size not known'}, the engine's own{packed}"
+    over = f" of {window.blocks:,} blocks"
+    if 10 + len(rates + over) + 25 <= width:
+        over += f", last {window.requests:,} requests"
+    if height == 0 or height >= 24:
+        lines.append(Text())
     lines += [
-        Text(),
-        _line("hit rate  ", (rates, "bold"), f" of {window.blocks:,} blocks, last {window.requests:,} requests"),
+        _line("hit rate  ", (rates, "bold"), over),
         _line("saved     ", (net, "bold"), f" to first token in {saved.loads:,} loads (estimated{guess})"),
         _line("faults    ", (f"{faults:,}", "red" if faults else "")),
         Text(),
@@ -114,14 +117,14 @@ def draw(before: Snapshot | None, now: Snapshot, width: int = 100, height: int =
         flows = [flow for flow in now.flows if tier.tier in (flow.source, flow.target)]
         here = [flow for flow in flows if flow.source != tier.tier or flow.target == DEVICE]
         lines += [_flow(flow, before, now, is_short=width < _NARROW) for flow in here]
-        lines.append(_tier(tier, 30 if width >= _NARROW else 16))
+        lines.append(_tier(tier, 30 if width >= _NARROW else 16, width))
         sources = sorted((s for s in now.sources if s.tier == tier.tier), key=lambda s: -s.blocks)
         lines += [_source(source) for source in sources[:MAX_SOURCES]]
         if len(sources) > MAX_SOURCES:
             lines.append(_line((f"    and {len(sources) - MAX_SOURCES} more sources", "dim")))
         lines += [_served(served) for served in now.served if served.tier == tier.tier]
     # The wrapped lines of findings, the table's header and empty lines take room too.
-    used = sum(1 if line.no_wrap else -(-len(line.plain) // width) or 1 for line in lines) + 3
+    used = sum(1 if line.no_wrap else len(textwrap.wrap(line.plain, width)) or 1 for line in lines) + 3
     end = [_line((_QUIT, "dim"))] if height else []
     return Group(*lines, Text(), *_requests(now.requests, width, height - used if height else None), *end)
 
@@ -168,7 +171,7 @@ def _flow(flow: Flow, before: Snapshot | None, now: Snapshot, is_short: bool) ->
     return _line((text, "" if blocks else "dim"))
 
 
-def _tier(tier: TierState, cells: int) -> Text:
+def _tier(tier: TierState, cells: int, width: int) -> Text:
     used = tier.slots - tier.free
     bar = Text()
     for slots, style in ((tier.pinned, "green"), (tier.idle, "blue"), (tier.writing, "yellow")):
@@ -179,8 +182,9 @@ def _tier(tier: TierState, cells: int) -> Text:
         text = f" {size(used * tier.block_bytes)} known to this engine"
     elif tier.slots:
         text = f" {size(used * tier.block_bytes)} of {size(tier.slots * tier.block_bytes)} ({used / tier.slots:.0%})"
-    evicted = f", {tier.evictions:,} evicted" if tier.evictions else ""
-    return _line((f"{tier.tier:8}", "bold"), bar, text + evicted)
+    if tier.evictions and 8 + cells + len(evicted := f"{text}, {tier.evictions:,} evicted") <= width:
+        text = evicted
+    return _line((f"{tier.tier:8}", "bold"), bar, text)
 
 
 def _source(source: SourceFlow) -> Text:

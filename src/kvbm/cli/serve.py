@@ -42,8 +42,9 @@ _SHUTDOWN_SECONDS = "10"  # more than the engine takes to write what is queued (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = "[--cpu-gb GB] [--disk-gb GB] [--disk-dir DIR] [--print] [any option of `vllm serve`]"
-    parser.usage = f"kvbm serve MODEL {options}"
+    parser.usage = (
+        "kvbm serve MODEL [--cpu-gb GB] [--disk-gb GB] [--disk-dir DIR] [--print] [any option of `vllm serve`]"
+    )
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     parser.add_argument("--cpu-gb", metavar="GB", help="host memory for the cache (DYN_KVBM_CPU_CACHE_GB)")
     parser.add_argument("--disk-gb", metavar="GB", help="size of the disk tier (DYN_KVBM_DISK_CACHE_GB)")
