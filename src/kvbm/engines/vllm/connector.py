@@ -168,8 +168,7 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(True, failed=False)
     def reset_cache(self) -> bool:
         """False when blocks may be left: after new weights they would be wrong, so vLLM reports the failed reset."""
-        self._adapter.reset()
-        return True
+        return self._adapter.reset()
 
     @annotate("set_xfer_handshake_metadata")
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:

@@ -463,13 +463,14 @@ class SchedulerAdapter:
         )
         self.session.finish(state, request.num_output_tokens, keys, later)
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Forget every block."""
         try:
             if self._prefetcher is not None:
                 self._prefetcher.let_go()
         finally:
             self.session.reset(self._requests.values())
+        return True
 
     @property
     def serving(self) -> bool:
