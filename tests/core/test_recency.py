@@ -76,6 +76,16 @@ def test_batches_of_which_no_slot_is_left_take_no_memory(monkeypatch):
     assert queue.take() == [3]
 
 
+def test_a_pinned_slot_keeps_its_place_when_batches_are_forgotten():
+    queue = Queue(4)
+    queue.use([3], 0.0)
+    queue.use([2], 1.0)
+    queue.states[3] = AWAY
+    queue.recency._forget_left()
+    queue.restore([3])
+    assert [queue.take(), queue.take()] == [[3], [2]]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_it_finds_what_a_list_of_all_uses_finds(seed, monkeypatch):
     monkeypatch.setattr(recency, "_MAX_TOGETHER", 3)
