@@ -39,7 +39,7 @@ LIMITS = {
     "lookup": 6.0,  # ms: a prompt of 131,072 tokens costs an engine's step no more than this, hashing included
     "publish": 3.0,  # µs a block
     "evict": 3.0,  # µs a block
-    "policy-768-session": 1.5,  # times what a block costs with LRU
+    **dict.fromkeys((f"policy-{prompt}-session" for prompt in POLICY_PROMPTS), 1.5),  # times what it costs with LRU
     "linearity": 2.0,  # cost a block of a prompt eight times as long: caches count for something, squares for 8
 }
 

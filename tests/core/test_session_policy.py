@@ -200,3 +200,59 @@ def test_a_sample_leaves_no_group_out():
     for group in groups:
         waiting.remove(group)
     assert {group.bucket for group in groups} == {bucket_of(100.0)}
+
+
+def grouped(pool):
+    """A conversation of three blocks, and the policy."""
+    pool.commit(pool.reserve([b"a", b"b", b"c"]))
+    pool.end_turn([b"a", b"b", b"c"], Turn())
+    return pool._policy
+
+
+def test_a_block_that_is_dropped_while_it_is_read_leaves_its_conversation():
+    pool = Pool(8, make_policy("session", 8, float))
+    policy = grouped(pool)
+    slots = pool.match([b"a", b"b", b"c"])
+    pool.pin(slots)
+    pool.drop([b"a", b"b", b"c"])
+    pool.unpin(slots)
+    assert not any(group.live for group in policy._groups)
+    pool.commit(pool.reserve([b"x", b"y", b"z"]))
+    pool.end_turn([b"x", b"y", b"z"], Turn())
+    assert len(pool.lend(8)) == 8
+
+
+def test_a_new_block_in_front_of_a_shared_group_can_be_read_after_its_turn_has_ended():
+    pool = Pool(8, make_policy("session", 8, float))
+    for keys in ([b"a", b"b", b"c", b"d"], [b"a", b"b", b"e", b"f"]):
+        pool.commit(pool.reserve([key for key in keys if key not in pool]))
+        pool.end_turn(keys, Turn())
+    pool.drop([b"a"])
+    pool.commit(pool.reserve([b"a"]))
+    slots = pool.match([b"a"])
+    pool.pin(slots)
+    pool.end_turn([b"a", b"b", b"g"], Turn())
+    pool.unpin(slots)
+    assert len(pool.lend(8)) == 8
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("overtakes", [False, True])
+def test_the_last_block_of_a_turn_is_set_apart_where_conversations_go_on_without_it(overtakes, before):
+    """Whatever they did before."""
+    now = [0.0]
+    pool = Pool(64, make_policy("session", 64, lambda: now[0]))
+    apart = 0
+    for talk in range(200):
+        keys = [b"%d-%d" % (talk, i) for i in range(4)]
+        for turn in range(5):
+            now[0] += 1.0
+            fresh = [key for key in keys if key not in pool]
+            pool.commit(pool.reserve(fresh))
+            pool.end_turn(keys, Turn())
+            if talk >= 190:
+                policy = pool._policy
+                apart += policy._group[pool.find(keys[-1])] != policy._group[pool.find(keys[-2])]
+            keys = keys[:-1] if (overtakes if talk >= 100 else before) else keys
+            keys = [*keys, *(b"%d-%d-%d" % (talk, turn, i) for i in range(3))]
+    assert apart == 50 if overtakes else apart < 10

@@ -83,7 +83,7 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "KVBM_HOST_POLICY", HOST, _POLICY,
         "Which block the host tier evicts when it is full. session learns when conversations go on. auto is session, "
         "but lru under SGLang and for models with sliding windows or states (docs/policies.md).",
-    )] = "lru"
+    )] = "auto"
     tenant_shares: Annotated[str, Setting(
         "KVBM_TENANT_SHARES", HOST, Shares(example="acme=0.3,beta=0.2"),
         "Parts of the host tier, and of the disk tier, that belong to tenants. A tenant is the cache salt of its "
@@ -130,7 +130,7 @@ class Config(FleetSettings, frozen=True, kw_only=True):
     disk_policy: Annotated[Literal["auto", "lru", "session", "arc", "s3fifo"], Setting(
         "KVBM_DISK_POLICY", DISK, _POLICY,
         "Which block the disk tier evicts when it is full; see KVBM_HOST_POLICY.",
-    )] = "lru"
+    )] = "auto"
     disable_disk_offload_filter: Annotated[bool, Setting(
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER", DISK, _SWITCH,
         "Write every block of the host tier to disk, without the frequency filter (KVBM_DISK_FILTER_THRESHOLD).",

@@ -55,7 +55,7 @@ class EvictionPolicy(ABC):
         :meth:`freed` follows."""
         return
 
-    def freed(self, slots: Sequence[int]) -> None:
+    def freed(self, slots: Slots) -> None:
         """These slots, which could not be evicted, are free: not written, or dropped before their last reader left."""
         return
 

@@ -7,8 +7,7 @@ return times; each value of a feature multiplies the chance of a return (:mod:`k
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 from kvbm.core.policy.base import Turn
@@ -25,7 +24,12 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> int:
-        return len(list(product(*map(range, self.features))))
+        return prod(self.features)
+
+    @property
+    def untold(self) -> int:
+        """Of those, the first ones: of which callers say nothing."""
+        return self.classes // len(LEVELS) if self.features[0] == len(LEVELS) else self.classes
 
 
 PRIVATE = Family(0, (len(LEVELS), TURNS, LENGTHS, OUTPUTS), 1.0)  # blocks of one conversation
@@ -66,6 +70,8 @@ def level_said(turn: Turn, start: int) -> tuple[int, float]:
     influence."""
     if turn.is_final:
         return 3, inf
+    if not turn.retention:
+        return 0, inf
     said = [hint for hint in turn.retention if hint.seconds > 0 and hint.end > max(start, hint.start)]
     top = max((hint.priority for hint in said), default=0)
     seconds = max((hint.seconds for hint in said if hint.priority == top), default=inf)
@@ -83,9 +89,8 @@ def without_level(kind: int) -> int:
 
 def _levels() -> Iterator[tuple[int, int]]:
     for family in FAMILIES:
-        each = family.classes // len(LEVELS) if family.features[0] == len(LEVELS) else family.classes
         for at in range(family.classes):
-            yield at // each, family.first + at % each
+            yield at // family.untold, family.first + at % family.untold
 
 
 _LEVELS = list(_levels())  # of each class: the level, and the class without it

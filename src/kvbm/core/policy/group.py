@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from math import inf
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvbm.core.keys import Key
 
 if TYPE_CHECKING:
     from kvbm.core.policy.waiting import Waiting
+
+
+_NO_SLOTS = np.empty(0, np.int32)
 
 
 class Group:
@@ -26,8 +30,8 @@ class Group:
         self.clear()
 
     def clear(self) -> None:
-        self.slots: array[int] = array("i")  # the front first; those that belong to another group by now stay listed
-        self.end = 0  # blocks behind this one are evicted, or in use
+        self.slots = _NO_SLOTS  # the front first, -1: not in the pool; those of another group by now stay listed
+        self.end = 0  # slots behind this one are evicted, or in use
         self.live = 0  # blocks in the pool
         self.head: Key | None = None  # the first block
         self.kind = 0

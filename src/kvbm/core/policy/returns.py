@@ -17,6 +17,7 @@ BUCKETS = 56
 WIDTH = BUCKETS + 1  # of a row of changes: one may be behind the last bucket
 _EDGES = [0.0, *(_FIRST_SECONDS * _GROWTH**i for i in range(BUCKETS - 1))]  # where each bucket begins
 EDGES = np.array(_EDGES)
+NEXT_EDGES = np.append(EDGES[1:], np.inf)
 _WIDTHS = np.diff([*_EDGES, _EDGES[-1] * _GROWTH])
 _PAST = np.where(np.tri(BUCKETS, k=-1, dtype=bool), np.inf, 0.0)  # horizons that end before the bucket
 # Classes with about the same chance of a return share a score: two scores double the chance.
@@ -31,7 +32,7 @@ _CLASS_WEIGHT = 100.0
 _PRIOR_RETURN = 0.05
 _PRIOR_WEIGHT = 10.0
 _SMOOTHING = np.array([1, 2, 3, 2, 1]) / 9  # over neighbouring buckets: few returns make a ragged curve
-_DECAY = 0.998  # of everything learned, with each new table of a family: half is forgotten after 350 tables
+_DECAY = 1 - 1 / 30_000  # of everything learned, with each turn: half is forgotten after 21,000
 _MAX_WEIGHT = 1e6
 
 
@@ -51,38 +52,43 @@ class _Model:
         if family.features[0] == len(LEVELS):
             self._scales[0] = np.array(LEVELS)
         self._logs = [np.log(scale) for scale in self._scales]
-        self.ratios = np.exp(self._sum())
+        self.ratios = np.exp(self._sum(len(values)))
 
-    def _sum(self) -> np.ndarray:
-        logs: np.ndarray = sum(log[value] for log, value in zip(self._logs, self._values, strict=True))
+    def _sum(self, classes: int) -> np.ndarray:
+        logs: np.ndarray = sum(log[value[:classes]] for log, value in zip(self._logs, self._values, strict=True))
         return logs
 
-    def fit(self, weight: float) -> np.ndarray:
-        """The chance of a return for each age, of a class with the ratio 1. One round of an iteration that goes on
-        from table to table: the ages from the ratios of the classes, then one feature after the other."""
-        returns_by_age = self._returned.sum(0)[:-1] / weight
-        reached_by_age = np.cumsum(self.ratios @ self._exposed)[:-1] / weight
+    def fit(self, weight: float, classes: int) -> np.ndarray:
+        """The chance of a return for each age, of a class with the ratio 1, from the first ``classes``: none of the
+        others has been seen. One round of an iteration that goes on from table to table: the ages from the ratios of
+        the classes, then one feature after the other."""
+        returned, exposed, values = (
+            self._returned[:classes],
+            self._exposed[:classes],
+            [v[:classes] for v in self._values],
+        )
+        returns_by_age = returned.sum(0)[:-1] / weight
+        reached_by_age = np.cumsum(self.ratios[:classes] @ exposed)[:-1] / weight
         # Where few blocks have reached an age, a return is no likelier than at the age before it.
         chances, chance = [], self._prior
         for seen, reached in zip(returns_by_age.tolist(), reached_by_age.tolist(), strict=True):
             assumed = self._prior if reached >= _PRIOR_WEIGHT else min(chance, self._prior)
             chance = (seen + _PRIOR_WEIGHT * assumed) / (reached + _PRIOR_WEIGHT)
             chances.append(chance)
-        hazard = np.array(chances)
-        hazard = np.convolve(np.pad(hazard, 2, mode="edge"), _SMOOTHING, mode="valid")
+        hazard = np.convolve([*chances[:1] * 2, *chances, *chances[-1:] * 2], _SMOOTHING, mode="valid")
         np.minimum(hazard, 0.9, out=hazard)
         # A change of the exposed at an age counts for that age and all later ones.
         later = np.append(np.cumsum(hazard[::-1])[::-1], 0.0)
-        counts, expected = self._returned.sum(1) / weight, np.maximum(self._exposed @ later, 0.0) / weight
-        total = self._sum()
-        for i, (value, scale) in enumerate(zip(self._values, self._scales, strict=True)):
+        counts, expected = returned.sum(1) / weight, np.maximum(exposed @ later, 0.0) / weight
+        total = self._sum(classes)
+        for i, (value, scale) in enumerate(zip(values, self._scales, strict=True)):
             others = expected * np.exp(total - self._logs[i][value])
             more = np.bincount(value, counts, len(scale)) + _FEATURE_WEIGHT * scale
             log = np.log(more / (np.bincount(value, others, len(scale)) + _FEATURE_WEIGHT))
             total += log[value] - self._logs[i][value]
             self._logs[i] = log
         ratios = np.exp(total)
-        self.ratios = ratios * (counts + _CLASS_WEIGHT) / (expected * ratios + _CLASS_WEIGHT)
+        self.ratios[:classes] = ratios * (counts + _CLASS_WEIGHT) / (expected * ratios + _CLASS_WEIGHT)
         return hazard
 
 
@@ -99,6 +105,7 @@ class Returns:
         self.returned = array("d", [0.0]) * (CLASSES * WIDTH)
         self.exposed = array("d", [0.0]) * (CLASSES * WIDTH)
         self.weight = 1.0
+        self.has_hints = True  # any caller has said something
         self._counts = [np.frombuffer(counts) for counts in (self.returned, self.exposed)]
         returned, exposed = (counts.reshape(CLASSES, WIDTH) for counts in self._counts)
         self._models = []
@@ -112,27 +119,30 @@ class Returns:
         self._next = 0
         for _ in FAMILIES:
             self.update()
+        self.has_hints = False
 
     def expose(self, first: np.ndarray, end: np.ndarray) -> None:
         """Groups have reached the ages from the first to the one before the end."""
         np.add.at(self._counts[1], first, self.weight)
         np.subtract.at(self._counts[1], end, self.weight)
 
-    def update(self) -> None:
+    def update(self, turns: int = 0) -> None:
         """Make the table of values anew for one family, the next each time: the uses to be expected of a block for each
         second that it stays, if it is kept for the best of all times from now on. Few blocks are used again within
         seconds and many within minutes: a value that looked at the next moment only would evict the young ones."""
         number, self._next = self._next, (self._next + 1) % len(FAMILIES)
         model, family = self._models[number], FAMILIES[number]
-        self.weight /= _DECAY ** (1 / len(FAMILIES))
+        self.weight /= _DECAY**turns
         if self.weight > _MAX_WEIGHT:
             for counts in self._counts:
                 counts /= self.weight
             self.weight = 1.0
-        hazard = model.fit(self.weight)
-        scores = np.clip(np.rint(2 * np.log2(model.ratios)) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
+        # Most classes are of hints: until a caller has given one, a table takes half the time without them.
+        classes = family.classes if self.has_hints else family.untold
+        hazard = model.fit(self.weight, classes)
+        scores = np.clip(np.rint(2 * np.log2(model.ratios[:classes])) + _MIDDLE, 0, SCORES - 1).astype(np.int32)
         first = number * SCORES
-        self.all_rows[family.first : family.first + family.classes] = first + scores
+        self.all_rows[family.first : family.first + classes] = first + scores
         some = np.flatnonzero(np.bincount(scores))
         rates = _best_rates(np.minimum(hazard * _FACTORS[some, None], 0.99))
         self.values[first + some] = rates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -22,29 +21,45 @@ from kvbm.core.policy.classes import (
     of_shared,
 )
 from kvbm.core.policy.group import Group
-from kvbm.core.policy.lru import LRU
+from kvbm.core.policy.recency import AWAY, Recency
 from kvbm.core.policy.returns import WIDTH, Returns, bucket_of
 from kvbm.core.policy.waiting import Waiting, age
 
 _NONE = -1
-_TABLE_TURNS = 12  # turns between two tables of values, of one family each
+# States of a slot beside AWAY.
+_OPEN = 1  # evictable, in the order of use: of a running request, or of one of which no turn has told
+_IDLE = 2  # evictable, with its group
+_LOOK_TURNS = 12  # turns between two looks at how old groups have become
+# Turns between two tables of values, of one family each: a part of all turns so far, in whole looks up to so many. A
+# table takes as long as two requests of 24 blocks.
+_TABLE_PART = 16
+_MAX_TABLE_LOOKS = 4
 _MIN_BATCH = 64  # slots of a group that are looked at together
 _MIN_GHOSTS = 4096
 _CANDIDATES = 1024  # groups of which the lowest are evicted
 _RUNNING_SECONDS = 60.0
+_OPEN_EVICTIONS = 16  # evictions between two looks for blocks of requests that seem to run for longer
 _MAX_AWAITED = 16384
+# The last block of a turn is a group of its own where conversations often go on without it: it was not full, or the
+# answer was made anew. Elsewhere it is one in every so many turns, to notice a change.
+_MIN_OVERTAKEN = 0.02
+_PROBE_TURNS = 8
+_OVERTAKEN_TURNS = 32  # returns over which the part is averaged
 
 
 class SessionAware(EvictionPolicy):
+    """Engines tell of a block many times while its request runs, and of the request once, when it ends. So the former
+    takes a few operations on arrays, however many blocks there are; groups change with the latter and with evictions.
+    """
+
     def __init__(self, size: int, clock: Clock) -> None:
         self._clock = clock
-        self._open = LRU(size)  # blocks of running requests, and those of which no turn has told
-        self._used_at = np.zeros(size)
-        self._group = np.full(size, _NONE, np.int32)
-        self._at = np.zeros(size, np.int32)  # place in its group
-        self._idle = np.zeros(size, bool)  # in its group and evictable
-        self._turned = np.zeros(size, bool)  # a turn ended while the slot was pinned
-        self._idle_count = 0
+        # One entry more than slots: -1 stands for a block that the pool does not have.
+        self._state = np.full(size + 1, AWAY, np.int8)
+        self._group = np.full(size + 1, _NONE, np.int32)
+        self._turned = np.zeros(size + 1, bool)  # a turn ended while the slot was pinned
+        self._open = Recency(self._state, _OPEN)
+        self._count = 0  # of evictable slots
         self._groups: list[Group] = []
         self._unused: list[Group] = []
         self._returns = Returns()
@@ -53,63 +68,79 @@ class SessionAware(EvictionPolicy):
         self._buried = Waiting(self._returns, _MIN_GHOSTS)
         self._ghost_order: deque[tuple[int, Group]] = deque()
         self._stalled: dict[int, Group] = {}
-        self._awaited: dict[Key, tuple[int, Group, Group | None]] = {}
+        self._awaited: dict[Key, tuple[int, Group, Group | None, int]] = {}
+        self._evictions = 0
+        self._is_open_old = True
         self._turns = 0
+        self._table_turn = 0  # of the latest table
+        self._overtaken = 1.0  # part of the last blocks without which a conversation has gone on
 
     # -- what the pool tells ------------------------------------------------------------------------------------------
 
     def inserted(self, slots: Slots, keys: Sequence[Key]) -> None:
-        self._open.inserted(slots, keys)
-        self._used_at[slots] = self._clock()
-        if not self._awaited.keys().isdisjoint(keys):
+        self._add(np.asarray(slots, np.int32), len(slots))
+        if self._awaited and not self._awaited.keys().isdisjoint(keys):
             for slot, key in zip(slots, keys, strict=True):
-                version, group, parent = self._awaited.pop(key, (0, None, None))
+                version, group, parent, place = self._awaited.pop(key, (0, None, None, 0))
                 if group is not None and group.version == version:
-                    self._join(int(slot), group, parent)
+                    self._join(int(slot), group, parent, place)
 
     def hit(self, slots: Slots) -> None:
-        some = np.asarray(slots, np.int32)
-        self._busy(some[self._idle[some]])
-        self._open.hit(slots)
-        self._used_at[some] = self._clock()
+        if len(slots):
+            some = np.asarray(slots, np.int32)
+            self._add(some, len(set(some[self._state[some] == AWAY].tolist())))
 
-    def _busy(self, slots: np.ndarray) -> None:
-        self._idle[slots] = False
-        self._idle_count -= len(slots)
+    def _add(self, some: np.ndarray, new: int) -> None:
+        """These slots have been used. So many of them could not be evicted before."""
+        self._count += new
+        self._state[some] = _OPEN
+        self._open.use(some, self._clock())
 
     def pinned(self, slots: Slots) -> None:
+        if not len(slots):
+            return
         some = np.asarray(slots, np.int32)
-        idle = self._idle[some]
-        mine = some[idle]
-        if len(set(mine.tolist())) < len(mine):
-            raise KeyError("a slot that is named twice")
-        self._open.pinned(some[~idle])
-        self._busy(mine)
+        if len(set(some.tolist())) < len(some) or not np.count_nonzero(self._state[some]) == len(some):
+            raise KeyError("a slot that is not there, or is named twice")
+        self._state[some] = AWAY
+        self._count -= len(some)
 
     def released(self, slots: Slots, used: bool) -> None:
+        if not len(slots):
+            return
         some = np.asarray(slots, np.int32)
-        back = self._group[some] != _NONE
+        back = self._turned[some] if used else self._group[some] != _NONE
+        if np.count_nonzero(back):
+            self._turned[some] = False
+            self._return(some[back])
+            some = some[~back]
+            if not len(some):
+                return
+        new = len(set(some.tolist()))  # a slot may be named twice
         if used:
-            back &= self._turned[some]
-        self._turned[some] = False
-        if used:
-            self._open.hit(some[~back])
-            self._used_at[some] = self._clock()
+            self._add(some, new)
         else:
-            self._open.released(some[~back], used=False)
-        some = some[back]
-        some = some[~self._idle[some]]
-        self._idle[some] = True
-        self._idle_count += len(some)
-        owners = self._group[some]
-        for number in set(owners.tolist()):
+            self._count += new
+            self._state[some] = _OPEN
+            self._open.restore(some)
+
+    def _return(self, some: np.ndarray) -> None:
+        """These slots may be evicted with their groups."""
+        self._count += len(set(some.tolist()))
+        self._state[some] = _IDLE
+        for number in set(self._group[some].tolist()):
             group = self._groups[number]
-            group.end = max(group.end, int(self._at[some[owners == number]].max()) + 1)
+            group.end = len(group.slots)
             if group.home is None:
                 self._place(group)
 
     def dropped(self, slots: Slots) -> None:
         self.pinned(slots)
+        self.freed(slots)
+
+    def freed(self, slots: Slots) -> None:
+        if not len(slots):
+            return
         some = np.asarray(slots, np.int32)
         owners = self._group[some]
         self._turned[some] = False
@@ -130,14 +161,19 @@ class SessionAware(EvictionPolicy):
     def evict_run(self, count: int, tenant: int = COMMON) -> list[int]:
         now = self._clock()
         loose = np.inf
-        if len(self._open) and (idle := now - self._used_at[self._open.oldest()]) >= _RUNNING_SECONDS:
-            loose = self._returns.values[self._returns.rows[LOOSE], bucket_of(idle)]
+        self._evictions += 1
+        used_at = None
+        if self._is_open_old or self._evictions % _OPEN_EVICTIONS == 0:
+            used_at = self._open.oldest_before(now - _RUNNING_SECONDS)
+            self._is_open_old = used_at is not None
+        if used_at is not None:
+            loose = self._returns.values[self._returns.rows[LOOSE], bucket_of(now - used_at)]
         while True:
             value, group = self._candidates.lowest(now)
             if group is None and self._stalled and loose == np.inf and (run := self._pop_stalled(count)):
                 return run
             if group is None or loose <= value:
-                return self._pop_loose(count)
+                return self._pop_open(count)
             if not group.children and (run := self._pop(group, count)):
                 return run
             # Its blocks go after those that are worth nothing without them, or are in use.
@@ -151,43 +187,45 @@ class SessionAware(EvictionPolicy):
             self._stalled.pop(group.id, None)
         return []
 
-    def _pop_loose(self, count: int) -> list[int]:
-        """Evict blocks that were used together with the one that has gone unused for longest."""
-        run = [self._open.evict()]
-        while len(run) < count and len(self._open) and self._used_at[self._open.oldest()] == self._used_at[run[0]]:
-            run.append(self._open.evict())
-        for slot in run:
-            self._turned[slot] = False
-            if (number := self._group[slot]) != _NONE:
-                self._group[slot] = _NONE
-                self._shrink(self._groups[number], 1)
+    def _pop_open(self, count: int) -> list[int]:
+        """Evict blocks that were used together, before all others of running requests."""
+        run = self._open.first(count)
+        if not run:
+            raise KeyError("no slot may be evicted")
+        self.dropped(run)
         return run
 
     def _pop(self, group: Group, count: int) -> list[int]:
         """Evict the last blocks of a group, as far as they may be evicted."""
         while group.end:
             start = max(0, group.end - max(count, _MIN_BATCH))
-            last = np.frombuffer(group.slots, np.int32)[start : group.end]
-            places = np.arange(start, group.end, dtype=np.int32)
-            mine = np.flatnonzero((self._group[last] == group.id) & (self._at[last] == places) & self._idle[last])
-            mine = mine[-count:]
-            group.end = start + int(mine[0]) if len(mine) else start
-            if len(mine):
-                gone = last[mine]
-                self._idle[gone] = False
-                self._turned[gone] = False
+            last = group.slots[start : group.end]
+            mine = self._state[last] == _IDLE
+            if group.live < len(group.slots):
+                mine &= self._group[last] == group.id
+            if np.count_nonzero(mine) == len(last):
+                gone = last[-count:]
+                if group.end == len(group.slots):
+                    group.slots = group.slots[: -len(gone)]
+                group.end -= len(gone)
+            else:
+                those = np.flatnonzero(mine)[-count:]
+                gone = last[those]
+                group.end = start + int(those[0]) if len(those) else start
+            if len(gone):
+                self._state[gone] = AWAY
                 self._group[gone] = _NONE
-                self._idle_count -= len(gone)
+                self._count -= len(gone)
                 self._shrink(group, len(gone))
                 run: list[int] = gone[::-1].tolist()
                 return run
         return []
 
     def __len__(self) -> int:
-        return len(self._open) + self._idle_count
+        return self._count
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self._open or (isinstance(slot, int) and 0 <= slot < len(self._idle) and bool(self._idle[slot]))
+        return isinstance(slot, int) and 0 <= slot < len(self._state) - 1 and bool(self._state[slot])
 
     # -- turns --------------------------------------------------------------------------------------------------------
 
@@ -196,11 +234,9 @@ class SessionAware(EvictionPolicy):
             return self.hit(idle)  # nothing to learn: no prompt has a block twice
         now = self._clock()
         self._turns += 1
-        if self._turns % _TABLE_TURNS == 0:
-            self._candidates.look(now)
-            self._buried.look(now)
-            self._returns.update()
-            self._candidates.forget_values()
+        if self._turns % _LOOK_TURNS == 0:
+            self._look(now)
+        end = len(keys)
         path = self._path(keys, slots)
         parent, shared_end, number = None, 0, 1
         shared = self._shared(path)
@@ -221,34 +257,51 @@ class SessionAware(EvictionPolicy):
             else:
                 number = group.turn + 1
                 self._forget(group)
-        end = len(keys)
+        may_be_open = shared_end > 0
         new = end - max(turn.found, shared_end)
         level, seconds = level_said(turn, shared_end)
         expires = now + seconds
-        if shared_end < end - 1:
+        self._returns.has_hints |= level > 0
+        is_apart = self._overtaken > _MIN_OVERTAKEN or self._turns % _PROBE_TURNS == 0
+        stop = end - is_apart
+        if shared_end < stop:
             kind = of_private(level, number, new, turn.output_tokens)
-            parent = self._make(keys, slots, shared_end, end - 1, kind, number, now, expires, parent)
-            shared_end = end - 1
+            parent = self._make(keys, slots, shared_end, stop, kind, number, now, expires, parent)
+            shared_end = stop
         if shared_end < end:
             last = self._make(keys, slots, shared_end, end, of_last(level, number), number, now, expires, parent)
             if parent is not None and last.live:
                 parent.last = last
         # Every block of the request is in a group that the turn has used, but for new ones in front of known ones.
-        opened = idle[self._open.contains(idle) & (self._group[idle] != _NONE)]
-        self._open.dropped(opened[::-1])
-        self._idle[opened] = True
-        self._idle_count += len(opened)
-        some = slots[slots >= 0]
-        self._turned[some] = ~self._idle[some]
+        if may_be_open:
+            idle = idle[self._group[idle] != _NONE]
+        self._state[idle] = _IDLE
+        if len(idle) < end:
+            some = slots[slots >= 0]
+            self._turned[some] = (self._state[some] == AWAY) & (self._group[some] != _NONE)
         return None
+
+    def _look(self, now: float) -> None:
+        """Count how old groups have become, and make a new table of values now and then."""
+        self._buried.look(now)
+        turns = self._turns - self._table_turn
+        if turns >= min(self._turns // _TABLE_PART, _MAX_TABLE_LOOKS * _LOOK_TURNS):
+            self._candidates.look(now)  # evictions look at them as well
+            self._returns.update(turns)
+            self._candidates.forget_values()
+            self._table_turn = self._turns
 
     def _path(self, keys: Sequence[Key], slots: np.ndarray) -> list[tuple[Group, int, int]]:
         """The groups that a request has come back to, each with the range of its blocks in the request."""
-        was = np.where(slots >= 0, self._group[slots], _NONE)
+        was = self._group[slots]
         ghosts = self._ghosts
-        for i in np.flatnonzero(was == _NONE).tolist() if ghosts else ():
-            if keys[i] in ghosts:
-                was[i] = ghosts[keys[i]].id
+        unknown = np.flatnonzero(was == _NONE).tolist()
+        if len(unknown) < len(keys) or not ghosts.keys().isdisjoint(keys):
+            for i in unknown:
+                if keys[i] in ghosts:
+                    was[i] = ghosts[keys[i]].id
+        else:
+            return []
         breaks = (np.flatnonzero(was[1:] != was[:-1]) + 1).tolist()
         path: dict[int, tuple[Group, int, int]] = {}
         for start, stop in zip([0, *breaks], [*breaks, len(was)], strict=True):
@@ -264,8 +317,11 @@ class SessionAware(EvictionPolicy):
             if not group.live:
                 continue
             after = path[i + 1][0] if i + 1 < len(path) else None
-            if group.last is not None and group.last is not after:
-                self._overtake(group.last)
+            if group.last is not None:
+                is_overtaken = group.last is not after
+                self._overtaken += (is_overtaken - self._overtaken) / _OVERTAKEN_TURNS
+                if is_overtaken:
+                    self._overtake(group.last)
             others = group.children - (after is not None and after.parent is group)
             if others or is_shared(group.kind) or stop - start < group.live:
                 return i
@@ -305,19 +361,18 @@ class SessionAware(EvictionPolicy):
             if self._ghosts.get(keys[start]) is not group:
                 return group  # another group with this head is remembered
         if group.live < stop - start:
-            for key in (keys[i] for i in range(start, stop) if slots[i] < 0):
-                self._awaited[key] = group.version, group, parent
+            for i in (i for i in range(start, stop) if slots[i] < 0):
+                self._awaited[keys[i]] = group.version, group, parent, i - start
             while len(self._awaited) > _MAX_AWAITED:
                 del self._awaited[next(iter(self._awaited))]
         return group
 
     def _own(self, group: Group, slots: np.ndarray) -> None:
-        """These blocks, the front first, are the group's from now on."""
-        some = slots[slots >= 0]
-        group.slots = array("i", some.tobytes())
-        group.live = len(some)
-        self._group[some] = group.id
-        self._at[some] = np.arange(len(some), dtype=np.int32)
+        """These blocks are the group's from now on."""
+        group.slots = slots
+        group.live = len(slots) - int(np.count_nonzero(slots < 0))
+        self._group[slots] = group.id
+        self._group[_NONE] = _NONE
 
     def _touch(self, group: Group, now: float, parent: Group | None) -> None:
         """A turn has used every block of the group."""
@@ -331,24 +386,24 @@ class SessionAware(EvictionPolicy):
         self._returns.exposed[first] += self._returns.weight
         self._returns.exposed[first + 1] -= self._returns.weight
         group.end = len(group.slots)
-        self._place(group)
+        self._candidates.add(group)
 
-    def _join(self, slot: int, group: Group, parent: Group | None) -> None:
+    def _join(self, slot: int, group: Group, parent: Group | None, place: int) -> None:
         """A block that was still being written when its turn ended."""
         if not group.live:
             self._ghosts.pop(group.head, None)  # type: ignore[arg-type]
             group.end = 0
-            group.slots = array("i")
             if parent is not None and parent.live and parent.time == group.time:
                 group.parent = parent
                 parent.children += 1
-        self._open.dropped((slot,))
-        self._group[slot], self._at[slot] = group.id, len(group.slots)
-        group.slots.append(slot)
+        self._group[slot] = group.id
+        group.slots[group.slots == slot] = _NONE  # it had another block of the group before
+        if place >= len(group.slots):  # its last blocks have been evicted meanwhile
+            group.slots = np.append(group.slots, np.full(place + 1 - len(group.slots), _NONE, np.int32))
+        group.slots[place] = slot
         group.live += 1
-        self._idle[slot] = True
-        self._idle_count += 1
-        group.end = len(group.slots)
+        self._state[slot] = _IDLE
+        group.end = max(group.end, place + 1)
         if group.home is not self._candidates:
             self._place(group)
 

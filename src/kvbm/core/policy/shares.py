@@ -39,7 +39,9 @@ class Shares(EvictionPolicy):
             self._tenant[some] = [tenant if tenant in self._policies else COMMON for tenant in tenants]
         self._count(some, 1)
 
-    def freed(self, slots: Sequence[int]) -> None:
+    def freed(self, slots: Slots) -> None:
+        for policy, mine in self._split(slots):
+            policy.freed(mine)
         self._set_free(np.asarray(slots, np.int32))
 
     def _set_free(self, slots: np.ndarray) -> None:
