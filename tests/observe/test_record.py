@@ -11,7 +11,9 @@ import time
 
 import pytest
 
+from kvbm.config import load
 from kvbm.observe import record as module
+from kvbm.observe.observer import settings_given
 from kvbm.observe.record import Record, hash_ids
 
 MIB = 1 << 20
@@ -19,6 +21,12 @@ MIB = 1 << 20
 
 def lines(record):
     return [json.loads(line) for line in record.path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["lru", "session"])
+def test_a_record_names_the_policy_that_kvbm_has_chosen(name):
+    chosen = settings_given(load(environ={}, files=()).with_policy(name))
+    assert chosen == {"KVBM_HOST_POLICY": name, "KVBM_DISK_POLICY": name}
 
 
 def test_a_record_has_a_start_what_happened_and_an_end(tmp_path):

@@ -93,9 +93,13 @@ class Settings:
             yield bad("no-tier", str(error), f"Correct it: {', '.join(zeros)}." if zeros else cure)
             return
         given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]
-        evicts = [f"host memory evicts by {config.host_policy}"] if config.has_host_tier else []
-        evicts += [f"disk by {config.disk_policy}"] if config.has_disk_tier else []
+        evicts = [f"host memory evicts by {_policy(config.host_policy)}"] if config.has_host_tier else []
+        evicts += [f"disk by {_policy(config.disk_policy)}"] if config.has_disk_tier else []
         yield good("settings", f"Settings are valid: {', '.join(given)}. When full, {' and '.join(evicts)}.")
+
+
+def _policy(name: str) -> str:
+    return "session (lru under SGLang and with sliding windows or states)" if name == "auto" else name
 
 
 def _doubtful(config: Config) -> Iterator[Finding]:

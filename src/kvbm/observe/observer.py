@@ -81,6 +81,8 @@ class Observer:
 
 
 def settings_given(config: Config) -> dict[str, str]:
-    """The settings that are not at their default, by variable, as text; secrets are hidden."""
-    rows = (row for row in SETTINGS if not row.retired and config.sources[row.key] != DEFAULT)
-    return {row.env: row.show(getattr(config, row.key)) for row in rows}
+    """The settings that are not at their default, by variable, as text; secrets are hidden. Those that the user left to
+    KVBM have the value that it chose."""
+    rows = (row for row in SETTINGS if not row.retired)
+    given = (row for row in rows if config.sources[row.key] != DEFAULT or getattr(config, row.key) != row.default)
+    return {row.env: row.show(getattr(config, row.key)) for row in given}

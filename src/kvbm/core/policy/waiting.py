@@ -91,13 +91,16 @@ class Waiting:
                     return value, group
                 self._lowest.pop()
             part, ages = self.look(now)
-            values = self._returns.values_at(self._kinds[part], ages, self._buckets[part])
+            values = self._values(part, ages)
             count = min(max(len(self._members) // _LOWEST_PART, _MIN_LOWEST), _MAX_LOWEST)
             chosen = np.argpartition(values, count)[:count] if len(values) > count else np.arange(len(values))
             for at in chosen[np.argsort(-values[chosen])].tolist():
                 group = self._members[part.start + at * (part.step or 1)]
                 self._lowest.append((float(values[at]), group.version, group))
         return inf, None
+
+    def _values(self, part: slice, ages: np.ndarray) -> np.ndarray:
+        return self._returns.values_at(self._kinds[part], ages, self._buckets[part])
 
 
 def age(returns: Returns, group: Group, now: float) -> None:

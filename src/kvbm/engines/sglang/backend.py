@@ -58,7 +58,8 @@ class KvbmStorage(HiCacheStorage):
         self._faults = Faults(engine_lock=nullcontext())
         self._adapter: KvbmStorage | None = self  # what :func:`guarded` asks
         self._said = storage_config
-        self._config = settings.load(extra=storage_config.extra_config or {})
+        # No call says which pages are one request's, from which the policy for conversations would learn.
+        self._config = settings.load(extra=storage_config.extra_config or {}).with_policy("lru")
         settings.require_tier(self._config)
         refuse_adapters()
         nvtx.switch(self._config.nvtx)
