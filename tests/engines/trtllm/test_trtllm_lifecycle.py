@@ -60,7 +60,7 @@ def test_the_hidden_size_of_a_hub_model_is_read_from_the_hubs_cache(engine, tmp_
 
 
 @pytest.mark.parametrize("token_seconds", [1e-3, 0.2])
-def test_a_load_may_take_as_long_as_computing_and_a_second_at_least(engine, token_seconds):
+def test_a_load_may_take_as_long_as_computing_and_a_tenth_of_a_second_at_least(engine, token_seconds):
     """However long a disk may be silent: that is another rule, in the worker."""
     here = engine(KVBM_LOAD="auto", KVBM_DISK_LOAD_TIMEOUT_SECS=30).register()
     teach(here.adapter, 1e-9, token_seconds)
@@ -68,7 +68,7 @@ def test_a_load_may_take_as_long_as_computing_and_a_second_at_least(engine, toke
     onboard, plans = here.adapter.leader.onboard, []
     here.adapter.leader.onboard = lambda *about, **how: plans.append(onboard(*about, **how)) or plans[-1]
     here.offer(request(2), OTHERS)
-    assert plans[0].deadline_seconds == pytest.approx(max(1.0, admission(here.adapter, 2).recompute_seconds))
+    assert plans[0].deadline_seconds == pytest.approx(max(0.1, admission(here.adapter, 2).recompute_seconds))
     assert (plans[0].deadline_seconds > 2) is (token_seconds > 0.1)
 
 
@@ -125,6 +125,6 @@ def test_no_control_command_runs_while_a_request_ends(engine, monkeypatch):
     here.keep(request(1), BLOCKS)
     here.offer(request(2), OTHERS)
     leader, lock, locked = here.adapter.leader, here.leader._faults.engine_lock, []
-    monkeypatch.setattr(leader, "touch", lambda keys, turn: locked.append(lock._is_owned()))
+    monkeypatch.setattr(leader, "touch", lambda *_: locked.append(lock._is_owned()))
     here.leader.request_finished(request(2), OTHERS)
     assert locked == [True]
