@@ -239,13 +239,13 @@ class Pool(Catalog):
         KeyError, and changes nothing, for a slot whose block cannot be found."""
         if self._doomed and not self._doomed.isdisjoint(slots):
             raise KeyError("a slot whose block was dropped")
-        some = np.array(slots, np.int32)
+        some = np.array(slots, np.intp)
         self._policy.pinned(some[self._all_pins[some] == 0])
         np.add.at(self._all_pins, some, _ONE)
 
     def unpin(self, slots: Sequence[int], used: bool = True) -> None:
         """Undo one pin each; later slots go first, as in :meth:`commit`."""
-        some = np.array(slots, np.int32)
+        some = np.array(slots, np.intp)
         np.subtract.at(self._all_pins, some, _ONE)
         left = self._all_pins[some]
         if (left < 0).any():
@@ -262,7 +262,7 @@ class Pool(Catalog):
             freed = [slot for slot in each if slot in gone]
             self._free.extend(freed)
             self._policy.freed(freed)
-            idle = np.array([slot for slot in each if slot not in gone], np.int32)
+            idle = np.array([slot for slot in each if slot not in gone], np.intp)
         if self._hit_while_pinned:
             each = idle.tolist()
             if used:
@@ -270,16 +270,16 @@ class Pool(Catalog):
             elif hit := self._hit_while_pinned.intersection(each):
                 self._hit_while_pinned -= hit
                 self._policy.released([slot for slot in reversed(each) if slot in hit], used=True)
-                idle = np.array([slot for slot in each if slot not in hit], np.int32)
+                idle = np.array([slot for slot in each if slot not in hit], np.intp)
         self._policy.released(idle[::-1], used)
 
     def touch(self, keys: Iterable[Key]) -> None:
-        some = np.array([slot for slot in map(self._published.get, keys) if slot is not None], np.int32)
+        some = np.array([slot for slot in map(self._published.get, keys) if slot is not None], np.intp)
         self._policy.hit(self._idle(some))
 
     def end_turn(self, keys: Sequence[Key], turn: Turn) -> None:
         get = self._published.get
-        slots = np.array([get(key, -1) for key in keys], np.int32)
+        slots = np.array([get(key, -1) for key in keys], np.intp)
         self._policy.turned(keys, slots, self._idle(slots[slots >= 0]), turn)
 
     def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvbm.core.policy.waiting import Waiting
 
 
-_NO_SLOTS = np.empty(0, np.int32)
+_NO_SLOTS = np.empty(0, np.intp)
 
 
 class Group:

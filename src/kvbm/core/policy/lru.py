@@ -50,7 +50,7 @@ class LRU(EvictionPolicy):
         self.hit(slots)
 
     def hit(self, slots: Slots) -> None:
-        if len(slots) >= _MIN_BATCH and self._add_many(np.asarray(slots, np.int32)):
+        if len(slots) >= _MIN_BATCH and self._add_many(np.asarray(slots, np.intp)):
             return
         stamps, clock = self._stamps, self._clock
         newer, older = self._newer, self._older
@@ -118,7 +118,7 @@ class LRU(EvictionPolicy):
 
     def _remove_all(self, slots: Slots) -> None:
         if len(slots) >= _MIN_BATCH:
-            many = np.asarray(slots, np.int32)[::-1]  # in the order of the ring, where the end of a prefix is older
+            many = np.asarray(slots, np.intp)[::-1]  # in the order of the ring, where the end of a prefix is older
             if (self._all_older[many] == _ABSENT).any() or not self._distinct(many):
                 raise KeyError("a slot that is not there, or is named twice")
             self._unlink(many)

@@ -57,7 +57,7 @@ class _TwoQueues(EvictionPolicy):
         """Whether a block that comes in was evicted lately: it has been used before then."""
 
     def inserted(self, slots: Slots, keys: Sequence[Key]) -> None:
-        some = np.asarray(slots, np.int32)
+        some = np.asarray(slots, np.intp)
         names = list(map(hash, keys))
         self._all_names[some] = names
         self._in_again[some] = [self._is_known(name) for name in names]
@@ -70,10 +70,10 @@ class _TwoQueues(EvictionPolicy):
 
     def hit(self, slots: Slots) -> None:
         if self._moves_on_hit:
-            self._each(np.asarray(slots, np.int32), "hit")
+            self._each(np.asarray(slots, np.intp), "hit")
 
     def pinned(self, slots: Slots) -> None:
-        some = np.asarray(slots, np.int32)
+        some = np.asarray(slots, np.intp)
         if not (self._once.contains(some) | self._again.contains(some)).all():
             raise KeyError("a slot that is not there")
         if len(np.unique(some)) < len(some):
@@ -81,7 +81,7 @@ class _TwoQueues(EvictionPolicy):
         self._each(some, "pinned")
 
     def released(self, slots: Slots, used: bool) -> None:
-        self._each(np.asarray(slots, np.int32), "released", used and self._moves_on_hit)
+        self._each(np.asarray(slots, np.intp), "released", used and self._moves_on_hit)
 
     def dropped(self, slots: Slots) -> None:
         self.pinned(slots)
@@ -150,7 +150,7 @@ class S3FIFO(_TwoQueues):
         self._gone = _Ghosts()
 
     def inserted(self, slots: Slots, keys: Sequence[Key]) -> None:
-        self._all_uses[np.asarray(slots, np.int32)] = 0
+        self._all_uses[np.asarray(slots, np.intp)] = 0
         super().inserted(slots, keys)
 
     def _is_known(self, name: int) -> bool:

@@ -31,7 +31,7 @@ class Shares(EvictionPolicy):
         self._tenant = np.full(size, _FREE, np.int32)
 
     def assigned(self, slots: Sequence[int], tenants: Sequence[int] | None) -> None:
-        some = np.asarray(slots, np.int32)
+        some = np.asarray(slots, np.intp)
         self._promised = dict.fromkeys(self._policies, 0)
         if tenants is None:
             self._tenant[some] = COMMON
@@ -42,7 +42,7 @@ class Shares(EvictionPolicy):
     def freed(self, slots: Slots) -> None:
         for policy, mine in self._split(slots):
             policy.freed(mine)
-        self._set_free(np.asarray(slots, np.int32))
+        self._set_free(np.asarray(slots, np.intp))
 
     def _set_free(self, slots: np.ndarray) -> None:
         self._count(slots, -1)
@@ -58,7 +58,7 @@ class Shares(EvictionPolicy):
         return tenants
 
     def inserted(self, slots: Slots, keys: Sequence[Key]) -> None:
-        some = np.asarray(slots, np.int32)
+        some = np.asarray(slots, np.intp)
         if (self._tenant[some] == _FREE).any():  # of an earlier engine, or evicted a moment ago
             free = some[self._tenant[some] == _FREE]
             self._tenant[free] = COMMON
@@ -70,7 +70,7 @@ class Shares(EvictionPolicy):
                 policy.inserted(some[mine], [keys[i] for i in mine.tolist()])
 
     def _split(self, slots: Slots) -> list[tuple[EvictionPolicy, np.ndarray]]:
-        some = np.asarray(slots, np.int32)
+        some = np.asarray(slots, np.intp)
         owners = self._tenant[some]
         parts = [(policy, some[owners == tenant]) for tenant, policy in self._policies.items()]
         return [(policy, mine) for policy, mine in parts if len(mine)]
@@ -91,7 +91,7 @@ class Shares(EvictionPolicy):
 
     def _checked(self, slots: Slots) -> list[tuple[EvictionPolicy, np.ndarray]]:
         parts = self._split(slots)
-        some = np.asarray(slots, np.int32).tolist()
+        some = np.asarray(slots, np.intp).tolist()
         known = sum(len(mine) for _, mine in parts) == len(some)
         # The policy of the only tenant checks for itself.
         if not known or (len(parts) > 1 and (len(set(some)) < len(some) or not all(slot in self for slot in some))):
@@ -105,7 +105,7 @@ class Shares(EvictionPolicy):
     def dropped(self, slots: Slots) -> None:
         for policy, mine in self._checked(slots):
             policy.dropped(mine)
-        self._set_free(np.asarray(slots, np.int32))
+        self._set_free(np.asarray(slots, np.intp))
 
     def evict(self) -> int:
         return self.evict_run(1)[0]
@@ -128,7 +128,7 @@ class Shares(EvictionPolicy):
             run = next((policy.evict_run(1) for policy in self._policies.values() if policy), [])
             if not run:
                 raise KeyError("no slot may be evicted")
-        self._set_free(np.array(run, np.int32))
+        self._set_free(np.array(run, np.intp))
         self._promised[tenant] += len(run)
         return run
 

@@ -24,8 +24,8 @@ class Waiting:
         self._members: list[Group] = []
         self._times = np.zeros(64)
         self._expires = np.zeros(64)
-        self._kinds = np.zeros(64, np.int32)
-        self._buckets = np.zeros(64, np.int32)
+        self._kinds = np.zeros(64, np.intp)
+        self._buckets = np.zeros(64, np.intp)
         self._until = np.zeros(64)  # the age at which the next bucket begins
         self._any_expires = False
         self._offset = 0
@@ -63,7 +63,7 @@ class Waiting:
         self._offset = (self._offset + 1) % stride
         part = slice(self._offset, len(self._members), stride)
         ages = now - self._times[part]
-        older = np.flatnonzero(ages >= self._until[part])
+        older = (ages >= self._until[part]).nonzero()[0]
         if len(older):
             places = part.start + older * stride
             buckets = EDGES.searchsorted(ages[older], "right") - 1
