@@ -47,7 +47,7 @@ models: env
 demo: env ## show KVBM at work on this machine's CPU: answers, time to first token, a plot
 	@$(python) scripts/demo.py --out demo-results
 
-serve: env ## serve a model with KVBM until Ctrl-C: MODEL=, PORT=, CPU_CACHE_GB=
+serve: env ## serve a model with KVBM until Ctrl-C: MODEL=, PORT=, CPU_CACHE_GB= or any DYN_KVBM_*
 	@$(python) scripts/serve.py --model "$(MODEL)" --port $(PORT) --cpu-cache-gb "$(CPU_CACHE_GB)"
 
 lint: env ## check style, types and the layers of imports
