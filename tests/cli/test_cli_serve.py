@@ -86,6 +86,8 @@ def test_serve_sets_up_a_disk_tier_and_keeps_the_users_own_settings(run, monkeyp
         (["--tensor-parallel-size", "2", "m"], "MODEL comes first"),
         (["m", "--cpu-gb", "1", "--kv-transfer-config", "{}"], "leave it out"),
         (["m", "--cpu-gb", "1", "--kv_transfer_config={}"], "leave it out"),
+        (["m", "--cpu-gb", "1", "--cpu-bg", "100"], "did you mean --cpu-gb?"),
+        (["m", "--disk_gbs=5"], "did you mean --disk-gb?"),
     ],
 )
 def test_serve_refuses_what_cannot_start(arguments, problem, monkeypatch, capsys):

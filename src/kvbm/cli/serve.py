@@ -15,6 +15,7 @@ running requests and writes to that tier finish for up to 10 s, instead of killi
 """
 
 import argparse
+import difflib
 import errno
 import os
 import re
@@ -66,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
         return _fail(f"MODEL {args.model} does not exist. It takes a folder, or a name on the Hugging Face hub")
     if on_command_line(args.rest) is not None:
         return _fail(f"{OPTION} is what this command adds; leave it out, or use `vllm serve` itself")
+    for option in (each.partition("=")[0] for each in args.rest if each.startswith("--")):
+        # The nearest option of vLLM, --cpu-offload-gb, has a similarity of 0.67; typing errors have 0.8 and more.
+        if near := difflib.get_close_matches(option.replace("_", "-"), _FLAGS.values(), 1, 0.8):
+            return _fail(f"{option} is an option of neither KVBM nor vLLM; did you mean {near[0]}?")
     flags = {name: flag for name, flag in _FLAGS.items() if _value(args, flag) is not None}
     given: dict[str, str] = {name: _value(args, flag) for name, flag in flags.items()}
     if args.no_metrics or "DYN_KVBM_METRICS" not in os.environ:
