@@ -42,9 +42,9 @@ _OPEN_EVICTIONS = 16  # evictions between two looks for blocks of requests that 
 _MAX_AWAITED = 16384
 # The last block of a turn is a group of its own where conversations often go on without it: it was not full, or the
 # answer was made anew. Elsewhere it is one in every so many turns, to notice a change.
-_MIN_OVERTAKEN = 0.02
+_MIN_OVERTAKEN = 0.005
 _PROBE_TURNS = 8
-_OVERTAKEN_TURNS = 32  # returns over which the part is averaged
+_OVERTAKEN_TURNS = 64  # returns over which the part is averaged
 
 
 class SessionAware(EvictionPolicy):
