@@ -141,10 +141,9 @@ def open_engine(options: argparse.Namespace) -> Engine:
     if not options.gpu:
         return Engine(options.model or model_path("tiny"), host, 1024, 512)
     sys.path.append(str(HERE / "gpu"))
-    from vllm_kinds import QWEN3_8B, config_folder
+    from vllm_kinds import DECODE_GRAPHS, QWEN3_8B, config_folder
 
-    # Without torch.compile, which takes a minute: CUDA graphs of whole decode steps.
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [options.decoding]}
+    graphs = {**DECODE_GRAPHS, "cudagraph_capture_sizes": [options.decoding]}
     more = {"compilation_config": graphs} if options.graphs else {"enforce_eager": True}
     length = 1024 + options.rounds * 3 * (2 * options.steps + 16)
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
