@@ -132,8 +132,9 @@ def test_blocks_that_are_not_packed_are_said_to_be(pack, make, reason, caplog):
 
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """For the notes of earlier starts. An engine on a CPU packs with auto as well."""
+    """For the notes of earlier starts. The CPU is taken for a GPU on which packing wins."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Rank, "_is_on_cpu", False)
     monkeypatch.setattr("kvbm.runtime.rank.pack_slots", lambda device, layout, if_it_wins: pack_layout(layout))
 
 
@@ -205,3 +206,64 @@ def test_auto_does_not_pack_what_other_engines_read(home, caplog):
     packed, text = is_packed(caplog, pack="auto", peers_enabled=True)
     assert not packed
     assert "engines that share blocks must all pack them, with KVBM_PACK=on, or none" in text
+
+
+class Gathering:
+    """What ranks say to each other, one after another: the others have said ``others``."""
+
+    def __init__(self, *others):
+        self.others, self.said = others, []
+
+    def __call__(self, own):
+        self.said.append(own)
+        if isinstance(self.others[0], Exception):
+            raise self.others[0]
+        return [own, *self.others]
+
+
+def of_two_ranks(caplog, gather, **values):
+    caplog.clear()
+    rank = Rank(config(cpu_cache_override_num_blocks=4, **{"pack": "auto", **values}), 0, 2, model="m", gather=gather)
+    with caplog.at_level("INFO", "kvbm"):
+        rank.register(packable()[1], 8)
+    note = rank.open().packing_note
+    rank.close()
+    is_packed = rank.layout.block_bytes < rank.layout.raw_bytes
+    assert bool(note) == is_packed
+    return is_packed, caplog.text
+
+
+def test_all_ranks_pack_or_none(home, caplog):
+    gather = Gathering("")
+    assert of_two_ranks(caplog, gather)[0]
+    assert gather.said == [""]
+    packed, text = of_two_ranks(caplog, Gathering("the trial on the GPU failed"))
+    assert not packed
+    assert "not packed: of another rank: the trial on the GPU failed" in text
+
+
+def test_a_rank_that_does_not_pack_says_why_to_the_others(home, caplog):
+    write_note(config(), note_of(), Note(200, 100))
+    gather = Gathering("")
+    assert not of_two_ranks(caplog, gather)[0]
+    assert "too many of this model's blocks did not fit" in gather.said[0]
+
+
+@pytest.mark.parametrize("gather", [None, Gathering(TimeoutError("rank 1 is late"))], ids=["no way", "a late rank"])
+def test_ranks_that_cannot_agree_do_not_pack(home, caplog, gather):
+    packed, text = of_two_ranks(caplog, gather)
+    assert not packed
+    assert ("no way to agree" if gather is None else "could not agree on it: rank 1 is late") in text
+
+
+@pytest.mark.parametrize(("pack", "packed"), [("on", True), ("off", False)])
+def test_ranks_that_are_told_what_to_do_ask_no_other(home, caplog, pack, packed):
+    gather = Gathering("reason")
+    assert of_two_ranks(caplog, gather, pack=pack)[0] is packed
+    assert not gather.said
+
+
+def test_ranks_on_a_cpu_ask_no_other(caplog):
+    gather = Gathering("")
+    assert not of_two_ranks(caplog, gather)[0]
+    assert not gather.said

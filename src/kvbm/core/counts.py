@@ -10,6 +10,9 @@ from kvbm.plans import TierName
 
 T = TypeVar("T", int, float)
 
+_MAX_UNPACKABLE_SHARE = 0.0002
+_FEW_BLOCKS = 10
+
 
 class Counts(msgspec.Struct):
     """Blocks count once, not once a rank. Bytes are those of all ranks, seconds those of the slowest one; both count
@@ -48,6 +51,16 @@ class Counts(msgspec.Struct):
     def add_stored(self, tier: TierName, size: int, seconds: float) -> None:
         add(self.stored_bytes, tier, size)
         add(self.stored_seconds, tier, seconds)
+
+
+def do_not_suit_packing(unpackable: int, blocks: int) -> bool:
+    """Whether too many of these blocks do not fit packed slots.
+
+    A lookup ends at the first block that is not there, so a block that does not fit hides all blocks of its prompt
+    after it. With one in 5,000, at random places, prompts of 256 blocks lose 2.5 % of their hits and prompts of 2,048
+    blocks 18 %.
+    """
+    return unpackable > max(_FEW_BLOCKS, _MAX_UNPACKABLE_SHARE * blocks)
 
 
 def add(totals: dict[str, T], name: str, value: T) -> None:

@@ -20,6 +20,7 @@ import json
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -238,22 +239,22 @@ def fingerprint(read: Callable[[], str], gather: Callable[[str], Sequence[str]])
     return digest(json.dumps(list(shards)))
 
 
-_meetings = itertools.count()
+_meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by topic
 
 
-def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
-    """Every rank's digest, by rank, exchanged through the key-value store of torch.distributed.
+def gather_in_world(own: str, seconds: float = GATHER_SECONDS, topic: str = "weights") -> list[str]:
+    """Every rank's text on a topic, by rank, exchanged through the key-value store of torch.distributed.
 
     This is no collective: an absent rank costs ``seconds`` and does not disturb the engine's process groups. All ranks
-    succeed or all raise: the first rank that has every digest, or stops waiting, decides for all of them.
+    succeed or all raise: the first rank that has every text, or stops waiting, decides for all of them.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     store = dist.distributed_c10d._get_default_store()
-    meeting = next(_meetings)
-    keys = [f"kvbm/weights/{meeting}/{rank}" for rank in range(dist.get_world_size())]
+    meeting = next(_meetings[topic])
+    keys = [f"kvbm/{topic}/{meeting}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], f"={own}")
-    verdict = f"kvbm/weights/{meeting}/verdict"
+    verdict = f"kvbm/{topic}/{meeting}/verdict"
     try:
         store.wait(keys, timedelta(seconds=seconds))
         complete = True
@@ -261,7 +262,7 @@ def gather_in_world(own: str, seconds: float = GATHER_SECONDS) -> list[str]:
         complete = False
     # The store compares and sets atomically, so the first verdict wins; it returns that verdict.
     if store.compare_set(verdict, "", "complete" if complete else "gave up") != b"complete":
-        reason = "another rank stopped waiting" if complete else f"not all ranks sent a digest within {seconds:g} s"
+        reason = "another rank stopped waiting" if complete else f"not all ranks have answered within {seconds:g} s"
         raise UnreadableError(reason)
     return [store.get(key).decode().removeprefix("=") for key in keys]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from kvbm.core.counts import do_not_suit_packing
 from kvbm.observe.format import seconds
 from kvbm.observe.snapshot import (
     DEVICE,
@@ -251,13 +252,15 @@ def _packed(s: Snapshot) -> Finding | None:
     if packed == 1:
         return None
     stored = sum(flow.blocks for flow in s.flows if flow.source == DEVICE)
-    if left_out <= 0.05 * (stored + left_out):
+    if not do_not_suit_packing(left_out, stored + left_out):
         text = f"Blocks are packed to {packed:.0%} of their size, so the tiers hold {1 / packed:.2f} times as many."
         return good("packed", f"{text} {left_out:,} did not fit and were not kept.")
     return bad(
         "unpackable",
-        f"{left_out} blocks do not fit a packed slot and were not kept; {stored} were kept.",
-        cure="This model's KV does not suit packing. Restart with KVBM_PACK=off, or with auto, which remembers it.",
+        f"{left_out} blocks do not fit a packed slot and were not kept; {stored} were kept. A lookup ends at the first "
+        "block that is not there.",
+        cure="This model's KV does not suit packing. Restart with KVBM_PACK=off. With auto the next start does not "
+        "pack either, if it finds the note of this one.",
     )
 
 

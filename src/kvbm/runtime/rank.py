@@ -7,7 +7,7 @@ cache, :meth:`Rank.open` when it has warmed up. After that the worker follows th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,13 @@ class Rank:
         cache: Fingerprint | None = None,
         keeps_host: bool = False,
         model: str = "",
+        gather: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         """``replicas``: the ranks that hold the very same KV as this one, which is among them. ``cache``:
         the fingerprint of this engine's KV, without the layout; without it no tier can outlive the engine. It may be
         set later, until :meth:`register`. ``keeps_host``: the leader can use a host tier that outlives the engine.
-        ``model``: its name, for a note that its blocks do not suit packing."""
+        ``model``: its name, for a note that its blocks do not suit packing. ``gather``: gives every rank the texts of
+        all, and is called by all of them; without it several ranks cannot agree on what each has measured."""
         self.rank = rank
         self.ranks = ranks
         self.layout: BlockLayout | None = None
@@ -66,6 +68,7 @@ class Rank:
         self._rates: dict[TierName, Rate | None] = {}
         self._keeps_host = keeps_host
         self._model = model
+        self._gather = gather
         self._packing_note = ""
         self._intact = b"", b""
 
@@ -101,22 +104,51 @@ class Rank:
         mode = self._config.pack
         if mode == "off":
             return layout
+        packed, reason = layout, ""
         try:
-            if self._replicas is not None and self._replicas.size > 1:
-                raise ValueError("several ranks hold the same KV")
-            self._packing_note = note_name(self._model, pack_layout(layout).description)
-            found = Call(lambda: self._against_packing(layout), "the cache directory").result()
-            if found and mode == "auto":
-                raise ValueError(found)
-            if found:
-                self._tell("KVBM_PACK=on packs blocks, although %s", found)
-            return pack_slots(self._device, layout, if_it_wins=mode == "auto")
+            packed = self._try_to_pack(layout)
         except (ValueError, DiskHangs) as error:
-            self._packing_note = ""
-            if self.rank == 0:
-                level = logging.INFO if mode == "auto" else logging.WARNING
-                logger.log(level, "KVBM_PACK=%s: blocks of this KV cache are not packed: %s", mode, error)
-            return layout
+            reason = str(error)
+        if mode == "auto" and self.ranks > 1 and not self._is_on_cpu:
+            reason = self._agree_on_packing(reason)
+        if not reason:
+            return packed
+        self._packing_note = ""
+        if self.rank == 0:
+            level = logging.INFO if mode == "auto" else logging.WARNING
+            logger.log(level, "KVBM_PACK=%s: blocks of this KV cache are not packed: %s", mode, reason)
+        return layout
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._device.startswith("cpu")
+
+    def _try_to_pack(self, layout: BlockLayout) -> BlockLayout:
+        """Raises ValueError or DiskHangs, with the reason, where the blocks of this rank are not to be packed."""
+        mode = self._config.pack
+        packed = pack_layout(layout)
+        if mode == "auto" and self._is_on_cpu:
+            raise ValueError("an engine on a CPU gains no time by it")
+        if self._replicas is not None and self._replicas.size > 1:
+            raise ValueError("several ranks hold the same KV")
+        self._packing_note = note_name(self._model, packed.description)
+        found = Call(lambda: self._against_packing(layout), "the cache directory").result()
+        if found and mode == "auto":
+            raise ValueError(found)
+        if found:
+            self._tell("KVBM_PACK=on packs blocks, although %s", found)
+        return pack_slots(self._device, layout, if_it_wins=mode == "auto")
+
+    def _agree_on_packing(self, reason: str) -> str:
+        """Why some rank does not pack; empty if all do. Each has measured its own GPU and looked for notes and caches
+        on its own machine, but a block must mean the same on all ranks."""
+        if self._gather is None:
+            return reason or "several ranks have no way to agree on it"
+        try:
+            reasons = self._gather(reason)
+        except Exception as error:
+            return reason or f"the ranks could not agree on it: {error}"
+        return reason or next((f"of another rank: {each}" for each in reasons if each), "")
 
     def _against_packing(self, layout: BlockLayout) -> str:
         """Why KVBM_PACK=auto does not pack, as far as other engines decide it; empty where they do not."""

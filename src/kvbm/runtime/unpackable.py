@@ -6,16 +6,12 @@ import logging
 from collections.abc import Iterable
 
 from kvbm.config import Config
-from kvbm.core.counts import Counts
+from kvbm.core.counts import Counts, do_not_suit_packing
 from kvbm.plans import Hello
 from kvbm.runtime.packing_notes import Note, write_note
 from kvbm.tiers.bounded import Call, reason_of
 
 logger = logging.getLogger("kvbm")
-
-# Packing makes room for a third more blocks, which is not worth losing more than a few.
-_MAX_SHARE = 0.05
-_MIN_BLOCKS = 100
 
 
 class Unpackable:
@@ -37,12 +33,12 @@ class Unpackable:
         counts = self._counts
         counts.unpackable_blocks += blocks
         total = counts.unpackable_blocks + counts.offloaded_blocks
-        if not self._has_warned and counts.unpackable_blocks > max(_MIN_BLOCKS, _MAX_SHARE * total):
+        if not self._has_warned and do_not_suit_packing(counts.unpackable_blocks, total):
             self._has_warned = True
             logger.warning(
-                "%d of %d blocks do not fit a packed slot and are not kept. Slots have one size until the engine ends. "
-                "Restart it with KVBM_PACK=%s.",
-                counts.unpackable_blocks, total, "off" if self._config is None else "auto or off",
+                "%d of %d blocks do not fit a packed slot and are not kept, so what follows them in their prompts is "
+                "not found. Slots have one size until the engine ends. Restart it with KVBM_PACK=off.",
+                counts.unpackable_blocks, total,
             )  # fmt: skip
             if self._config is not None and self._names:
                 # On a thread: the directory may be on a disk that hangs.

@@ -64,23 +64,22 @@ def open_copier(
 def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> BlockLayout:
     """The layout with packed slots. Raises ValueError, with the reason, where blocks cannot be packed.
 
-    ``if_it_wins``: raise as well where packing makes loads no faster. A GPU is tried.
+    ``if_it_wins``: raise as well where packing makes a GPU's loads no faster. A GPU is tried.
     """
     packed = pack_layout(layout)
     if device.split(":")[0] != "cuda":
-        if if_it_wins:
-            raise ValueError("an engine on a CPU gains no time by it")
         return packed
     import torch
 
     from kvbm.transfer.cuda_calls import batch_function
-    from kvbm.transfer.packing_trial import try_packing
 
     if packed.block_bytes < _MIN_SLOT_BYTES:
         raise ValueError(f"its blocks of {packed.block_bytes} bytes are too small for the GPU's copy engine")
     if batch_function() is None:
         raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
     try:
+        from kvbm.transfer.packing_trial import try_packing
+
         trial = try_packing(packed, torch.device(device))
     except Exception as error:
         raise ValueError(f"the trial on the GPU failed: {type(error).__name__}: {error}") from error

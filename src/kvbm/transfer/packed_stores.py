@@ -47,7 +47,8 @@ class PackedStores(EngineCopies):
     def __init__(self, layout: BlockLayout, slab: Slab, device: torch.device, priority: int, batch: BatchCopy) -> None:
         self._slab = slab
         self._block_bytes = layout.block_bytes
-        self._rows = max(1, _BUFFER_BYTES // layout.block_bytes)
+        free, _ = torch.cuda.mem_get_info(device)
+        self._rows = max(1, min(_BUFFER_BYTES, free // 4) // layout.block_bytes)
         self._buffer = torch.empty(self._rows, layout.block_bytes, dtype=torch.uint8, device=device)
         # A slot belongs to one store at a time, so a number for each slot is enough.
         self._pinned_flags = torch.zeros(slab.slots, dtype=torch.int32, pin_memory=True)

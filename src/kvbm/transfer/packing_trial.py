@@ -17,6 +17,8 @@ from kvbm.transfer.packed_stores import PACK_WARPS
 from kvbm.transfer.packing_kernels import pack_pieces, unpack_pieces
 
 _TRIAL_BYTES = 16 << 20  # four times as much of the GPU's memory in all: the engine may have left little
+_COMPARED = 64  # parts that are compared one by one: each takes memory for its result
+_ALIGNMENT = 512
 _REPEATS = 4  # of a measurement, so that the time of a launch matters less
 # An H200 behind PCIe 5 unpacks eight times as fast as the bus brings packed bytes. Ranks must come to one answer, so
 # the bound is far from that.
@@ -37,11 +39,14 @@ def try_packing(layout: BlockLayout, device: torch.device) -> Trial:
     segment = layout.segments[0]
     blocks = max(1, _TRIAL_BYTES // segment.size)
     with torch.cuda.device(device):
+        values, back, rows, on_device = _carve(
+            device, blocks * segment.size, blocks * segment.size, blocks * segment.packed, _TRIAL_BYTES
+        )
+        values, back = (part.view(torch.bfloat16).view(blocks, -1) for part in (values, back))
         chance = torch.Generator(device).manual_seed(0)  # the engine's own generator stays as it is
-        values = torch.randn(blocks, segment.size // 2, generator=chance, dtype=torch.bfloat16, device=device)
+        values.normal_(generator=chance)
         values[:, ::500] *= 2.0**-30
-        back = torch.zeros_like(values)
-        rows = torch.empty(blocks, segment.packed, dtype=torch.uint8, device=device)
+        back.zero_()
         flags = torch.zeros(blocks, dtype=torch.int32, pin_memory=True)
         host = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, pin_memory=True)
         pairs = torch.arange(blocks, device=device).repeat(2)
@@ -59,10 +64,18 @@ def try_packing(layout: BlockLayout, device: torch.device) -> Trial:
             unpacker.start(programs, (target, pairs, arrived), (0, blocks, *row, 0, 1, blocks), (*constants, False))
 
         unpacked = values.nbytes / _seconds(unpack)
-        on_device = torch.empty_like(host, device=device)
         bus = host.nbytes / _seconds(lambda: on_device.copy_(host, non_blocking=True))
-        is_exact = torch.equal(values.view(torch.int16), back.view(torch.int16)) and not flags.any()
+        pairs_of_bits = zip(*(part.view(torch.int16).chunk(_COMPARED) for part in (values, back)), strict=True)
+        is_exact = all(torch.equal(*bits) for bits in pairs_of_bits) and not flags.any()
     return Trial(bool(is_exact), bus, unpacked)
+
+
+def _carve(device: torch.device, *sizes: int) -> list[torch.Tensor]:
+    """Parts of one allocation of the GPU's memory. torch keeps it, and gives it to the buffer of packed stores, which
+    is of that size (:mod:`~kvbm.transfer.packed_stores`), or to the engine."""
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    memory = torch.empty(sum(aligned), dtype=torch.uint8, device=device)
+    return [part[:size] for part, size in zip(memory.split(aligned), sizes, strict=True)]
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -78,11 +78,10 @@ def test_a_model_whose_blocks_do_not_fit_is_noted_and_not_packed_again(run_scena
     engine = {**BFLOAT16, "model": wide}
     env = {"XDG_CACHE_HOME": str(tmp_path)}
     host = {"cpu_cache_override_num_blocks": 100}
-    few = {"kvbm.runtime.unpackable:_MIN_BLOCKS": 10}
     alone = baseline(PROMPTS, engine=engine)
 
     def run(pack):
-        story = run_scenario(steps(), {**host, "pack": pack}, engine, env, few)
+        story = run_scenario(steps(), {**host, "pack": pack}, engine, env)
         for name in ("first", "again"):
             assert [story.tokens(f"{name} {i}")[0] for i in range(4)] == alone
         assert not story["end"]["faults"]

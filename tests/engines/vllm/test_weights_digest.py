@@ -290,19 +290,19 @@ def test_a_rank_that_cannot_read_its_weights_tells_the_others():
 def world(monkeypatch):
     """Ranks as threads, over a real store. Each calls gather_in_world as a process would."""
     store, place = torch.distributed.HashStore(), threading.local()
-    monkeypatch.setattr(weights, "_meetings", iter([0] * 8))
+    monkeypatch.setattr(weights, "_meetings", {"weights": iter([0] * 8), "packing": iter([0] * 8)})
     monkeypatch.setattr(weights.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(weights.dist, "get_rank", lambda: place.rank)
     monkeypatch.setattr(weights.dist.distributed_c10d, "_get_default_store", lambda: store)
 
-    def run(shards, ranks, seconds=30.0):
+    def run(shards, ranks, seconds=30.0, topic="weights"):
         monkeypatch.setattr(weights.dist, "get_world_size", lambda: ranks)
         found = {}
 
         def call(rank, shard):
             place.rank = rank
             try:
-                found[rank] = gather_in_world(shard, seconds)
+                found[rank] = gather_in_world(shard, seconds, topic)
             except Exception as error:
                 found[rank] = error
 
@@ -320,6 +320,12 @@ def test_every_rank_hears_of_all_digests_in_the_order_of_ranks(world):
     assert world({1: "b", 0: "a", 2: ""}, 3) == {rank: ["a", "b", ""] for rank in range(3)}
 
 
+def test_what_ranks_say_on_one_topic_is_not_taken_for_another(world):
+    """One that has failed before it came to the first topic begins with the second."""
+    assert isinstance(world({0: "digest"}, 2, seconds=0.2)[0], UnreadableError)
+    assert world({0: "", 1: "reason"}, 2, topic="packing") == {rank: ["", "reason"] for rank in range(2)}
+
+
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(world):
     found = world({0: "a"}, 2, seconds=0.2)
     assert isinstance(found[0], Exception)
@@ -335,7 +341,7 @@ def test_a_rank_that_comes_late_hears_that_another_has_stopped_waiting(world):
 
 def test_a_rank_that_stops_waiting_as_the_last_one_comes_goes_by_what_the_others_found(world, monkeypatch):
     for meeting in range(20):
-        monkeypatch.setattr(weights, "_meetings", iter([meeting] * 2))
+        monkeypatch.setattr(weights, "_meetings", {"weights": iter([meeting] * 2)})
         found = world({0: "a", 1: "b"}, 2, seconds=0.001)
         assert len({isinstance(each, Exception) for each in found.values()}) == 1, found
 

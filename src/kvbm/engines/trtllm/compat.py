@@ -171,12 +171,12 @@ def _unsupported(llm_args: Any, mapping: Any, cache: Any) -> str | None:
     return None
 
 
-def gather_over_ranks(own: str, ranks: int) -> Sequence[str]:
+def gather_over_ranks(own: str, ranks: int, topic: str = "weights") -> Sequence[str]:
     """The strings of all ranks, by rank, over MPI as the engine's own connectors do, or over torch's process groups if
     the engine runs without MPI. All ranks call this in the same order during their start."""
     if ranks == 1:
         return [own]
-    if (shards := gather_in_world(own)) and len(shards) == ranks:
+    if (shards := gather_in_world(own, topic=topic)) and len(shards) == ranks:
         return shards
     return list(importlib.import_module("tensorrt_llm._utils").mpi_allgather(own))
 

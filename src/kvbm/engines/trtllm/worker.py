@@ -42,7 +42,10 @@ class WorkerAdapter:
         self._config = config
         self._faults = faults
         self._setup = setup
-        self._rank = Rank(config, setup.rank, setup.ranks, model=setup.model)
+        self._rank = Rank(
+            config, setup.rank, setup.ranks, model=setup.model,
+            gather=lambda own: compat.gather_over_ranks(own, setup.ranks, "packing"),
+        )  # fmt: skip
         self._channel: ZmqWorker | None = None
         self._cuda = False
         self._forward_ended: Any = None  # an event on the stream that the engine computes on

@@ -42,7 +42,10 @@ class WorkerAdapter:
         if parallel.tensor_parallel_size > 1 and all(map(compat.same_on_all_ranks, groups)):
             replicas = Replicas(compat.tensor_parallel_group())
         rank, ranks = parallel.rank % parallel.world_size, parallel.world_size
-        self._rank = Rank(config, rank, ranks, replicas, keeps_host=True, model=str(vllm_config.model_config.model))
+        self._rank = Rank(
+            config, rank, ranks, replicas, keeps_host=True, model=str(vllm_config.model_config.model),
+            gather=lambda own: weights.gather_in_world(own, topic="packing"),
+        )  # fmt: skip
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
