@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/ttft.py --json results/ttft.json
     python benchmarks/gpu/ttft.py --kinds kvbm --lengths 8192 32768 65536 --modes eager graphs
+    python benchmarks/gpu/ttft.py --kinds raw packed native lmcache --peers ~/peers --gb 40 --limit 105
 
 Round robin over a few prompts, with a GPU cache that holds two and a half of them: by a prompt's next turn the engine
 has dropped it. For every engine, length and mode, in a process of its own:
@@ -14,12 +15,16 @@ has dropped it. For every engine, length and mode, in a process of its own:
     batch      all prompts at once
 
 The floor of a returned prompt is the longer of `on_gpu` and its bytes at the speed of one plain pinned copy, which is
-measured first. Every single time is in the rows. Machines and runs differ by some 15 %: compare engines within a run.
+measured first. Packed blocks have fewer bytes, and a line says whether and why blocks were packed. Every single time is
+in the rows. Machines and runs differ by some 15 %: compare engines within a run.
+
+An engine that fails, or takes longer than `--limit`, costs the others nothing but that time.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +36,8 @@ from child import Child, ChildError, Emit, run_child, wait_for_memory
 from records import Record, Row, arguments, median
 
 REFERENCE_TOKENS = 8
+PREPARE_SECONDS = 300  # to write the model
+PACKED = re.compile(r"blocks are packed to (\d+) %.*|blocks of this KV cache are not packed: .*")
 
 
 def _pass() -> None:
@@ -136,7 +143,9 @@ def summarise(rows: list[Row]) -> list[Row]:
         line["same_tokens"] = f"{tokens['same']} of {tokens['of']}" if tokens else None
         line["start_s"] = next((row["s"] for row in group if row["what"] == "start"), None)
         size = next((row["bytes"] for row in group if "bytes" in row), None)
-        line["bus_ms"] = size / bus / 1e6 if size and bus else None
+        packing = next((row for row in group if row["what"] == "packing"), {"ratio": 1, "said": ""})
+        line["packing"] = packing["said"]
+        line["bus_ms"] = packing["ratio"] * size / bus / 1e6 if size and bus else None
         floors = [ms for ms in (line["bus_ms"], line["on_gpu_ms"]) if ms is not None]
         line["floor_ms"] = max(floors) if len(floors) == 2 else None
         line["failed"] = next((row["why"] for row in group if row["what"] == "failed"), None)
@@ -162,6 +171,12 @@ def show(line: Row) -> str:
         return f"{start} failed: {line['failed'].splitlines()[0]}"
     cells = (f"{line[name]:.1f}" if line[name] is not None else "-" for name in COLUMNS.values())
     return start + "".join(f"{cell:>10}" for cell in cells) + f"  {line['same_tokens']}"
+
+
+def packing_in(log: list[str]) -> list[Row]:
+    """What the first rank has said about packed blocks, and their size by that of raw ones."""
+    found = next(filter(None, map(PACKED.search, log)), None)
+    return [{"what": "packing", "ratio": int(found[1] or 100) / 100, "said": found[0]}] if found else []
 
 
 def main() -> int:
@@ -194,10 +209,14 @@ def main() -> int:
     names = ("kinds", "lengths", "modes", "count", "passes", "gb", "dry")
     record = Record("ttft", {**{name: getattr(options, name) for name in names}, "model": shape.name}, options.json)
     common = {"models": str(options.models), "dry": options.dry}
-    with Child(__file__, {"kind": "prepare", **common}, "prepare") as running:
-        for row in running.rows(options.limit):
-            record.add(row)
     failures = 0
+    try:
+        with Child(__file__, {"kind": "prepare", **common}, "prepare") as running:
+            for row in running.rows(PREPARE_SECONDS):
+                record.add(row)
+    except ChildError as error:  # then there is no floor, and the first engine has to write the model
+        failures += 1
+        print(error, file=sys.stderr)
     print(HEADER, flush=True)
     for mode in options.modes:
         for length in options.lengths:
@@ -212,11 +231,14 @@ def main() -> int:
                     with Child(__file__, task, kind, vllm_kinds.import_path(kind, options.peers)) as running:
                         for row in running.rows(options.limit):
                             record.add({**what, "bytes": size, **row})
+                        for row in packing_in(running.lines_with("packed")):
+                            record.add({**what, **row})
                 except ChildError as error:
                     failures += 1
                     record.add({**what, "what": "failed", "why": str(error)})
                     print(error, file=sys.stderr)
-                print(show(summarise(record.rows)[-1]), flush=True)
+                line = summarise(record.rows)[-1]
+                print(show(line), *filter(None, [line["packing"]]), sep="\n        ", flush=True)
     return 1 if failures else 0
 
 

@@ -395,6 +395,51 @@ def test_an_engine_that_failed_has_a_line_that_says_why(gpu):
     assert gpu.ttft.show(line).endswith("failed: ended with status 1")
 
 
+def test_packed_blocks_have_a_lower_floor_and_it_is_said_why_blocks_are_not_packed(gpu):
+    log = ["INFO kvbm: blocks are packed to 77 %: the GPU unpacks 430 GB/s, the bus carries 55 GB/s", "INFO more"]
+    (packed,) = gpu.ttft.packing_in(log)
+    (line,) = gpu.ttft.summarise([{**BUS, "to_device_gbps": 1.0}, *ttft_rows(), {**ttft_rows()[0], **packed}])
+    assert line["bus_ms"] == line["floor_ms"] == pytest.approx(38.5)
+    assert line["packing"] == "blocks are packed to 77 %: the GPU unpacks 430 GB/s, the bus carries 55 GB/s"
+    (raw,) = gpu.ttft.packing_in(["KVBM_PACK=auto: blocks of this KV cache are not packed: its values are int32"])
+    assert raw["ratio"] == 1
+    assert raw["said"].endswith("int32")
+    assert not gpu.ttft.packing_in(["nothing of it"])
+
+
+def test_an_engine_that_fails_or_hangs_costs_the_others_nothing(gpu, monkeypatch, capsys):
+    limits = {}
+
+    class Child:
+        def __init__(self, script, task, name, path=()):
+            self.name, self.task = name, task
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def rows(self, limit):
+            limits[self.name] = limit
+            if self.name in ("prepare", "raw"):
+                raise gpu.child.ChildError(f"nothing heard of {self.name}")
+            yield from ttft_rows(self.name, self.task["length"])
+
+        def lines_with(self, text):
+            return []
+
+    monkeypatch.setattr(gpu.ttft, "Child", Child)
+    monkeypatch.setattr(gpu.ttft, "wait_for_memory", lambda: None)
+    assert call(monkeypatch, gpu.ttft, "--dry", "--kinds", "raw", "kvbm", "--limit", "7") == 1
+    printed = capsys.readouterr()
+    _header, raw, kvbm = printed.out.splitlines()
+    assert raw.endswith("failed: nothing heard of raw")
+    assert kvbm.endswith("3 of 4")
+    assert "nothing heard of prepare" in printed.err
+    assert (limits["raw"], limits["kvbm"]) == (7, 7)
+
+
 @pytest.mark.engine
 @pytest.mark.long
 def test_a_dry_run_goes_through(tmp_path):

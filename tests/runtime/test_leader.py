@@ -193,8 +193,8 @@ def test_many_blocks_that_do_not_fit_are_a_warning(caplog):
         store = offload(leader, "".join(letters[start : start + 80]))
         leader.apply([Report(0, stores=[StoreResult(store.id, unpackable=list(range(6)))])])
     assert [record.getMessage() for record in caplog.records] == [
-        "12 of 160 blocks do not fit a packed slot and are not kept, so what follows them in their prompts is not found. "
-        "Slots have one size until the engine ends. Restart it with KVBM_PACK=off."
+        "12 of 160 blocks do not fit a packed slot and are not kept, so what follows them in their prompts is not "
+        "found. Slots have one size until the engine ends. Restart it with KVBM_PACK=off."
     ]
 
 

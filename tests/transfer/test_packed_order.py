@@ -37,9 +37,11 @@ class PackedHistory(histories.History):
             self.copier._engine = self.open_stores(self.layout, self.copier._slab, None, 0, self.batch)
 
     def open_stores(self, layout, slab, device, priority, batch):
-        """A buffer of a few rows only, so that long stores use it again and again."""
+        """A GPU with little memory left has a buffer of a few rows only, which long stores use again and again."""
         torch_of_copies = kernel_copies.torch
         rows = self.source.choice((1, 2, 5))
+        free = 4 * rows * layout.block_bytes if rows > 1 else 1  # bytes; a row is the least
+        cuda = SimpleNamespace(**vars(torch.cuda), mem_get_info=lambda _: (free, 1 << 40))
 
         def empty(*shape, **options):
             if options.get("dtype") is torch.uint8:
@@ -49,11 +51,10 @@ class PackedHistory(histories.History):
             return torch_of_copies.empty(*shape, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packed_stores, "_BUFFER_BYTES", rows * layout.block_bytes)
             patch.setattr(
                 packed_stores, "torch",
                 SimpleNamespace(empty=empty, zeros=torch_of_copies.zeros, int32=torch.int32, int64=torch.int64,
-                                uint8=torch.uint8, cuda=torch.cuda),
+                                uint8=torch.uint8, cuda=cuda),
             )  # fmt: skip
             patch.setattr(packed_stores, "copy_numbers", kernel_copies.copy_numbers)
             stores = packed_stores.PackedStores(layout, slab, device, priority, batch)

@@ -214,10 +214,10 @@ class Config(FleetSettings, frozen=True, kw_only=True):
         "KVBM_PACK", MOVING, Choice(words=("auto", "on", "off"), synonyms=_ON_OFF),
         "Pack bfloat16 KV without loss: blocks take 23 % less memory, disk space and bus time. KVBM does not keep a "
         "block that does not fit, and leaves KV of other types as it is. auto packs on a GPU that unpacks much faster "
-        "than its bus carries bytes, in a measurement at start. It does not pack if more than 5 % of the blocks of "
-        "this model did not fit in an earlier run, if a disk or host cache of unpacked blocks exists, or if engines "
-        "share blocks (object store, peers). Not for SGLang.",
-    )] = "off"
+        "than its bus carries bytes, in a measurement at start on every rank. It does not pack if more than one in "
+        "5,000 blocks of this model did not fit in an earlier run, if a disk or host cache of unpacked blocks exists, "
+        "or if engines share blocks (object store, peers). Not for SGLang.",
+    )] = "auto"
     fast_prompts: Annotated[bool, Setting(
         "KVBM_FAST_PROMPTS", MOVING, _SWITCH,
         "vLLM only: replace vLLM's loops that hash a long prompt, allocate and register its blocks and copy its tokens "
