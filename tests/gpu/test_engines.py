@@ -28,6 +28,8 @@ KINDS = {
     "graphs": ("dense", 16, {"enforce_eager": False}),
     "mla": ("mla", 64 if ON_CUDA else 16, {"enforce_eager": not ON_CUDA}),
 }
+# The others pack their blocks, because the measurement at start says so.
+ENVIRONMENT = {"eager": {"KVBM_PACK": "off"}}
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -62,7 +64,7 @@ class Story:
         steps = [do("layers"), do("graphs", "graphs"), *self.hits()]
         if not self.one_token_only:
             steps += [*self.together(), *self.aborts(), *self.resets(), *self.preemptions()]
-        steps += [*self.control(), do("drain"), do("reset", "last reset"), do("state", "end")]
+        steps += [*self.control(), do("drain"), do("reset", "last reset"), do("state", "end"), do("metrics", "metrics")]
         names = [step["name"] for step in steps if step["name"] is not None]
         assert len(names) == len(set(names))
         return steps
@@ -205,7 +207,7 @@ def told(request, run_engine):
     if request.param == "graphs" and not ON_CUDA:
         pytest.skip("there are no CUDA graphs on a CPU")
     story = Story(request.param)
-    return story, run_engine(story.kind, story.model, story.steps(), story.engine)
+    return story, run_engine(story.kind, story.model, story.steps(), story.engine, ENVIRONMENT.get(story.kind))
 
 
 @pytest.fixture
@@ -260,6 +262,13 @@ def together(story: Story, outcome, name: str) -> dict[str, list[int]]:
 def test_the_engine_runs_as_its_name_says(story, outcome):
     wanted = "FULL_AND_PIECEWISE" if ON_CUDA and not story.engine["enforce_eager"] else "NONE"
     assert outcome["graphs"] == wanted
+
+
+def test_blocks_are_packed_where_the_measurement_at_start_says_so(story, outcome):
+    is_packed = ON_CUDA and story.kind not in ENVIRONMENT
+    ratio = outcome["metrics"]["kvbm_packed_ratio"]
+    assert 0.7 < ratio < 0.77 if is_packed else ratio == 1
+    assert outcome["metrics"]["kvbm_unpackable_blocks"] == 0
 
 
 def test_a_reference_comes_from_the_gpu_itself(story, outcome):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from devices import ON_CUDA  # noqa: E402
+from engines import do, generate  # noqa: E402
 
 import layouts  # noqa: E402
+from kvbm import config as settings  # noqa: E402
+from kvbm.runtime.rank import Rank  # noqa: E402
 from kvbm.tiers.host.slab import HostSlab  # noqa: E402
 from kvbm.transfer import open_copier  # noqa: E402
 from kvbm.transfer.base import When  # noqa: E402
@@ -129,6 +133,65 @@ def test_the_trial_at_start_finds_every_byte_and_measures(device, figure):
 
     tensors = layouts.packed_nhd(device, BLOCKS, HEADS)
     layout = pack_layout(layouts.layout_of(tensors, BLOCKS))
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     trial = try_packing(layout, torch.device(device))
     assert trial.is_exact
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_reserved() - reserved <= 72 << 20
     figure(f"packing: the GPU unpacks {trial.unpacked / 1e9:.0f} GB/s, the bus carries {trial.bus / 1e9:.0f} GB/s")
+
+
+def float16(device, blocks, heads):
+    return [tensor.to(torch.float16) for tensor in layouts.packed_nhd(device, blocks, heads)]
+
+
+def tiny(device, blocks, heads):
+    return layouts.packed_nhd(device, blocks, 1)[:1]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (layouts.packed_nhd, ""),
+        (layouts.k_and_v_apart, ""),
+        (layouts.mla, ""),
+        (layouts.fp8, "its values are uint8, not bfloat16"),
+        (float16, "its values are float16, not bfloat16"),
+        (tiny, "are too small for the GPU's copy engine"),
+    ],
+)
+def test_a_rank_packs_by_itself_where_it_wins_and_says_why_not_where_it_does_not(
+    make, reason, device, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if not ON_CUDA and make not in (layouts.fp8, float16):
+        reason = "an engine on a CPU gains no time by it"
+    tensors = {f"layer {i}": tensor for i, tensor in enumerate(make(device, 100, 8))}
+    rank = Rank(settings.load(extra={"cpu_cache_override_num_blocks": 10}, environ={}, files=[]), 0, 1)
+    with caplog.at_level("INFO", "kvbm"):
+        rank.register(tensors, 100)
+    try:
+        assert (rank.layout.tile_values == 0) is bool(reason), caplog.text
+        said = f"KVBM_PACK=auto: blocks of this KV cache are not packed: .*{reason}" if reason else "blocks are packed"
+        assert re.search(said, caplog.text), caplog.text
+    finally:
+        rank.close()
+
+
+PROMPT = [300 + 7 * i % 3000 for i in range(400)]
+
+
+def test_an_engine_with_fp8_kv_packs_nothing_and_its_blocks_come_back(run_engine):
+    if not ON_CUDA:
+        pytest.skip("vLLM has no KV cache in fp8 on a CPU")
+    steps = [
+        generate(PROMPT, max_tokens=8), do("drain"), generate(PROMPT, name="reference", max_tokens=8), do("drain"),
+        do("reset"), generate(PROMPT, name="back", max_tokens=8), do("drain"), do("metrics", "metrics"),
+    ]  # fmt: skip
+    engine = {"kv_cache_dtype": "fp8", "max_model_len": 1024, "num_gpu_blocks_override": 200, "enforce_eager": True}
+    outcome = run_engine("fp8", "dense", steps, engine)
+    assert outcome["metrics"]["kvbm_packed_ratio"] == 1
+    assert "KVBM_PACK=auto: blocks of this KV cache are not packed: its values are" in outcome.output
+    assert outcome["back"]["cached"][0] >= 384
+    assert outcome.tokens("back") == outcome.tokens("reference")

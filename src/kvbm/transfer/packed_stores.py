@@ -22,7 +22,7 @@ from kvbm.transfer.kernels import Launcher, copy_numbers
 from kvbm.transfer.layout import BlockLayout
 from kvbm.transfer.packing_kernels import pack_pieces
 
-_BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = 64 << 20
 PACK_WARPS = 4  # benchmarks/gpu/packing.py
 _NUMBERS_WARPS = 4
 _INDEX_BUFFERS = 4
@@ -48,7 +48,7 @@ class PackedStores(EngineCopies):
         self._slab = slab
         self._block_bytes = layout.block_bytes
         free, _ = torch.cuda.mem_get_info(device)
-        self._rows = max(1, min(_BUFFER_BYTES, free // 4) // layout.block_bytes)
+        self._rows = max(1, min(BUFFER_BYTES, free // 4) // layout.block_bytes)
         self._buffer = torch.empty(self._rows, layout.block_bytes, dtype=torch.uint8, device=device)
         # A slot belongs to one store at a time, so a number for each slot is enough.
         self._pinned_flags = torch.zeros(slab.slots, dtype=torch.int32, pin_memory=True)

@@ -13,10 +13,10 @@ import torch
 from kvbm.transfer.kernel_copies import LOCAL_UNPACK_PROGRAMS, UNPACK_WARPS, tile_constants
 from kvbm.transfer.kernels import Launcher
 from kvbm.transfer.layout import BlockLayout
-from kvbm.transfer.packed_stores import PACK_WARPS
+from kvbm.transfer.packed_stores import BUFFER_BYTES, PACK_WARPS
 from kvbm.transfer.packing_kernels import pack_pieces, unpack_pieces
 
-_TRIAL_BYTES = 16 << 20  # four times as much of the GPU's memory in all: the engine may have left little
+_TRIAL_BYTES = 16 << 20  # four times as much of the GPU's memory in all
 _COMPARED = 64  # parts that are compared one by one: each takes memory for its result
 _ALIGNMENT = 512
 _REPEATS = 4  # of a measurement, so that the time of a launch matters less
@@ -74,8 +74,8 @@ def _carve(device: torch.device, *sizes: int) -> list[torch.Tensor]:
     """Parts of one allocation of the GPU's memory. torch keeps it, and gives it to the buffer of packed stores, which
     is of that size (:mod:`~kvbm.transfer.packed_stores`), or to the engine."""
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    memory = torch.empty(sum(aligned), dtype=torch.uint8, device=device)
-    return [part[:size] for part, size in zip(memory.split(aligned), sizes, strict=True)]
+    memory = torch.empty(max(sum(aligned), BUFFER_BYTES), dtype=torch.uint8, device=device)
+    return [part[:size] for part, size in zip(memory[: sum(aligned)].split(aligned), sizes, strict=True)]
 
 
 def _seconds(work: Callable[[], object]) -> float:
