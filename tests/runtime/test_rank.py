@@ -130,12 +130,23 @@ def test_blocks_that_are_not_packed_are_said_to_be(pack, make, reason, caplog):
     rank.close()
 
 
+class Trial:
+    wins = True
+
+    def __call__(self, device, layout, if_it_wins):
+        if if_it_wins and not self.wins:
+            raise ValueError("the GPU is slow")
+        return pack_layout(layout)
+
+
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     """For the notes of earlier starts. The CPU is taken for a GPU on which packing wins."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Rank, "_is_on_cpu", False)
-    monkeypatch.setattr("kvbm.runtime.rank.pack_slots", lambda device, layout, if_it_wins: pack_layout(layout))
+    trial = Trial()
+    monkeypatch.setattr("kvbm.runtime.rank.pack_slots", trial)
+    return trial
 
 
 def is_packed(caplog, model="m", cache=None, **values):
@@ -171,8 +182,10 @@ def test_a_model_that_did_not_fit_packed_slots_is_packed_only_if_the_user_says_s
     assert is_packed(caplog, pack="auto")[0]
 
 
-def test_raw_ranks_offer_no_name_of_a_note(home):
-    rank = Rank(config(cpu_cache_override_num_blocks=4), 0, 1, model="m")
+@pytest.mark.parametrize("pack", ["off", "auto"])
+def test_raw_ranks_offer_no_name_of_a_note(home, pack):
+    home.wins = False
+    rank = Rank(config(cpu_cache_override_num_blocks=4, pack=pack), 0, 1, model="m")
     rank.register(packable()[1], 8)
     assert rank.open().packing_note == ""
     rank.close()
@@ -200,6 +213,21 @@ def test_auto_keeps_to_the_blocks_of_the_cache_that_is_there(home, caplog, tmp_p
     assert is_packed(caplog, cache=cache, pack="on", **values)[0]
     leave(pack_layout(layout).description)
     assert is_packed(caplog, cache=cache, pack="auto", **values)[0]
+
+
+def test_auto_keeps_to_packed_blocks_although_the_gpu_is_slower_than_it_was(home, caplog, tmp_path):
+    values = {"pack": "auto", "disk_cache_override_num_blocks": 4, "disk_cache_dir": str(tmp_path / "tier")}
+    cache = {"model": "m", "weights": "w"}
+    layout = describe([_spec(name, tensor) for name, tensor in packable()[1].items()], 8)
+    home.wins = False
+    packed, text = is_packed(caplog, **values)
+    assert not packed
+    assert "the GPU is slow" in text
+    folder = cache_directory(tmp_path / "tier", fingerprint(cache, pack_layout(layout).description))
+    folder.mkdir(parents=True)
+    (folder / DESCRIPTION).touch()
+    assert is_packed(caplog, cache=cache, **values)[0]
+    assert not is_packed(caplog, cache={**cache, "weights": "v"}, **values)[0]
 
 
 def test_auto_does_not_pack_what_other_engines_read(home, caplog):

@@ -70,6 +70,7 @@ class Rank:
         self._model = model
         self._gather = gather
         self._packing_note = ""
+        self._has_packed_cache = False  # and none of raw blocks: that packing won once is enough
         self._intact = b"", b""
 
     def register(self, kv_caches: Mapping[str, Any], num_blocks: int) -> None:
@@ -137,7 +138,7 @@ class Rank:
             raise ValueError(found)
         if found:
             self._tell("KVBM_PACK=on packs blocks, although %s", found)
-        return pack_slots(self._device, layout, if_it_wins=mode == "auto")
+        return pack_slots(self._device, layout, if_it_wins=mode == "auto" and not self._has_packed_cache)
 
     def _agree_on_packing(self, reason: str) -> str:
         """Why some rank does not pack; empty if all do. Each has measured its own GPU and looked for notes and caches
@@ -163,8 +164,10 @@ class Rank:
             return "engines that share blocks must all pack them, with KVBM_PACK=on, or none"
         if self.cache is not None:
             caches = (fingerprint(self.cache, each.description) for each in (layout, pack_layout(layout)))
-            if [registry.has_cache(config, cache) for cache in caches] == [True, False]:
+            has_raw, has_packed = (registry.has_cache(config, cache) for cache in caches)
+            if has_raw and not has_packed:
                 return "a cache of unpacked blocks is there from before; KVBM_PACK=on starts another one"
+            self._has_packed_cache = has_packed and not has_raw
         return ""
 
     def _context(self, layout: BlockLayout) -> RankContext:

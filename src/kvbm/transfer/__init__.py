@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from kvbm.testing.fault_rules import COPY_KINDS, Fault, parse
@@ -77,6 +78,7 @@ def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> Bl
         raise ValueError(f"its blocks of {packed.block_bytes} bytes are too small for the GPU's copy engine")
     if batch_function() is None:
         raise ValueError("this CUDA runtime cannot copy in batches (cudaMemcpyBatchAsync)")
+    began = time.monotonic()
     try:
         from kvbm.transfer.packing_trial import try_packing
 
@@ -88,7 +90,10 @@ def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> Bl
     rates = f"the GPU unpacks {trial.unpacked / 1e9:.0f} GB/s, the bus carries {trial.bus / 1e9:.0f} GB/s"
     if if_it_wins and not trial.wins(packed):
         raise ValueError(rates)
-    logger.info("blocks are packed to %.0f %%: %s", 100 * packed.block_bytes / packed.raw_bytes, rates)
+    logger.info(
+        "blocks are packed to %.0f %%: %s, found in %.1f s", 100 * packed.block_bytes / packed.raw_bytes, rates,
+        time.monotonic() - began,
+    )  # fmt: skip
     return packed
 
 
