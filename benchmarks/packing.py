@@ -8,6 +8,8 @@ layers, in blocks of 16 tokens as vLLM lays them out, are packed and unpacked. `
 for benchmarks/gpu/packing.py. Prints a JSON line for each figure:
 
     ratio, escapes       of KVBM's format, and how many blocks do not fit
+    outliers             share of tiles that do not fit, of made-up K with so many channels of every head 4 to 256 times
+                         as large as the others, turned as RoPE does; the median of eight models
     further              what other codes would need, in bits a value: three bits and a second level of codes for the
                          rest, and the entropy of the exponents, which no code goes below
     numpy                gigabytes of raw KV a second on one core; a CPU engine's blocks are packed at that rate
@@ -126,6 +128,22 @@ def of_numpy(kv: np.ndarray) -> None:
     tell(what="numpy", **rates, copy=values.nbytes / (time.perf_counter() - began) / 1e9)
 
 
+def of_outliers(models: int = 8, tokens: int = 2400) -> None:
+    chance = np.random.default_rng(0)
+    tile = Tile(4096)
+    for channels in (2, 4, 6, 8, 12, 16):
+        shares = []
+        for _ in range(models):
+            larger = np.zeros((8, 128))
+            for head in larger:
+                head[chance.choice(128, channels, replace=False)] = 2 ** chance.uniform(2, 8, channels)
+            turned = larger * np.cos(chance.uniform(0, 2 * np.pi, (tokens, 8, 128)))
+            values = (chance.standard_normal(turned.shape) + turned).astype(np.float32)
+            words = (values.view(np.uint32) >> 16).astype(np.uint16).reshape(-1, tile.values)
+            shares.append(len(pack(words, np.empty((len(words), tile.size), np.uint8))) / len(words))
+        tell(what="outliers", channels=channels, of=128, unpackable_tiles=statistics.median(shares), most=max(shares))
+
+
 def of_disk(folder: Path, rounds: int) -> None:
     """Every round has both kinds, in an order by lot: whatever slows the disk down meets both."""
     raw = 36 * 2 * BLOCK * 8 * 128 * 2
@@ -198,6 +216,7 @@ def of_values(args: argparse.Namespace) -> None:
         outliers = kv.copy()
         outliers[:, :, 0, :, :, 5] += np.uint16(times.bit_length() - 1 << 7)
         of_format(f"K and V, one channel of K {times} times as large", outliers)
+    of_outliers()
     further(kv)
     of_numpy(kv)
 

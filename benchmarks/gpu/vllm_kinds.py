@@ -1,6 +1,6 @@
-"""The engines that are compared: vLLM alone (base), with its own offloading (native), with KVBM (kvbm), with KVBM
-and blocks packed always (packed) or never (raw); and, where a folder has them (``--peers``), with the KVBM of NVIDIA
-(upstream) and with LMCache (lmcache).
+"""The engines that are compared: vLLM alone (base), with its own offloading (native), with KVBM (kvbm), which decides
+whether to pack blocks, with KVBM and blocks packed always (packed) or never (raw); and, where a folder has them
+(``--peers``), with the KVBM of NVIDIA (upstream) and with LMCache (lmcache).
 
 All serve one model: Qwen3-8B's shape with random weights, written once to disk, whose output depends on the KV cache.
 
