@@ -128,8 +128,6 @@ class Rank:
         """Raises ValueError or DiskHangs, with the reason, where the blocks of this rank are not to be packed."""
         mode = self._config.pack
         packed = pack_layout(layout)
-        if mode == "auto" and self._is_on_cpu:
-            raise ValueError("an engine on a CPU gains no time by it")
         if self._replicas is not None and self._replicas.size > 1:
             raise ValueError("several ranks hold the same KV")
         self._packing_note = note_name(self._model, packed.description)
@@ -138,6 +136,8 @@ class Rank:
             raise ValueError(found)
         if found:
             self._tell("KVBM_PACK=on packs blocks, although %s", found)
+        if mode == "auto" and self._is_on_cpu:
+            raise ValueError("an engine on a CPU gains no time by it")
         return pack_slots(self._device, layout, if_it_wins=mode == "auto" and not self._has_packed_cache)
 
     def _agree_on_packing(self, reason: str) -> str:
