@@ -144,7 +144,8 @@ class Submission:
         self._loads = loads
         self._prefetched: list[int] = []  # slots that the copier has begun to prefetch
         self._polled = time.monotonic()
-        self._submits_until = 0.0  # parts, however many are under way
+        self._spare = 0.0  # seconds until the end of the next step for parts, however many are under way
+        self._submits_until = 0.0
         self.steps_are_long = True  # as far as is known
         self._last_step = self.step_seconds = 0.0  # the shorter one of the last two steps
 
@@ -183,11 +184,7 @@ class Submission:
         step, self._polled = now - self._polled, now
         self._last_step, self.step_seconds = step, min(step, self._last_step)
         self.steps_are_long = step >= _LONG_STEP
-        self.allow_parts()
-
-    def allow_parts(self) -> None:
-        """From now on some of the step may go into submitting parts, where steps are long."""
-        self._submits_until = time.monotonic() + (_LONG_STEP_SHARE * self._last_step if self.steps_are_long else 0.0)
+        self._spare = _LONG_STEP_SHARE * step if self.steps_are_long else 0.0
 
     def take_in(self, load: Load, rest: Iterable[Rest], failed: Callable[[Load, Exception], None]) -> None:
         """A load that comes in these parts. Beside short steps the first part waits for the next step, because the
@@ -200,13 +197,15 @@ class Submission:
     def go_on(self, failed: Callable[[Load, Exception], None]) -> None:
         """Submit as many parts as keep the bus busy until the next step. One load after the other: the first to arrive
         is answered while the second is on its way. ``failed``: is called with a load that has a failed part."""
+        self._submits_until = time.monotonic() + self._spare
         for load in [load for load in self._loads if load.rest]:
             try:
                 self._submit_parts(load)
             except Exception as error:
                 failed(load, error)
             if load.rest:
-                return
+                break
+        self._spare = max(0.0, self._submits_until - time.monotonic())
 
     def _submit_parts(self, load: Load) -> None:
         under_way = self._under_way()

@@ -191,7 +191,6 @@ class Worker:
             return  # the step may refuse some
         near = [load for load in waiting if {copy.tier for copy in load.copies} == {self._near_tier}]
         near = [load for load in near if load.id not in self._refused]
-        self._submission.allow_parts()
         with self._spoiling(near):
             self._early.update(load.id for load in near)
             for load in near:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from engines import numbers
 
+from kvbm.engines.vllm import compat
 from kvbm.transfer.base import Ticket, When
 from kvbm.transfer.cpu import CpuCopier
 
@@ -25,8 +26,12 @@ class Coming(Ticket):
         self._bus, self._copy = bus, copy
         self.due = max(bus.now, bus.free) + steps
         bus.free = self.due
-        self.seconds = steps * STEP
+        self._steps = steps
         self.has_come = False
+
+    @property
+    def seconds(self):
+        return self._steps * STEP
 
     def wait(self):
         if not self.has_come:
@@ -160,3 +165,20 @@ def test_a_request_that_is_aborted_after_its_load_was_announced_leaves_nothing(m
     engine.check()
     engine.check_idle()
     assert not engine.adapter.unheard
+
+
+@pytest.mark.parametrize("why", ["steps do not overlap", "several groups", "another connector beside it"])
+def test_where_a_step_could_come_too_early_nothing_is_announced(why, make_clockwork):
+    options = {"overlap": False} if why == "steps do not overlap" else {}
+    options |= {"windows": (0, 8)} if why == "several groups" else {}
+    engine = make_clockwork({}, **options)
+    adapter = engine.ranks[0].connector._adapter
+    if why != "another connector beside it":
+        assert adapter._worker.announcements.steps_ahead == 0.0
+        return
+    beside = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector="PdConnector"),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )
+    assert compat.steps_ahead(adapter._vllm_config, adapter._kv_cache_config) == 0.9
+    assert compat.steps_ahead(beside, adapter._kv_cache_config) == 0.0
