@@ -33,7 +33,7 @@ class Announcements:
 
     def due(self, plan: StepPlan, loads: Mapping[int, Load]) -> list[Load]:
         """Loads that this step waits for: it may compute on them, or on their blocks as those of another request."""
-        return [loads[id] for id in self._announced.difference(plan.unheard)]
+        return [loads[id] for id in self._announced.difference(plan.unheard) if id in loads]
 
     def hold(self, load: Load) -> None:
         """The step that begins waits for this load."""
@@ -41,12 +41,11 @@ class Announcements:
 
     def ended(self, load: Load) -> bool:
         """Whether the engine has been told already that this load has arrived."""
+        was_announced = load in self
+        self._announced.discard(load.plan.id)
         if not load.plan.in_step and load.is_submitted:
             self._block_seconds = load.block_seconds
-        if load not in self:
-            return False
-        self._announced.remove(load.plan.id)
-        return True
+        return was_announced
 
     def make(self, loads: Iterable[Load], step_seconds: float) -> set[str]:
         """Announce what should be over in time; returns the requests."""

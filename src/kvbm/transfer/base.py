@@ -125,9 +125,8 @@ class Copier(ABC):
     def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
         """Prefetch slots into staging buffers, for a load of the same slots that follows within milliseconds.
 
-        Returns False if this copier has no staging buffers, or
-        does not use them for such a load. The slots must not change until that load or until :meth:`end_prefetch`. A
-        load of other slots ends the prefetch too.
+        Returns False if this copier has no staging buffers, or does not use them for such a load. The slots must not
+        change until that load or until :meth:`end_prefetch`. A load of other slots ends the prefetch too.
         """
         return False
 
