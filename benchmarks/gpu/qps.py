@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,8 @@ def serve(task: Row, shape: vllm_kinds.Dense, model: Path, tokenizer: Path) -> N
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
     if task["mode"] == "eager":
         command.append("--enforce-eager")
+    if task["mode"] == "decode-graphs":
+        command += ["--compilation-config", json.dumps(vllm_kinds.DECODE_GRAPHS)]
     if task["dry"]:
         command += ["--block-size", str(shape.block_size)]
     else:
@@ -190,16 +193,15 @@ class Server(NamedTuple):
     began: float
 
 
-class Sweep:
+class Servers:
     """All kinds, in groups that are started at once; within a group one is asked after the other."""
 
-    def __init__(self, options: Any, common: Row, shape: Shape, record: Record, deadline: float) -> None:
+    def __init__(self, options: Any, common: Row, record: Record, deadline: float) -> None:
         self._options = options
         self._common = common
-        self._shape = shape
         self._record = record
         self._deadline = deadline
-        self._users = filling_order(shape, options.rates)
+        self.extra = {"ignore_eos": True}  # of every request
         self.failures = 0
 
     def run(self) -> None:
@@ -220,14 +222,22 @@ class Sweep:
                 for i, server in enumerate(servers):
                     later = len(servers) - i - 1 + sum(map(len, groups))
                     left = self._deadline - time.monotonic() - LATER_START * len(groups)
-                    self._measure(server, time.monotonic() + left / (1 + later))
+                    try:
+                        self._measure(server, time.monotonic() + left / (1 + later))
+                    except (ChildError, EndpointError) as error:
+                        self.failures += 1
+                        self._failed(server, "failed", error)
                     server.process.end()
+
+    def _measure(self, server: Server, end: float) -> None:
+        """All that is asked of one kind, over at this time."""
+        raise NotImplementedError
 
     def _start(self, kind: str, port: int, running: contextlib.ExitStack) -> Server:
         task = {**self._common, "kind": kind, "port": port}
         process = running.enter_context(Child(__file__, task, kind))
         running.callback(process.kill)
-        endpoint = Endpoint(f"http://127.0.0.1:{port}", "model", extra={"ignore_eos": True})
+        endpoint = Endpoint(f"http://127.0.0.1:{port}", "model", extra=self.extra)
         return Server(kind, process, endpoint, time.monotonic())
 
     def _is_ready(self, server: Server, last_chance: bool) -> bool:
@@ -242,28 +252,37 @@ class Sweep:
         self._record.add({"kind": server.kind, "what": "start", "s": round(time.monotonic() - server.began, 1)})
         return True
 
+    def _failed(self, server: Server, what: str, error: Exception) -> None:
+        self._record.add({"kind": server.kind, "what": what, "why": str(error)})
+        print(f"{server.kind}: {what}: {error}", file=sys.stderr, flush=True)
+
+
+class Sweep(Servers):
+    """Every kind at every rate."""
+
+    def __init__(self, options: Any, common: Row, shape: Shape, record: Record, deadline: float) -> None:
+        super().__init__(options, common, record, deadline)
+        self._shape = shape
+        self._users = filling_order(shape, options.rates)
+
     def _measure(self, server: Server, end: float) -> None:
         """Fill, and every rate that ends in time."""
         kind, enough = server.kind, math.inf
-        try:
-            server.endpoint.ask(Prompt(messages=[{"role": "user", "content": "hi " * 200}]), 16, 0, 0, 0.0)
-            took = fill(server.endpoint, self._shape, self._users)
-            self._record.add({"kind": kind, "what": "fill", "s": round(took, 1), "users": len(self._users)})
-            for qps in self._options.rates:
-                shape = whole_rounds(self._shape, qps)
-                if qps > enough:
-                    self._left_out(kind, qps, f"slower than --enough at {enough:g} requests/s already")
-                    continue
-                patience = min(self._options.patience, end - time.monotonic() - shape.time)
-                if patience < min(5.0, self._options.patience):
-                    self._left_out(kind, qps, "no time left")
-                    continue
-                mean = self._rate(server, shape, qps, patience)
-                if mean is None or mean > self._options.enough:
-                    enough = min(enough, qps)
-        except (ChildError, EndpointError) as error:
-            self.failures += 1
-            self._failed(server, "failed", error)
+        server.endpoint.ask(Prompt(messages=[{"role": "user", "content": "hi " * 200}]), 16, 0, 0, 0.0)
+        took = fill(server.endpoint, self._shape, self._users)
+        self._record.add({"kind": kind, "what": "fill", "s": round(took, 1), "users": len(self._users)})
+        for qps in self._options.rates:
+            shape = whole_rounds(self._shape, qps)
+            if qps > enough:
+                self._left_out(kind, qps, f"slower than --enough at {enough:g} requests/s already")
+                continue
+            patience = min(self._options.patience, end - time.monotonic() - shape.time)
+            if patience < min(5.0, self._options.patience):
+                self._left_out(kind, qps, "no time left")
+                continue
+            mean = self._rate(server, shape, qps, patience)
+            if mean is None or mean > self._options.enough:
+                enough = min(enough, qps)
 
     def _rate(self, server: Server, shape: Shape, qps: float, patience: float) -> float | None:
         """One rate; the mean time to first token."""
@@ -286,10 +305,6 @@ class Sweep:
         self._record.add({"kind": kind, "what": "left out", "qps": qps, "why": why})
         print(f"{qps:>6g} {kind:<8} left out: {why}", flush=True)
 
-    def _failed(self, server: Server, what: str, error: Exception) -> None:
-        self._record.add({"kind": server.kind, "what": what, "why": str(error)})
-        print(f"{server.kind}: {what}: {error}", file=sys.stderr, flush=True)
-
 
 def summarise(rows: list[Row]) -> list[Row]:
     """A line for every kind and rate; ``faster`` is against the first kind at the same rate."""
@@ -304,11 +319,14 @@ def summarise(rows: list[Row]) -> list[Row]:
     return lines
 
 
+# Gaps are between two tokens of a request, in seconds as the others.
 COLUMNS = {
     "mean": ("ttft_mean", 3),
     "median": ("ttft_p50", 3),
     "99 %": ("ttft_p99", 3),
     "answered/s": ("requests_per_second", 2),
+    "gap": ("gap_mean", 4),
+    "99 % gap": ("gap_p99", 4),
     "cached %": ("cached_percent", 0),
     "late": ("late", 0),
     "failed": ("failed", 0),
@@ -319,8 +337,13 @@ HEADER = f"{'rate':>6} {'engine':<8}" + "".join(f"{name:>12}" for name in COLUMN
 
 
 def show(line: Row) -> str:
-    cells = ("-" if line[key] is None else f"{line[key]:.{digits}f}" for key, digits in COLUMNS.values())
-    return f"{line['qps']:>6g} {line['kind']:<8}" + "".join(f"{cell:>12}" for cell in cells)
+    return f"{line['qps']:>6g} {line['kind']:<8}" + "".join(f"{cell:>12}" for cell in cells(line, COLUMNS))
+
+
+def cells(line: Row, columns: Mapping[str, tuple[str, int]], missing: str = "-") -> list[str]:
+    """What a table says in these columns; results of before a column was added do not have it."""
+    values = ((line.get(key), digits) for key, digits in columns.values())
+    return [missing if value is None else f"{value:.{digits}f}" for value, digits in values]
 
 
 def main() -> int:
@@ -347,7 +370,7 @@ def main() -> int:
     )
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers to start at the same time (1)")
     parser.add_argument("--budget", type=float, metavar="S", help="seconds for everything (no limit)")
-    parser.add_argument("--mode", choices=("eager", "graphs"), default="graphs", help="with CUDA graphs, or eager")
+    parser.add_argument("--mode", choices=vllm_kinds.MODES, default="graphs", help="as suite.py's (graphs)")
     began = time.monotonic()
     options = parser.parse_args()
     # Whoever ends this ends the servers too.

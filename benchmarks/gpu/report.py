@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/report.py results/*.json
 
-Reads what copies.py, ttft.py, disk.py, qps.py, interference.py and throughput.py have written. Writes ``DATE.md`` and,
-where matplotlib is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are shown one after the
-other, none is left out and none is averaged away. What somebody has to say of a run goes into its file, as a list of
-paragraphs called ``notes``.
+Reads what copies.py, ttft.py, disk.py, qps.py, agents.py, interference.py and throughput.py have written. Writes
+``DATE.md`` and, where matplotlib is installed, ``DATE-BENCHMARK.png``. Results of several runs of one benchmark are
+shown one after the other, none is left out and none is averaged away. What somebody has to say of a run goes into its
+file, as a list of paragraphs called ``notes``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import agents
 import disk
 import interference
 import qps
@@ -127,11 +128,7 @@ def disk_table(record: dict[str, Any]) -> str:
 
 def qps_table(record: dict[str, Any]) -> str:
     lines = sorted(qps.summarise(record["rows"]), key=lambda line: line["qps"])
-    cells = [
-        [f"{line['qps']:g}", line["kind"]]
-        + [None if line[key] is None else f"{line[key]:.{digits}f}" for key, digits in qps.COLUMNS.values()]
-        for line in lines
-    ]
+    cells = [[f"{line['qps']:g}", line["kind"], *qps.cells(line, qps.COLUMNS, missing="–")] for line in lines]
     names = ("users", "shared", "history", "answer", "rounds", "cache_tokens", "gb", "seconds", "mode")
     settings = ", ".join(f"{name.replace('_', ' ')} {record['settings'][name]}" for name in names)
     failures = [
@@ -145,6 +142,18 @@ def qps_table(record: dict[str, Any]) -> str:
     header = ("requests/s", "engine", *qps.COLUMNS)
     what = f"Seconds to the first token of `kvbm bench`'s multi-round workload: {settings}."
     return "\n\n".join([table(header, cells), what, *failures, *left_out])
+
+
+def agents_table(record: dict[str, Any]) -> str:
+    lines = agents.summarise(record["rows"])
+    cells = [[line["kind"], *qps.cells(line, agents.COLUMNS, missing="–")] for line in lines]
+    names = ("agents", "first", "last", "tool", "answer", "think", "cache_tokens", "gb", "seconds", "mode")
+    settings = ", ".join(f"{name.replace('_', ' ')} {record['settings'][name]}" for name in names)
+    failures = [
+        f"Failed: {row['kind']}: {row['why'].splitlines()[0]}" for row in record["rows"] if row["what"] == "failed"
+    ]
+    what = f"Seconds to the first token of turns that come back, and between tokens: {settings}."
+    return "\n\n".join([table(("engine", *agents.COLUMNS), cells), what, *failures])
 
 
 def interference_table(record: dict[str, Any]) -> str:
@@ -261,6 +270,16 @@ def qps_plot(axes: Any, record: dict[str, Any]) -> None:
         axes.legend()
 
 
+def agents_plot(axes: Any, record: dict[str, Any]) -> None:
+    for line in agents.summarise(record["rows"]):
+        times = sorted(line["ttfts"])
+        axes.plot(times, [100 * (i + 1) / len(times) for i in range(len(times))], label=line["kind"])
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds to the first token")
+    axes.set_ylabel("percent of turns within")
+    axes.legend()
+
+
 def interference_plot(axes: Any, record: dict[str, Any]) -> None:
     labels, values = [], []
     for line in interference.summarise(record["rows"]):
@@ -295,6 +314,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "ttft": ttft_table,
     "disk": disk_table,
     "qps": qps_table,
+    "agents": agents_table,
     "interference": interference_table,
     "throughput": throughput_table,
     "copies": copies_table,
@@ -303,6 +323,7 @@ PLOTS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "ttft": ttft_plot,
     "disk": disk_plot,
     "qps": qps_plot,
+    "agents": agents_plot,
     "interference": interference_plot,
     "throughput": throughput_plot,
     "copies": copies_plot,
@@ -311,6 +332,7 @@ TITLES = {
     "ttft": "Time to first token of prompts that return",
     "disk": "Time to first token of prompts that only the disk has kept",
     "qps": "Time to first token over the rate of requests",
+    "agents": "Agents whose contexts grow",
     "interference": "Time between tokens while a long prompt returns",
     "throughput": "Throughput with nothing to reuse",
     "copies": "Copies between host memory and GPU",

@@ -80,8 +80,8 @@ def measure(task: Row, emit: Emit) -> None:
 
 
 def run_prompts(llm: Any, length: int, count: int, passes: int, emit: Emit, forget: Callable[[], None] = _pass) -> None:
-    """All measurements of one length. ``forget`` is called before a prompt returns, where the GPU has room for more of
-    them than there are."""
+    """All measurements of one length, with one pass the cold ones only. ``forget`` is called before a prompt returns,
+    where the GPU has room for more of them than there are."""
     source = random.Random(length)  # no prompt begins like one of another length
 
     def run(prompt: Any, tokens: int = 1) -> tuple[Row, list[int]]:
@@ -103,6 +103,8 @@ def run_prompts(llm: Any, length: int, count: int, passes: int, emit: Emit, forg
         took, tokens = run(prompt, REFERENCE_TOKENS)
         emit({"what": "reference", "prompt": i, **took})
         references.append(tokens)
+    if passes == 1:
+        return
     for number in range(1, passes):
         for i, prompt in enumerate(prompts):
             forget()

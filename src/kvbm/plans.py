@@ -130,11 +130,14 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     wanted: list[bytes] = []
     # How many changes of weights the leader has heard of, by rank; empty while there were none.
     changes_heard: list[int] = []
+    # Loads outside of the step whose requests the engine still takes for waiting: nothing in this step touches their
+    # blocks. The step waits for every other load that a worker has announced.
+    unheard: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(
             self.loads or self.stores or self.fences or self.recompute or self.moves or self.drain_stores
-            or self.verdicts or self.adapters or self.wanted
+            or self.verdicts or self.adapters or self.wanted or self.unheard
         )  # fmt: skip
 
 

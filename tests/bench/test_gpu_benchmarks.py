@@ -29,10 +29,11 @@ NAMES = (
     "ttft",
     "disk",
     "qps",
+    "agents",
     "suite",
     "report",
 )
-SCRIPTS = ("copies", "ttft", "disk", "qps", "interference", "throughput", "suite")
+SCRIPTS = ("copies", "ttft", "disk", "qps", "agents", "interference", "throughput", "suite")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,10 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("qps", ["--users", "0"]),
         ("qps", ["--at-once", "0"]),
         ("qps", ["--budget", "0"]),
+        ("agents", ["--agents", "0"]),
+        ("agents", ["--first", "50000"]),
+        ("agents", ["--tool", "3000", "1000"]),
+        ("agents", ["--think", "0"]),
         ("throughput", ["--repeats", "0"]),
         ("report", []),
     ],
@@ -648,7 +653,7 @@ def test_a_run_that_was_cut_short_can_still_be_read(gpu):
 def qps_rows():
     common = {
         "what": "rate", "ttft_p50": 0.2, "ttft_p99": 0.9, "requests_per_second": 1.0, "cached_percent": 80.0, "late": 0,
-        "failed": 0, "unfinished": 1,
+        "failed": 0, "unfinished": 1, "gap_mean": 0.02,
     }  # fmt: skip
     rows = [{"what": "model", "folder": "m"}, {"kind": "base", "what": "start", "s": 40.0}]
     rows += [{**common, "kind": "base", "qps": qps, "ttft_mean": mean} for qps, mean in ((1.0, 0.6), (2.0, 3.0))]
@@ -826,6 +831,90 @@ def test_the_tokenizer_takes_a_word_for_a_token(gpu, tmp_path):
     assert chat.strip() == "hi hi"
 
 
+# -- agents -----------------------------------------------------------------------------------------------------------
+
+LOOP = {"agents": 4, "first": 200, "last": 500, "least_tool": 20, "most_tool": 60, "answer": 8, "think": 0.01}
+
+
+class Answering:
+    """An endpoint that answers at once, and remembers what it was asked; all it says is its own number."""
+
+    def __init__(self, gpu, number=7):
+        self._answer = gpu.agents.Answer
+        self.number = number
+        self.asked = {}
+
+    def ask(self, prompt, most, user, number, epoch):
+        self.asked.setdefault(user, []).append(list(prompt.tokens))
+        tokens = [self.number] * (most - 1)  # one less: not every server tells of each
+        length = len(prompt.tokens)
+        return self._answer(
+            user=user, round=number, started=0.0, finished=1.0, ttft=0.5 if number else 9.0, prompt_tokens=length,
+            cached_tokens=length if number else 0, output_tokens=most, gaps=[0.02], tokens=tokens, text="x",
+        )  # fmt: skip
+
+
+def loop_of(gpu, turns, number=7):
+    """An agent's turns, one by one."""
+    shape = gpu.agents.Shape(**LOOP)
+    endpoint, agent = Answering(gpu, number), gpu.agents.Agent(1, shape)
+    first = agent.known()
+    made = [agent.ask(endpoint, 0.0) for _ in range(turns)]
+    return first, endpoint.asked[1], made
+
+
+def test_a_context_grows_by_what_tools_and_the_model_say_until_the_agent_ends(gpu):
+    first, asked, turns = loop_of(gpu, 20)
+    assert len(first) == 275
+    ends = 0
+    for before, after, turn in zip([first, *asked], asked, turns, strict=False):
+        if not turn.number:
+            ends += 1
+            assert len(after) == 200
+            continue
+        assert after[: len(before)] == before
+        grown = after[len(before) :]
+        answer = grown[:7] if before is not first else []
+        assert set(answer) <= {7}
+        assert 20 <= len(grown) - (8 if before is not first else 0) <= 60
+    assert ends
+    assert max(map(len, asked)) <= 500
+
+
+def test_every_kind_gets_the_same_agents(gpu):
+    """All but the tokens of the answers."""
+    mine, others = (loop_of(gpu, 20, number)[1] for number in (7, 8))
+    assert [[8 if token == 7 else token for token in prompt] for prompt in mine] == others
+    starts = {tuple(gpu.agents.Agent(place, gpu.agents.Shape(**LOOP)).known()) for place in range(4)}
+    assert sorted(map(len, starts)) == [200, 275, 350, 425]
+
+
+def test_all_agents_live_until_the_end_and_their_first_turns_are_left_out(gpu):
+    loop = gpu.agents.Loop(Answering(gpu), gpu.agents.Shape(**LOOP))
+    loop.fill()
+    assert loop.run(1.0, 60) == 0
+    assert {turn.agent for turn in loop.turns} == {0, 1, 2, 3}
+    row = gpu.agents.of_turns(loop.turns, unfinished=2)
+    assert row["ttft_mean"] == row["ttft_p99"] == 0.5
+    assert row["cached_percent"] == 100
+    assert row["first_turns"] == sum(not turn.number for turn in loop.turns)
+    assert row["first_turns"] + len(row["ttfts"]) == len(loop.turns) == row["answered"]
+    assert (row["unfinished"], row["gap_p99"]) == (2, 0.02)
+    lines = gpu.agents.summarise([{"kind": "base", "what": "agents", **row, "ttft_mean": 1.0},
+                                  {"kind": "kvbm", "what": "agents", **row}])  # fmt: skip
+    assert [line["faster"] for line in lines] == [1.0, 2.0]
+    assert all(len(gpu.agents.show(line)) == len(gpu.agents.HEADER) for line in lines)
+
+
+def test_a_first_context_that_cannot_be_computed_is_told(gpu):
+    class Refusing:
+        def ask(self, *what):
+            return gpu.agents.Answer(user=0, round=0, started=0.0, finished=0.0, error="too long")
+
+    with pytest.raises(gpu.child.ChildError, match="4 of 4 first requests failed: too long"):
+        gpu.agents.Loop(Refusing(), gpu.agents.Shape(**LOOP)).fill()
+
+
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
@@ -849,6 +938,10 @@ RESULTS = {
     "throughput": ({"requests": 64, "inputs": 2048, "outputs": 128, "dry": False}, throughput_rows),
     "copies": ({}, copies_rows),
     "qps": ({**QPS_SETTINGS, "dry": False}, qps_rows),
+    "agents": (
+        {**dict.fromkeys(("agents", "first", "last", "tool", "think"), 1), **QPS_SETTINGS, "dry": False},
+        lambda: [{"kind": "kvbm", "what": "agents", "ttft_mean": 0.2, "gap_p99": 0.04, "ttfts": [0.1, 0.3]}],
+    ),
 }
 
 
@@ -883,7 +976,8 @@ def test_a_page_has_every_result_and_the_date_it_was_taken(gpu, results, tmp_pat
     assert "| copier | layers, 64 KiB | to device | 51.0 | 50.0 to 52.0 | 1.10 |" in page
     assert "| copier | layers, 64 KiB | to host | 0.20 | 2.00 | 9.50 |" in page
     assert "2048 blocks (layers, 64 KiB) out and in again: every byte came back." in page
-    assert "| 1 | kvbm | 0.200 | 0.200 | 0.900 | 1.00 | 80 | 0 | 0 | 1 | 3.0 |" in page
+    assert "| 1 | kvbm | 0.200 | 0.200 | 0.900 | 1.00 | 0.0200 | – | 80 | 0 | 0 | 1 | 3.0 |" in page
+    assert "| kvbm | 0.200 | – | – | – | 0.0400 | – | – | – | – | – | 1.0 |" in page
     assert "| kvbm | always | 1500.0 | 1500.0 | 1500.0 | 1.496 | 300 | 0 | 3.0 | 3 | 3 |" in page
     assert "[ttft.json](ttft.json)" in page
     assert "![" not in page
@@ -896,8 +990,8 @@ def test_each_result_has_a_plot(gpu, results, tmp_path):
     assert report(gpu, *results, second, "--out", tmp_path / "out") == 0
     pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
     assert pictures == [
-        "2026-03-04-copies.png", "2026-03-04-disk.png", "2026-03-04-interference.png", "2026-03-04-qps.png",
-        "2026-03-04-throughput.png", "2026-03-04-ttft-2.png", "2026-03-04-ttft.png",
+        "2026-03-04-agents.png", "2026-03-04-copies.png", "2026-03-04-disk.png", "2026-03-04-interference.png",
+        "2026-03-04-qps.png", "2026-03-04-throughput.png", "2026-03-04-ttft-2.png", "2026-03-04-ttft.png",
     ]  # fmt: skip
     page = (tmp_path / "out" / "2026-03-04.md").read_text()
     assert all(f"({name})" in page for name in pictures)

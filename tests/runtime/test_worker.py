@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.plans import Copy, LoadPlan, MovePlan, MoveResult, StepPlan, StorePlan
+from kvbm.plans import AdapterUse, Copy, LoadPlan, MovePlan, MoveResult, StepPlan, StorePlan
 from kvbm.runtime import loads
 from kvbm.runtime.worker import Worker
 from kvbm.tiers.base import Operation, Store
@@ -55,8 +55,8 @@ class FakeCopier(Copier):
     def begin_step(self, tickets):
         self._call("begin_step", list(tickets))
 
-    def prefetch(self, slots, tokens=0, whole=False):
-        self._call("prefetch", list(slots), tokens, whole)
+    def prefetch(self, slots, tokens=0):
+        self._call("prefetch", list(slots), tokens)
         return True
 
     def end_prefetch(self):
@@ -200,13 +200,10 @@ def test_a_load_under_way_fails_when_the_weights_change(worker, copier):
 
 def test_nothing_that_was_fetched_ahead_outlives_a_refused_load(worker, copier):
     """Its slots may hold other blocks when a later load names them."""
-    plan = StepPlan([load()])
-    worker.begin(plan)
-    assert copier.calls[-1][0] == "prefetch"
+    worker.prefetch([5, 6], 0)
     worker.refuse([1])
-    worker.start_loads(plan)
-    worker.poll()
-    assert copier.calls[-1][0] == "end_prefetch"
+    step(worker, load())
+    assert [call[0] for call in copier.calls] == ["prefetch", "begin_step", "end_prefetch"]
 
 
 def test_nothing_that_was_fetched_ahead_outlives_the_weights(worker, copier):
@@ -314,25 +311,23 @@ def test_a_load_outside_the_step_may_be_started_early_too(worker, copier):
     assert outcome.arrived == {"request-1"}
 
 
-def test_a_load_outside_the_step_begins_to_come_near_before_the_forward_pass(worker, copier):
+def test_a_load_outside_the_step_begins_before_the_forward_pass_of_a_long_step(worker, copier):
     plan = StepPlan([load(in_step=False)])
     worker.begin(plan)
-    assert copier.calls[-1] == ("prefetch", [5, 6], 0, True)
+    assert copier.calls == [("begin_step", []), ("load", [5, 6], [7, 8], [], When.LATER)]
     worker.start_loads(plan)
     worker.start_stores(plan)
-    worker.poll()
-    assert [call[0] for call in copier.calls] == ["begin_step", "prefetch", "load", "end_prefetch"]
+    assert worker.poll().arrived == {"request-1"}
+    assert len(copier.calls) == 2
 
 
 @pytest.mark.parametrize(("took", "ahead"), [(0.006, 0), (0.04, 1)])
-def test_beside_short_steps_it_does_not_keep_the_forward_pass_waiting(took, ahead, worker, copier, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("kvbm.runtime.loads.time.monotonic", lambda: now[0])
+def test_beside_short_steps_it_does_not_keep_the_forward_pass_waiting(took, ahead, worker, copier, clock):
     worker.poll()
-    now[0] += took
+    clock.now += took
     worker.poll()
     worker.begin(StepPlan([load(in_step=False)]))
-    assert [call[0] for call in copier.calls].count("prefetch") == ahead
+    assert [call[0] for call in copier.calls].count("load") == ahead
 
 
 def test_what_a_step_waits_for_comes_before_what_it_does_not(worker, copier):
@@ -341,7 +336,12 @@ def test_what_a_step_waits_for_comes_before_what_it_does_not(worker, copier):
     assert copier.calls == [("begin_step", [])]
     worker.start_early(inside)
     worker.begin(StepPlan([outside, inside]))
-    assert copier.calls[-1] == ("prefetch", [5, 6], 0, True)
+    assert [call[-1] for call in copier.calls if call[0] == "load"] == [When.BY_LAYER, When.LATER]
+
+
+def test_a_load_that_the_step_may_refuse_does_not_begin_before_it(worker, copier):
+    worker.begin(StepPlan([load()], adapters=[AdapterUse(1, 1, loads=[1])]))
+    assert copier.calls == [("begin_step", [])]
 
 
 @pytest.mark.parametrize("slots", [[-1, -1], [5, 100]])
@@ -396,21 +396,11 @@ def test_slots_of_the_disk_are_never_prefetched_as_host_slots(copier):
     assert copier.calls == [("begin_step", [])]
 
 
-def test_nothing_is_fetched_for_a_load_that_cannot_come(worker, copier):
-    """What is fetched would lie in wait for a load of the same slots, when they hold something else."""
+def test_nothing_is_loaded_over_blocks_that_a_store_may_still_read(worker, copier):
     copier.fails = {"begin_step"}
     outcome = step(worker, load())
     assert outcome.bad_blocks == {7, 8}
     assert not [call for call in copier.calls if call[0] in ("prefetch", "load")]
-    assert copier.calls[-1] == ("end_prefetch",)
-
-
-def test_a_load_that_cannot_come_near_comes_all_the_same(worker, copier):
-    copier.fails = {"prefetch"}
-    outcome = step(worker, load())
-    assert outcome.arrived == {"request-1"}
-    assert not outcome.bad_blocks
-    assert sum(outcome.report.faults.values()) == 1
 
 
 def test_a_load_that_cannot_be_asked_whether_it_is_over_is_waited_for(worker, copier):
@@ -452,7 +442,6 @@ def a_long_load(count=23, **options):
 def test_a_long_load_outside_the_step_is_submitted_part_by_part(worker, slow_copier):
     step(worker, a_long_load())
     assert len(submitted(slow_copier)) == 2
-    assert ("prefetch", [40, 41, 42, 43], 0, True) in slow_copier.calls  # of what comes first, no more
     assert not worker.poll().report
     assert len(submitted(slow_copier)) == 2  # the bus is busy
     slow_copier.tickets[0].over = True
@@ -575,20 +564,14 @@ def test_long_loads_come_one_after_the_other_and_two_parts_at_a_time_in_all(work
 
 def test_a_short_load_does_not_wait_for_a_long_one(worker, slow_copier):
     step(worker, *long_loads(0), load(id=7, slots=[90, 91], blocks=[40, 41]))
-    assert submitted(slow_copier)[-1] == ([90, 91], [40, 41])
-    slow_copier.tickets[-1].over = True
+    assert submitted(slow_copier)[1] == ([90, 91], [40, 41])
+    slow_copier.tickets[1].over = True
     assert worker.poll().arrived == {"request-7"}
     assert len(submitted(slow_copier)) == 3
 
 
-@pytest.mark.parametrize("over", [0, 1], ids=["the bus is full", "a part is to come"])
-def test_nothing_is_fetched_ahead_that_the_next_part_would_end(over, worker, slow_copier):
-    step(worker, *long_loads(0, count=12 if over else 10))
-    fetched = [call for call in slow_copier.calls if call[0] == "prefetch"]
-    assert len(fetched) == 1
-    end_parts(slow_copier, over)
-    step(worker, *long_loads(1))
-    assert [call for call in slow_copier.calls if call[0] == "prefetch"] == fetched
+def test_nothing_is_fetched_ahead_that_the_next_part_would_end(worker, slow_copier):
+    step(worker, *long_loads(0))
     assert worker.prefetch([90, 91], 1) is False
 
 
@@ -655,9 +638,142 @@ def test_no_more_of_a_step_goes_into_submitting_than_nobody_notices(worker, slow
         return begin(*what)
 
     monkeypatch.setattr(slow_copier, "load", take_a_while)
+    worker.poll()
     clock.now += 0.1
+    worker.poll()
     step(worker, a_long_load(count=50))
     assert len(submitted(slow_copier)) == 3  # a tenth of it
     clock.now += 0.005
     worker.poll()
     assert len(submitted(slow_copier)) == 3
+
+
+# -- loads that the engine hears of before they are over ---------------------------------------------------------------
+
+
+@pytest.fixture
+def turn(worker, slow_copier, clock, monkeypatch):
+    """A step of 40 ms with such a plan. A part of five blocks takes 10 ms; the engine may hear of it 36 ms early."""
+    slow_copier.can_hold_steps = True
+    slow_copier.held = []
+    monkeypatch.setattr(slow_copier, "hold_step", lambda tickets: slow_copier.held.append(list(tickets)))
+    worker.announcements.steps_ahead = 0.9
+
+    def turn(*loads, **options):
+        clock.now += 0.04
+        plan = StepPlan(list(loads), **options)
+        worker.begin(plan)
+        worker.start_loads(plan)
+        worker.start_stores(plan)
+        return worker.poll()
+
+    for _ in range(3):
+        turn()
+    return turn
+
+
+def parts_come(copier, *parts):
+    for part in parts:
+        copier.tickets[part]._seconds = 0.01
+        copier.tickets[part].over = True
+
+
+def test_a_load_is_announced_when_it_should_be_over_before_the_engine_plans_with_it(turn, slow_copier):
+    assert not turn(a_long_load(count=30), unheard=[1]).arrived
+    assert len(slow_copier.tickets) == 6
+    for part in (0, 1):
+        parts_come(slow_copier, part)
+        assert not turn(unheard=[1]).arrived  # 50 ms to go, then 40
+    parts_come(slow_copier, 2)
+    assert turn(unheard=[1]).arrived == {"request-1"}
+    assert not turn(unheard=[1]).arrived  # once
+    assert slow_copier.held == []  # the step was planned without it
+    assert not turn().arrived
+    assert slow_copier.held == [slow_copier.tickets]
+    parts_come(slow_copier, 3, 4, 5)
+    outcome = turn()
+    assert not outcome.arrived
+    assert [result.id for result in outcome.report.loads] == [1]
+    slow_copier.held.clear()
+    turn()
+    assert slow_copier.held == []
+
+
+def announce(turn, slow_copier):
+    """A load whose second half is still under way."""
+    turn(a_long_load(count=10), unheard=[1])
+    parts_come(slow_copier, 0)
+    return turn(unheard=[1]).arrived
+
+
+def test_a_load_of_one_part_is_judged_by_the_load_before(turn, slow_copier):
+    assert not turn(load(id=1), unheard=[1]).arrived
+    parts_come(slow_copier, 0)
+    assert turn(unheard=[1]).arrived == {"request-1"}
+    assert turn(load(id=2), unheard=[2]).arrived == {"request-2"}
+
+
+def test_a_load_behind_others_waits_for_them(turn, slow_copier):
+    """The bus brings one after the other, however little is left of the last."""
+    turn(load(id=7, slots=range(5), blocks=range(5)))
+    parts_come(slow_copier, 0)
+    assert turn().arrived == {"request-7"}
+    assert not turn(a_long_load(count=20), load(id=2, slots=[90, 91], blocks=[40, 41]), unheard=[1, 2]).arrived
+    parts_come(slow_copier, 1)
+    assert turn(unheard=[1, 2]).arrived == {"request-1", "request-2"}
+
+
+def test_a_load_is_not_announced_before_all_of_it_is_with_the_copier(turn, worker, slow_copier, clock):
+    worker.poll()  # a short step
+    worker.start_early(a_long_load(count=50))
+    clock.now += 0.006
+    worker.poll()  # and another: the first part
+    assert len(slow_copier.tickets) == 1
+    parts_come(slow_copier, 0)
+    assert worker.announcements.make(worker._loads.values(), 1.0) == set()
+
+
+def test_without_steps_that_overlap_nothing_is_announced(turn, worker, slow_copier):
+    worker.announcements.steps_ahead = 0.0
+    assert not announce(turn, slow_copier)
+
+
+def test_what_a_copier_cannot_order_on_the_device_is_not_announced(turn, slow_copier):
+    slow_copier.can_hold_steps = False
+    assert not announce(turn, slow_copier)
+
+
+def test_a_load_that_has_lost_a_block_is_not_announced(turn, slow_copier):
+    copies = [Copy(HOST, [*range(10)], [*range(10)]), Copy(DISK, [1], [11])]
+    turn(LoadPlan(1, "request-1", copies, in_step=False), unheard=[1])
+    parts_come(slow_copier, 0)
+    assert not turn(unheard=[1]).arrived
+
+
+def test_a_step_waits_for_an_announced_load_if_its_plan_says_nothing(turn, slow_copier, worker):
+    """A plan that got lost, for example."""
+    assert announce(turn, slow_copier)
+    worker.begin(StepPlan())
+    assert slow_copier.held == [slow_copier.tickets]
+
+
+def test_a_step_that_cannot_wait_on_the_device_waits_here(turn, worker, slow_copier, monkeypatch):
+    def broken(tickets):
+        raise OSError("no stream")
+
+    assert announce(turn, slow_copier)
+    monkeypatch.setattr(slow_copier, "hold_step", broken)
+    worker.begin(StepPlan())
+    assert slow_copier.tickets[1].waited
+    assert any("no stream" in fault for fault in worker.poll().report.faults)
+
+
+@pytest.mark.parametrize("what", ["weights_changed", "drain"])
+def test_an_announced_load_has_arrived_whatever_happens_then(what, turn, worker, slow_copier):
+    """The engine no longer waits for it, and takes no failure of it."""
+    assert announce(turn, slow_copier)
+    getattr(worker, what)()
+    parts_come(slow_copier, 1)
+    outcome = turn()
+    assert (outcome.arrived, outcome.failed, outcome.bad_blocks) == (set(), set(), set())
+    assert [result.bad for result in outcome.report.loads] == [[]]

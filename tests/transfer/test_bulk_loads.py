@@ -196,15 +196,12 @@ def copier(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "fetched ahead"])
-def test_others_have_their_turn_from_the_start_of_a_load_that_no_step_waits_for(bench, copier, ahead, monkeypatch):
+def test_others_have_their_turn_from_the_start_of_a_load_that_no_step_waits_for(bench, copier, monkeypatch):
     bench = bench(rows=100)
     copier = copier(bench)
     monkeypatch.setattr(bulk_loads, "_GENTLE_BYTES", 3 * bench.layout.block_bytes)
     monkeypatch.setattr(bulk_loads, "_STEP_TURNS", 1)
     monkeypatch.setattr(bench.loads._relay, "hand_over", lambda: bench.commands.append("turn"))
-    if ahead:
-        assert copier.prefetch(RUN, whole=True)
     copier.load(RUN, list(range(len(RUN))), [], When.LATER)
     bench.check(RUN, list(range(len(RUN))))
     assert bench.commands.count("turn") == len(RUN) // 3

@@ -461,7 +461,7 @@ class History:
             slots = self.some_slots(12)
             try:
                 with self.loading():
-                    begun = self.copier.prefetch(slots, 1, whole=self.source.random() < 0.5)
+                    begun = self.copier.prefetch(slots, 1)
             except RuntimeError:
                 return
             if begun:

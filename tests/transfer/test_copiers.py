@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 
 import numpy as np
 import pytest
@@ -293,11 +292,11 @@ def test_a_load_in_bulk_is_like_any_other(device, case, rows, prefetched, batch,
         neighbours = list(range(29, 19, -1))
         cache.load(neighbours, list(range(14, 24)), When.BY_LAYER)
         assert all(same(cache.read(14 + i), before[9 - i]) for i in range(10))
-        for when, whole in product((When.LATER, When.NOW), (False, True)):
+        for when in (When.LATER, When.NOW):
             for block in range(14, 24):
                 cache.wipe(block)
             if prefetched == "this":
-                assert cache.copier.prefetch(neighbours, whole=whole)
+                assert cache.copier.prefetch(neighbours)
             cache.load(neighbours, list(range(14, 24)), when)
             assert all(same(cache.read(14 + i), before[9 - i]) for i in range(10))
         assert cache.copier.prefetch(slots)

@@ -57,6 +57,7 @@ class Sample(msgspec.Struct, kw_only=True):
 
 class Answer(Sample, kw_only=True):
     text: str = ""
+    tokens: list[int] = []  # where the server tells: vLLM does with ``return_token_ids``
 
 
 class Endpoint:
@@ -162,6 +163,7 @@ class Endpoint:
                 answer.output_tokens = usage.get("completion_tokens") or 0
                 answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             for choice in event.get("choices") or ():
+                answer.tokens += choice.get("token_ids") or ()
                 if text := _text(choice):
                     now = time.monotonic()
                     if answer.ttft is None:

@@ -93,6 +93,22 @@ class Load:
         """Tiers that still write to its near slots."""
         return list(dict.fromkeys(read.store.tier for read in self.staged if read.owes))
 
+    @property
+    def is_submitted(self) -> bool:
+        """All of it is with the copier, which has taken it without a fault."""
+        return not (self.rest or self.staged or self.bad or self.missed)
+
+    @property
+    def blocks_left(self) -> int:
+        """Blocks that the copier has not brought yet."""
+        return sum(part.blocks for part in self.parts if not part.ticket.done())
+
+    @property
+    def block_seconds(self) -> float:
+        """How long a block of those took that have come; 0 if none has."""
+        done = [part for part in self.parts if part.ticket.done()]
+        return sum(part.seconds for part in done) / max(1, sum(part.blocks for part in done))
+
     def late_result(self) -> LoadResult | None:
         """Of a load whose given-up reads have ended by now: its near slots are free. None while one goes on."""
         for read in self.staged:
@@ -128,20 +144,17 @@ class Submission:
         self._loads = loads
         self._prefetched: list[int] = []  # slots that the copier has begun to prefetch
         self._polled = time.monotonic()
-        self._submits_until = 0.0  # parts, however many are under way
+        self._spare = 0.0  # seconds until the end of the next step for parts, however many are under way
+        self._submits_until = 0.0
         self.steps_are_long = True  # as far as is known
+        self._last_step = self.step_seconds = 0.0  # the shorter one of the last two steps
 
-    @property
-    def keeps_up(self) -> bool:
-        """Parts of long loads are under way, so that the bus has enough to do."""
-        return self._under_way() >= _LEAD
-
-    def prefetch(self, slots: list[int], tokens: int, whole: bool) -> bool:
+    def prefetch(self, slots: list[int], tokens: int) -> bool:
         """See :meth:`kvbm.transfer.base.Copier.prefetch`. Not while a load has parts to come: the next would end it."""
         if any(load.rest for load in self._loads):
             return False
         with annotate("copier.prefetch"):
-            begun = self._copier.prefetch(slots, tokens, whole)
+            begun = self._copier.prefetch(slots, tokens)
         if begun:
             self._prefetched = slots
         return begun
@@ -169,8 +182,9 @@ class Submission:
         """Measure the step. A long one leaves time to submit more parts: one for each step would take too long."""
         now = time.monotonic()
         step, self._polled = now - self._polled, now
+        self._last_step, self.step_seconds = step, min(step, self._last_step)
         self.steps_are_long = step >= _LONG_STEP
-        self._submits_until = now + _LONG_STEP_SHARE * step if self.steps_are_long else now
+        self._spare = _LONG_STEP_SHARE * step if self.steps_are_long else 0.0
 
     def take_in(self, load: Load, rest: Iterable[Rest], failed: Callable[[Load, Exception], None]) -> None:
         """A load that comes in these parts. Beside short steps the first part waits for the next step, because the
@@ -183,13 +197,15 @@ class Submission:
     def go_on(self, failed: Callable[[Load, Exception], None]) -> None:
         """Submit as many parts as keep the bus busy until the next step. One load after the other: the first to arrive
         is answered while the second is on its way. ``failed``: is called with a load that has a failed part."""
+        self._submits_until = time.monotonic() + self._spare
         for load in [load for load in self._loads if load.rest]:
             try:
                 self._submit_parts(load)
             except Exception as error:
                 failed(load, error)
             if load.rest:
-                return
+                break
+        self._spare = max(0.0, self._submits_until - time.monotonic())
 
     def _submit_parts(self, load: Load) -> None:
         under_way = self._under_way()

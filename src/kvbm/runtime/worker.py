@@ -17,6 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, TierName
+from kvbm.runtime.announcements import Announcements
 from kvbm.runtime.loads import Load, Part, Rest, Submission
 from kvbm.runtime.moves import Moves
 from kvbm.runtime.stores import Share, Stores
@@ -64,6 +65,7 @@ class Worker:
         self._step_begun = True
         self._early: set[int] = set()  # loads that were begun before their step
         self._put_off: list[LoadPlan] = []  # loads that begin at the end of the step
+        self.announcements = Announcements(copier)
         self._submission = Submission(copier, self._loads.values())
         self._plan = StepPlan()  # of the current step
         self._refused: set[int] = set()  # loads and stores of the current step that the engine's state forbids
@@ -77,7 +79,7 @@ class Worker:
         self._outdated = True
         # Their requests would start to compute on KV of the old weights.
         for load in self._loads.values():
-            if not load.plan.in_step:
+            if not load.plan.in_step and load not in self.announcements:
                 load.spoil()
         try:
             self.end_prefetch()
@@ -89,7 +91,8 @@ class Worker:
         failed: the engine is about to give their blocks away. Never raises."""
         try:
             for load in self._loads.values():
-                load.spoil()
+                if load not in self.announcements:
+                    load.spoil()
             tickets = [part.ticket for load in self._loads.values() for part in load.parts]
             for ticket in (*tickets, *self._stores.tickets.values()):
                 ticket.wait()
@@ -103,6 +106,12 @@ class Worker:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the engine writes anything in this step."""
+        for load in self.announcements.due(plan, self._loads):
+            try:
+                self.announcements.hold(load)
+            except Exception as error:
+                self._fault("fence", error)
+                self._outlast(load)
         self._step_begun = True
         if plan.changes_heard[self.rank : self.rank + 1] == [self.weight_changes]:
             self._outdated = False
@@ -122,10 +131,10 @@ class Worker:
             self._step_begun = False
         for ticket in self._stores.reading(plan.drain_stores).values():
             ticket.wait()
-        self._fetch_ahead(plan)
+        self._start_ahead(plan)
 
-    def prefetch(self, slots: list[int], tokens: int, whole: bool = False) -> bool:
-        return self._submission.prefetch(slots, tokens, whole)
+    def prefetch(self, slots: list[int], tokens: int) -> bool:
+        return self._submission.prefetch(slots, tokens)
 
     def end_prefetch(self) -> None:
         self._submission.end_prefetch()
@@ -172,23 +181,20 @@ class Worker:
     def _when(self, load: LoadPlan) -> When:
         return When.LATER if not load.in_step else When.BY_LAYER if load.layered else When.NOW
 
-    def _fetch_ahead(self, plan: StepPlan) -> None:
-        """Begin the first deferred load before the forward pass of a long step, so that the bus is not idle until its
-        end. In a short step this would delay decoding requests too much. Loads that the step waits for go first."""
-        if not self._step_begun or not self._submission.steps_are_long:
-            return
+    def _start_ahead(self, plan: StepPlan) -> None:
+        """Begin loads that no step waits for before the forward pass of a long step, so that the bus is not idle until
+        its end. In a short step this would delay decoding requests too much. Loads that the step waits for go first."""
         waiting = [load for load in plan.loads if load.id not in self._early]
-        if not waiting or any(load.in_step for load in waiting):
+        if not self._step_begun or not self._submission.steps_are_long or any(load.in_step for load in waiting):
             return
-        copies = waiting[0].copies
-        if len(copies) != 1 or copies[0].tier != self._near_tier or self._submission.keeps_up:
-            return
-        try:
-            self._check_copy(copies[0])
-            _, end = self._submission.cuts(copies[0].slots)[0]
-            self.prefetch(copies[0].slots[:end], 0, whole=True)
-        except Exception as error:
-            self._fault("prefetch", error)  # the load itself will show what can be had
+        if plan.adapters:
+            return  # the step may refuse some
+        near = [load for load in waiting if {copy.tier for copy in load.copies} == {self._near_tier}]
+        near = [load for load in near if load.id not in self._refused]
+        with self._spoiling(near):
+            self._early.update(load.id for load in near)
+            for load in near:
+                self._start([load], When.LATER)
 
     def _start_put_off(self) -> None:
         """Start the loads that no step waits for: milliseconds of work, which the requests that decode would notice
@@ -260,10 +266,11 @@ class Worker:
             blocks = load.plan.blocks
             bad_blocks.update(blocks[position] for position in (*result.bad, *result.missed))
             loads.append(result)
-            if not load.plan.in_step:
+            if not self.announcements.ended(load) and not load.plan.in_step:
                 arrived.add(load.plan.request)
                 if result.bad or result.missed:
                     failed.add(load.plan.request)
+        arrived |= self.announcements.make(self._loads.values(), self._submission.step_seconds)
         stores, moves = self._stores.take_ended(), self._moves.take_ended()
         news = self.weight_changes if self._outdated else 0  # until the leader has heard of it: a report may get lost
         report = Report(self.rank, loads, stores, dict(self._faults), moves, weight_changes=news)

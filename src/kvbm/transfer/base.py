@@ -110,16 +110,23 @@ class Copier(ABC):
         May wait for the stores. The worker calls it in every step with a plan, before the loads, even without tickets.
         """
 
+    # Whether :meth:`hold_step` makes the device wait, and not the engine's thread, for loads that cannot fail any more.
+    can_hold_steps = False
+
+    def hold_step(self, tickets: Iterable[Ticket]) -> None:
+        """Make work that the engine submits after this call wait for these loads."""
+        for ticket in tickets:
+            ticket.wait()
+
     def begin_load(self) -> None:
         """Prepare a load between two steps: the load waits for the work that the engine has submitted so far."""
         return
 
-    def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
+    def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
         """Prefetch slots into staging buffers, for a load of the same slots that follows within milliseconds.
 
-        ``whole``: no step waits for single layers of the load. Returns False if this copier has no staging buffers, or
-        does not use them for such a load. The slots must not change until that load or until :meth:`end_prefetch`. A
-        load of other slots ends the prefetch too.
+        Returns False if this copier has no staging buffers, or does not use them for such a load. The slots must not
+        change until that load or until :meth:`end_prefetch`. A load of other slots ends the prefetch too.
         """
         return False
 

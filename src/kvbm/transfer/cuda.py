@@ -96,6 +96,11 @@ class CudaCopier(Copier):
         _hold(stream, tickets)
         self._step_began.record(stream)
 
+    can_hold_steps = True
+
+    def hold_step(self, tickets: Iterable[Ticket]) -> None:
+        _hold(torch.cuda.current_stream(self.device), tickets)
+
     def begin_load(self) -> None:
         # Not the current stream: between steps the engine may have switched to another stream.
         self._step_began.record(self.engine_stream)
@@ -145,10 +150,10 @@ class CudaCopier(Copier):
                     self._bulk.yield_bus_to_kernel()
             return EventTicket(began, mark(stream))
 
-    def prefetch(self, slots: Sequence[int], tokens: int = 0, whole: bool = False) -> bool:
-        if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens, whole):
+    def prefetch(self, slots: Sequence[int], tokens: int = 0) -> bool:
+        if self._bulk is None or self._prefetched is not None or not self._suits_bulk(slots, tokens):
             return False
-        self._prefetched = self._bulk.begin(slots, whole, gently=whole)
+        self._prefetched = self._bulk.begin(slots)
         return True
 
     def _take_prefetched(self, slots: Sequence[int]) -> Fetch | None:

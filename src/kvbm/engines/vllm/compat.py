@@ -161,6 +161,16 @@ def clears_blocks(kv_cache_config: Any) -> bool:
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
+def steps_ahead(vllm_config: Any, kv_cache_config: Any) -> float:
+    """See :class:`kvbm.runtime.announcements.Announcements`. Where steps overlap, vLLM takes in a report after it has
+    submitted one more step. 0 where others write to blocks without regard to the order of steps."""
+    alone = getattr(vllm_config.kv_transfer_config, "kv_connector", "") == "DynamoConnector"
+    overlaps = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+    if not alone or not overlaps or clears_blocks(kv_cache_config) or len(kv_cache_config.kv_cache_groups) > 1:
+        return 0.0
+    return 0.9
+
+
 def clears_before_fences(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether vLLM does so before it calls the connector: a store may then still be reading those blocks. That is the
     second model runner."""

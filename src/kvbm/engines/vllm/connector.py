@@ -139,6 +139,8 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
+        for request in connector_output.finished_recving or ():
+            self._adapter.unheard.pop(request, None)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, WorkerReports):
             reports: list[Report] = []
@@ -215,7 +217,11 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._receive(kv_connector_metadata)
+        try:
+            self._receive(kv_connector_metadata)
+        except Exception:
+            self._adapter.begin(StepPlan())  # the step waits for all announced loads
+            raise
         self._adapter.begin(self._plan)
 
     @guarded(None)

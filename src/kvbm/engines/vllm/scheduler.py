@@ -76,6 +76,7 @@ class SchedulerAdapter:
         self._loads: list[LoadPlan] = []
         self._uses: list[AdapterUse] = []  # adapters that the next step's plan depends on
         self._drain_stores: list[int] = []  # stores that must be over before the next step
+        self.unheard: dict[str, int] = {}  # loads that vLLM has not heard the end of, by waiting request
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._still_steps = 0  # in a row, with nothing to compute
@@ -287,10 +288,8 @@ class SchedulerAdapter:
             self.session.admit(state, plan, count)
 
     def others_write(self, blocks: Sequence[int]) -> None:
-        """Another connector fills these blocks, outside of the engine's order: the stores that read them end first.
-
-        On a GPU a fence is not enough: it holds back the engine's stream and no other.
-        """
+        """Another connector fills these blocks, outside of the engine's order: the stores that read them end first. On
+        a GPU a fence is not enough: it holds back the engine's stream and no other."""
         if self.leader is not None:
             self._drain_stores += self.leader.fences(blocks)
 
@@ -307,6 +306,8 @@ class SchedulerAdapter:
             if state.in_step or self._groups.apart:
                 self._uses.append(weights.used_by(loads=[plan.id]))
         state.loads, state.outside = True, not state.in_step
+        if state.outside:
+            self.unheard[state.name] = plan.id
         return plan
 
     def _is_waiting(self) -> bool:
@@ -360,6 +361,7 @@ class SchedulerAdapter:
         return StepPlan(
             loads, stores, fences, moves=self._moves.plan(), drain_stores=drain_stores, verdicts=verdicts,
             adapters=uses, wanted=wanted, changes_heard=self._weights.heard(self._ranks),
+            unheard=list(self.unheard.values()),
         )  # fmt: skip
 
     def _line(self) -> Iterator[RequestState]:

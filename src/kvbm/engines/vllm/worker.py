@@ -118,6 +118,9 @@ class WorkerAdapter:
     def meet(self) -> Hello | None:
         """Finish the start. Returns what the leader must know; None when there is no cache to serve."""
         hello = self._rank.open()
+        if self._worker is not None:
+            ahead = compat.steps_ahead(self._vllm_config, self._kv_cache_config)
+            self._worker.announcements.steps_ahead = ahead
         if hello is not None and self._name not in _local:
             self._thread = threading.get_ident()
             _local[self._name] = self
