@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from engines import do, generate, prompt
 
@@ -135,13 +133,15 @@ def test_a_reset_that_fails_is_not_reported_as_done(run_scenario):
 
 def test_a_report_that_cannot_be_read_closes_the_books_too(make_clockwork, caplog):
     """What it told of would be waited for without end, and its slots never be free again."""
+    from vllm.v1.outputs import KVConnectorOutput
+
     from kvbm.engines.vllm.connector import WorkerReports
 
     engine = make_clockwork()
     engine.add("before", list(range(40)))
     engine.run()
     for _ in range(2):
-        garbled = SimpleNamespace(kv_connector_worker_meta=WorkerReports([b"garbled"]), invalid_block_ids=set())
+        garbled = KVConnectorOutput(kv_connector_worker_meta=WorkerReports([b"garbled"]))
         engine.scheduler.connector.update_connector_output(garbled)
     assert engine.adapter.leader is None
     assert not engine.adapter.busy
