@@ -22,6 +22,7 @@ from random_models import Dense, Latent, model_folder  # noqa: E402
 DTYPE = "bfloat16" if ON_CUDA else "float32"
 MODELS = {
     "dense": Dense("dense", 4, 256, 4, 2, 128, 512, 4096, DTYPE, 0),
+    "deep": Dense("deep", 36 if ON_CUDA else 4, 1024, 8, 8, 128, 1024, 4096, DTYPE, 0),
     "mla": Latent("mla", 3, 256, 16, 512, 4096, DTYPE),
 }
 
@@ -90,7 +91,13 @@ def run_engine(
     """
 
     def run(
-        name: str, model: str, steps: list[dict], engine: dict, env: dict | None = None, timeout: float = 200
+        name: str,
+        model: str,
+        steps: list[dict],
+        engine: dict,
+        env: dict | None = None,
+        timeout: float = 200,
+        kvbm: dict | None = None,
     ) -> Outcome:
         _wait_for_memory()
         scenario = {
@@ -98,7 +105,7 @@ def run_engine(
                 "model": models(model), "dtype": DTYPE, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.3,
                 "max_num_seqs": 16, "max_num_batched_tokens": 2048, **engine,
             },
-            "kvbm": {"cpu_cache_override_num_blocks": 1000, "load": "always"},
+            "kvbm": {"cpu_cache_override_num_blocks": 1000, "load": "always", **(kvbm or {})},
             "env": env or {},
             "steps": steps,
         }  # fmt: skip
