@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvbm.bench import runner
 from kvbm.bench.client import Endpoint, EndpointError, Prompt
 from kvbm.bench.results import Run, Sample, csv, from_json, percentile, summarise
 from kvbm.bench.runner import server_counters
 from kvbm.cli.main import main
+from kvbm.observe import terminal
 from kvbm.observe.charts import Axis
 
 HELLO = Prompt(messages=[{"role": "user", "content": "hello"}])
@@ -240,13 +242,23 @@ def test_two_targets_beside_each_other(server, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("counts", "percent", "line"),
-    [(True, 60, "(50%) were loaded by the KV connector and"), (False, 60, "prompt tokens from a cache")],
+    ("counts", "percent", "line", "short"),
+    [
+        (True, 60, "(50%) were loaded by the KV connector and", "hits: 50% loaded, 10% in the engine's cache"),
+        (False, 60, "prompt tokens from a cache", "hits: 60%"),
+    ],
 )
-def test_the_terminal_shows_hits(server, tmp_path, capsys, counts, percent, line):
+def test_the_terminal_shows_hits(server, tmp_path, capsys, monkeypatch, counts, percent, line, short):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "COUNTERS_EVERY", 0.1)
     server.delay, server.counts_hits = 0.02, counts
     assert main(["bench", "--base-url", server.url, "--qps", "12", *SMALL, "--out", str(tmp_path)]) == 0
-    header, row, _, hits, *_ = capsys.readouterr().out.strip().splitlines()
+    out, err = capsys.readouterr()
+    *during, end = err.strip().splitlines()
+    assert "sent, " in during[-1]
+    assert during[-1].endswith(short)
+    assert end.endswith(short)
+    header, row, _, hits, *_ = out.strip().splitlines()
     assert header.split()[-2:] == ["hit", "%"]
     assert row.split()[-1] == str(percent)
     assert hits.startswith("hits of endpoint at 12: ")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
+import threading
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -194,11 +197,30 @@ def test_serve_without_vllm_says_where_it_looked(monkeypatch, tmp_path, capsys):
     assert f"vLLM is not installed in {sys.prefix}" in capsys.readouterr().err
 
 
-def test_print_prints_a_line_for_a_shell(capsys):
-    assert main(["serve", "m", "--cpu-gb", "1", "--print", "--dtype", "half"]) == 0
-    words = shlex.split(capsys.readouterr().out)
-    assert words[0] == "DYN_KVBM_CPU_CACHE_GB=1"
+def test_print_prints_a_line_for_a_shell(capsys, tmp_path, monkeypatch):
+    (tmp_path / "vllm").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = ["serve", "m", "--cpu-gb", "0.1", f"--port={free_port()}", "--print", "--no-metrics", "--dtype", "half"]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    words = shlex.split(out)
+    assert err == ""
+    assert words[0] == "DYN_KVBM_CPU_CACHE_GB=0.1"
     assert words[-2:] == ["--dtype", "half"]
+
+
+def test_print_says_what_would_stop_the_command_here(capsys, tmp_path, monkeypatch):
+    (tmp_path / "vllm").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_BG", "1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "m", "--cpu-gb", "0.1", f"--port={port}", "--print"]) == 0
+    out, err = capsys.readouterr()
+    assert shlex.split(out)[-1] == f"--port={port}"  # for another machine it may be right
+    assert "did you mean DYN_KVBM_CPU_CACHE_GB?" in " ".join(err.split())
+    assert f"cannot listen on port {port}" in err
+    assert err.endswith("as things are, this command would not start here\n")
 
 
 @pytest.mark.parametrize("command", [module.NAME for module in cli.COMMANDS if module.NAME != "serve"])
@@ -304,3 +326,32 @@ def test_size_of_a_folder_without_a_model(tmp_path, capsys):
     assert f"it is a file; give the folder of the model, {tmp_path}" in capsys.readouterr().err
     assert main(["size", str(tmp_path)]) == 1
     assert "'num_hidden_layers'" in capsys.readouterr().err
+
+
+class Unavailable(http.server.BaseHTTPRequestHandler):
+    """A model hub that cannot answer now."""
+
+    def do_HEAD(self):
+        self.server.asked.append(self.path)
+        self.send_error(503)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_size_asks_a_hub_that_does_not_answer_once(tmp_path):
+    with http.server.HTTPServer(("127.0.0.1", 0), Unavailable) as hub:
+        hub.asked = []
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{hub.server_port}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+        environment.pop("HF_HUB_OFFLINE", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "kvbm.cli.main", "size", "some/model"],
+            env=environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        hub.shutdown()
+    assert done.returncode == 1
+    assert f"some/model: config.json cannot be fetched from {address}: " in done.stderr
+    assert "503" in done.stderr
+    assert hub.asked == ["/some/model/resolve/main/config.json"]

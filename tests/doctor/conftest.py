@@ -12,7 +12,7 @@ import pytest
 import kvbm
 from kvbm import config
 from kvbm.cli.main import main
-from kvbm.doctor import gpu, setup
+from kvbm.doctor import base, gpu, setup
 from servers import free_ports
 
 VERSIONS = {"vllm": "0.31.0+cpu", "torch": "2.13.0+cpu", "kvbm": kvbm.__version__}
@@ -37,6 +37,7 @@ def versions(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "gpus", lambda: ())
     monkeypatch.setattr(gpu, "_nvidia_smi", lambda: ((), ""))
     monkeypatch.setattr(setup, "gpus", lambda: ())
+    monkeypatch.setattr(base, "servers", list)  # other tests run engines
     monkeypatch.setattr(metadata, "version", version)
     # Others on this machine may have the usual ones.
     for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True):

@@ -6,6 +6,8 @@ import http.server
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -17,7 +19,7 @@ import kvbm
 import observed
 from kvbm import config, doctor
 from kvbm.cli.main import main
-from kvbm.doctor import gpu, memory, setup, tiers
+from kvbm.doctor import base, gpu, memory, setup, tiers
 from kvbm.engines.vllm import shortcuts
 from kvbm.engines.vllm.transfer_config import EXAMPLE
 from kvbm.observe.server import Server
@@ -25,6 +27,7 @@ from kvbm.observe.snapshot import HitRates, Saved
 from kvbm.runtime.channel import ZmqLeader
 from kvbm.tiers.lock import FileLock
 
+REAL_SERVERS = base.servers
 GOOD = {"DYN_KVBM_CPU_CACHE_GB": "0.1"}
 PORTS = ("DYN_KVBM_METRICS_PORT", "DYN_KVBM_LEADER_ZMQ_PUB_PORT", "DYN_KVBM_LEADER_ZMQ_ACK_PORT")
 
@@ -49,6 +52,32 @@ def test_nothing_is_wrong_with_a_good_set_up(ask, tmp_path):
     assert {"settings", "engine", "memory", "disk", "sizes", "metrics-port", "leader-ports"} <= set(found)
     assert not any(finding["level"] == "bad" for finding in found.values())
     assert os.listdir(tmp_path) == []  # it looked, and left nothing
+
+
+def test_an_engine_that_still_loads_is_no_fault_of_this_shell(ask, monkeypatch):
+    words = ["serve", "some/mo\x1bdel", "--kv-transfer-config", EXAMPLE]
+    script = "import os, sys, time; print(os.fork(), flush=True); time.sleep(60)"
+    engine = subprocess.Popen([sys.executable, "-c", script, *words], stdout=subprocess.PIPE, text=True)
+    try:
+        forks = {int(engine.stdout.readline()), int(engine.stdout.readline())} - {0}
+        found = {server.pid: server for server in REAL_SERVERS()}
+        assert found[engine.pid].model == "some/mo\x1bdel"
+        assert 0 <= found[engine.pid].seconds < 60
+        assert not forks & set(found)
+        monkeypatch.setattr(base, "servers", lambda: [found[engine.pid]])
+        code, said = ask("--quick", "--kv-transfer-config", EXAMPLE)
+    finally:
+        for pid in (*forks, engine.pid):
+            os.kill(pid, signal.SIGKILL)
+        engine.wait()
+    assert code == 0, said
+    assert "the engine that starts has its own settings" in said["settings"]["text"]
+    assert (
+        f"`vllm serve some/mo\\x1bdel` with KVBM is starting (process {engine.pid}, for "
+        in (said["engine-starting"]["text"])
+    )
+    assert "no-engine-running" not in said
+    assert engine.pid not in {server.pid for server in REAL_SERVERS()}
 
 
 def test_another_engine_with_the_ports_of_the_leader_is_noticed(ask):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
@@ -37,7 +38,8 @@ def simulate(*arguments):
 def test_a_sweep_writes_a_table_a_page_and_advice(trace, tmp_path, capsys):
     sizes = ["--host-blocks", 20, 80, 320, "--disk-blocks", 0, 300]
     assert simulate(trace, *sizes, "--policy", "lru", "session", "--jobs", 2, "--out", tmp_path) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert re.search(r"^replay +\d+%  [\d,]+ of [\d,]+ requests$", said, re.M)
     result = from_json((tmp_path / "simulate.json").read_bytes())
     assert len(result.outcomes) == 2 * 3 * 2
     for one in result.outcomes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -78,6 +78,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     machine: dict[str, Any]
     runs: list[Run]
     format: int = FORMAT
+
+
+def short_hits(server: Mapping[str, float], samples: Sequence[Sample]) -> str:
+    """For the line of a run under way: as `Run.describe_hits`; empty without a hit that is known."""
+    prompt = server.get("prompt_tokens")
+    if prompt and _OWN_HITS in server:
+        loaded, own = server.get(_TIER_HITS, 0.0) / prompt, server[_OWN_HITS] / prompt
+        return f", hits: {loaded:.0%} loaded, {own:.0%} in the engine's cache"
+    prompt = sum(sample.prompt_tokens for sample in samples)
+    cached = sum(sample.cached_tokens for sample in samples)
+    return f", hits: {cached / prompt:.0%}" if cached else ""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -9,13 +9,14 @@ import time
 from typing import NamedTuple
 
 from kvbm.bench.client import Answer, Endpoint, EndpointError, Sample
-from kvbm.bench.results import Run, summarise
+from kvbm.bench.results import Run, short_hits, summarise
 from kvbm.bench.workload import Ask, MultiRound, Workload, warm_up
 from kvbm.observe.format import printable
 from kvbm.observe.terminal import progress
 
 TICK = 0.02  # seconds between two polls of the workload
 PATIENCE = 120.0  # seconds to wait for the last answers
+COUNTERS_EVERY = 2.0  # seconds between two looks at the server's counters during a run
 
 # Counters of a server that show whether the cache was used: Prometheus name -> name in the result.
 SERVER_COUNTERS = {
@@ -51,9 +52,19 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
     label = f"{target.name:>12} {f'{qps:g} requests/s' if qps else 'trace':16}"
     answers: list[Answer] = []
     running: set[threading.Thread] = set()
+    counted: dict[str, float] = {}  # by the server, so far
     sent = 0
     stopped = False
+    over = threading.Event()
     epoch = time.monotonic()
+
+    def count() -> dict[str, float]:
+        after = server_counters(target.endpoint)
+        return {name: after[name] - before.get(name, 0.0) for name in after}
+
+    def watch() -> None:  # in a thread, as a busy server may take seconds to answer
+        while not over.wait(COUNTERS_EVERY):
+            counted.update(count())
 
     def ask(what: Ask) -> None:
         answer = target.endpoint.ask(what.prompt, what.max_tokens, what.user, what.round, epoch)
@@ -64,10 +75,13 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
         ttfts = [answer.ttft for answer in answers if answer.ttft is not None]
         mean = f"{sum(ttfts) / len(ttfts):.2f} s" if ttfts else "-"
         failed = sum(bool(answer.error) for answer in answers)
-        return f"{sent} sent, {len(running)} running, {failed} failed, mean time to first token {mean}"
+        hits = short_hits(counted, answers)
+        return f"{sent} sent, {len(running)} running, {failed} failed, mean time to first token {mean}{hits}"
 
+    if before:
+        threading.Thread(target=watch, daemon=True).start()
     try:
-        with progress(label, lines_every=10.0) as show:
+        with progress(label) as show:
             now = deadline = 0.0
             while not workload.over(now) or (running and now < deadline):
                 if not workload.over(now):
@@ -83,17 +97,18 @@ def run(target: Target, workload: Workload, qps: float, patience: float = PATIEN
                 now = time.monotonic() - epoch
     except KeyboardInterrupt:
         stopped = True
+    finally:
+        over.set()
+    server = count()
     done = list(answers)
     late = workload.questions_late if isinstance(workload, MultiRound) else 0
     samples = sorted((Sample.of(answer) for answer in done), key=lambda sample: sample.started)
     summary = summarise(samples, unfinished=sent - len(done), late=late)
-    after = server_counters(target.endpoint)
-    server = {name: after[name] - before.get(name, 0.0) for name in after}
     result = Run(target=target.name, url=target.endpoint.url, qps=qps, summary=summary, samples=samples, server=server)
     mean = f"{summary.ttft_mean:.3f} s" if summary.ttft_mean is not None else "-"
     print(
         f"{printable(label)}  {summary.answered} answered, {summary.failed} failed, mean time to first token {mean}, "
-        f"{summary.requests_per_second:.2f} requests/s",
+        f"{summary.requests_per_second:.2f} requests/s{short_hits(server, done)}",
         file=sys.stderr,
         flush=True,
     )

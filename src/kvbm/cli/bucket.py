@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvbm.tiers.objects.settings import ObjectSettings
     from kvbm.tiers.objects.tools import BucketCache, Moved
 
-_LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
 _MAX_SHOWN = 20
 
 
@@ -99,7 +98,7 @@ def _push(args: argparse.Namespace) -> int:
         raise tools.ToolError(f"no caches in {root}")
     code = 0
     for path in paths:
-        with block_progress(path.name, _LINE_SECONDS) as show:
+        with block_progress(path.name) as show:
             began = time.monotonic()
             moved = tools.push(path, settings, show)
         code = max(code, _say(path.name, "pushed", moved, time.monotonic() - began))
@@ -113,7 +112,7 @@ def _pull(args: argparse.Namespace) -> int:
     cache = _chosen(tools.list_caches(settings), settings, args.model, args.cache)
     root = args.path or load().disk_cache_dir
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with block_progress(_name(cache), _LINE_SECONDS) as show:
+    with block_progress(_name(cache)) as show:
         began = time.monotonic()
         moved = tools.pull(cache, root, settings, show, args.blocks)
     code = _say(_name(cache), f"pulled to {root}", moved, time.monotonic() - began)
@@ -133,7 +132,7 @@ def _verify(args: argparse.Namespace) -> int:
         caches = [_chosen(caches, settings, "", str(args.path))]
     code = 0
     for cache in caches:
-        with block_progress(_name(cache), _LINE_SECONDS) as show:
+        with block_progress(_name(cache)) as show:
             found = tools.verify(cache, settings, show)
         print(f"{printable(_name(cache))}: {found.good:,} blocks good, {len(found.bad):,} objects bad")
         for name, reason in found.bad[:_MAX_SHOWN]:

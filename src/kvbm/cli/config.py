@@ -149,12 +149,13 @@ _INTRODUCTION = f"""\
 
 <!-- Made by `make docs` from the table in src/kvbm/config/table.py. Edit the table or src/kvbm/cli/config.py. -->
 
-KVBM needs one setting: the size of a cache tier.
+KVBM needs one setting: the size of a cache tier. `kvbm serve Qwen/Qwen3-0.6B --cpu-gb 20` sets it, and runs:
 
 ```bash
 DYN_KVBM_CPU_CACHE_GB=20 vllm serve Qwen/Qwen3-0.6B \\
   --kv-transfer-config '{{"kv_connector": "DynamoConnector",
-    "kv_connector_module_path": "kvbm.vllm_integration.connector", "kv_role": "kv_both"}}'
+    "kv_connector_module_path": "kvbm.vllm_integration.connector", "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute"}}'
 ```
 
 `kvbm config` shows the settings in force and the source of each.
@@ -192,6 +193,7 @@ vllm serve Qwen/Qwen3-0.6B --kv-transfer-config '{{
   "kv_connector": "DynamoConnector",
   "kv_connector_module_path": "kvbm.vllm_integration.connector",
   "kv_role": "kv_both",
+  "kv_load_failure_policy": "recompute",
   "kv_connector_extra_config": {{"cpu_cache_gb": 20, "onboard": "async"}}
 }}'
 ```

@@ -11,6 +11,7 @@ _DTYPE_BYTES = {
     "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1,
 }  # fmt: skip
 DTYPES = tuple(_DTYPE_BYTES)
+HUB_SECONDS = 5.0  # for an answer of the Hugging Face hub
 _WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "ssm", "conv")
 
 
@@ -91,14 +92,20 @@ def _file(model: str, name: str) -> Path:
             raise ModelError(f"the folder has no {name}")
         return folder / name
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError:
         raise ModelError("it is no folder, and huggingface_hub, which finds it by name, is not installed") from None
     try:
-        return Path(hf_hub_download(model, name))
+        try:
+            return Path(hf_hub_download(model, name, local_files_only=True))
+        except LocalEntryNotFoundError:  # not downloaded so far
+            # One request, as the download repeats a request that is not answered for 25 s.
+            get_hf_file_metadata(hf_hub_url(model, name), timeout=HUB_SECONDS)
+            return Path(hf_hub_download(model, name))
     except Exception as error:  # the hub's own errors, and those of the network below it
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{name} cannot be fetched from the Hugging Face hub: {first.rstrip('.')}. A folder with "
+            f"{name} cannot be fetched from {constants.ENDPOINT}: {first.rstrip('.')}. A folder with "
             f"{name} works without it"
         ) from error

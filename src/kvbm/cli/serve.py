@@ -2,7 +2,8 @@
 
 MODEL comes first. KVBM's options may stand anywhere after it; every other argument goes to `vllm serve` as it is. The
 command checks the settings, the port and the machine, prints the command line and then becomes `vllm serve`. It stops
-where `kvbm doctor --quick` finds a fault: too little memory, a misspelt setting, an unusable disk directory.
+where `kvbm doctor --quick` finds a fault: too little memory, a misspelt setting, an unusable disk directory. With
+--print it reports these faults on standard error, and prints the command all the same.
 
 examples:
   kvbm serve Qwen/Qwen3-8B --cpu-gb 100
@@ -38,6 +39,7 @@ _FLAGS = {
     "DYN_KVBM_CPU_CACHE_GB": "--cpu-gb", "DYN_KVBM_DISK_CACHE_GB": "--disk-gb", "DYN_KVBM_DISK_CACHE_DIR": "--disk-dir",
 }  # fmt: skip
 _DEFAULT_PORT = 8000  # vLLM's
+_NOT_HERE = "as things are, this command would not start here"
 _SHUTDOWN = "--shutdown-timeout"
 _SHUTDOWN_SECONDS = "10"  # more than the engine takes to write what is queued (kvbm.runtime.flush)
 
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-dir", metavar="DIR", help="its directory (DYN_KVBM_DISK_CACHE_DIR)")
     parser.add_argument("--no-metrics", action="store_true", help="without the status page (DYN_KVBM_METRICS=0)")
     parser.add_argument("--force", action="store_true", help="start although a check of the machine has failed")
-    parser.add_argument("--print", action="store_true", help="print the command instead of running it")
+    parser.add_argument("--print", action="store_true", help="check, and print the command instead of running it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,15 +92,18 @@ def run(args: argparse.Namespace) -> int:
     vllm = str(beside) if beside.exists() else shutil.which("vllm")
     command = [vllm or "vllm", "serve", args.model, OPTION, EXAMPLE, *_shutdown(config, args.rest), *args.rest]
     line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), shlex.join(command)])
-    if args.print:
-        print(line)
-        return 0
-    if vllm is None:
-        return _fail(f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it")
-    if problem := _port_problem(args.rest, config.metrics_port if config.metrics else 0):
+    problem = f"vLLM is not installed in {sys.prefix}; install kvbm into the environment that has it"
+    if vllm is not None:
+        problem = _port_problem(args.rest, config.metrics_port if config.metrics else 0)
+    if problem and not args.print:
         return _fail(problem)
     wrong = _faults(environment, flags)
     print("".join(f"{each}\n" for each in wrong), end="", file=sys.stderr)
+    if args.print:
+        if problem or wrong:
+            _fail(f"{problem}\n{_NOT_HERE}" if problem else _NOT_HERE)
+        print(line)
+        return 0
     if wrong and not args.force:
         return _fail("not started. Cure what is marked BAD, or add --force to start all the same")
     print(line, file=sys.stderr)

@@ -122,9 +122,9 @@ def _simulate(args: argparse.Namespace) -> int:
     totals = sorted({sum(slots.values()) for slots in sizes})
     with Sweep(source, machine, args.jobs) as sweep:
         bounds = [] if args.no_optimum else totals
-        outcomes, optima = _run(sweep, cases, bounds, len(trace.requests), f"{len(cases)} replays")
+        outcomes, optima = _run(sweep, cases, bounds, len(trace.requests), "replay")
         more = _doubles(outcomes, cases)
-        outcomes += _run(sweep, more, [], len(trace.requests), "twice the size")[0] if more else []
+        outcomes += _run(sweep, more, [], len(trace.requests), "replay of twice the size")[0] if more else []
     most = possible(trace)
     result = Result(
         kvbm=kvbm.__version__,
@@ -275,6 +275,6 @@ def _run(
         def watch(done: int) -> None:
             nonlocal first
             first = done if first is None else first
-            show(done - first, total, str)
+            show(done - first, total, lambda: f"{done - first:,} of {total:,} requests")
 
         return sweep.run(cases, optima, watch)

@@ -21,7 +21,6 @@ from kvbm.observe.terminal import progress
 if TYPE_CHECKING:
     from kvbm.bench.client import Prompt
 
-_LINE_SECONDS = 5.0
 _FORMAT = 'expected text, or JSON: a string, a list of tokens, or an object with "prompt" (one of these) or "messages"'
 
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvbm: {printable(error, 1000)}", file=sys.stderr)
         return 2
     began, lock, done = time.monotonic(), threading.Lock(), 0
-    with progress("warm", _LINE_SECONDS) as show, ThreadPoolExecutor(max(1, args.concurrency)) as pool:
+    with progress("warm") as show, ThreadPoolExecutor(max(1, args.concurrency)) as pool:
 
         def ask(number: int) -> tuple[int, int, str]:
             nonlocal done

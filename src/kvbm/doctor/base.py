@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from kvbm.config import Config, ConfigError, load
+from kvbm.doctor.servers import Server, servers
 from kvbm.engines.vllm.transfer_config import extra_config
 from kvbm.observe.remote import NotReachableError, fetch
 from kvbm.observe.snapshot import Finding, Snapshot
@@ -72,6 +73,11 @@ class Examination:
     @property
     def snapshot(self) -> Snapshot | None:
         return self.engine if isinstance(self.engine, Snapshot) else None
+
+    @cached_property
+    def starting(self) -> list[Server]:
+        """Engines that run on this machine while none answers: they still load, most likely."""
+        return [] if self.snapshot is not None else servers()
 
     @property
     def host_tier_bytes(self) -> int:

@@ -78,8 +78,9 @@ class Settings:
         yield from _without_effect(config)
         if config.unused:
             yield note("setting-unused", f"Accepted, not used: {', '.join(config.unused)}.")
-        if case.snapshot is not None and not (config.has_host_tier or config.has_disk_tier):
-            yield good("settings", "This shell sets no tier; the running engine has its own settings.")
+        other = "running engine" if case.snapshot is not None else "engine that starts" if case.starting else ""
+        if other and not (config.has_host_tier or config.has_disk_tier):
+            yield good("settings", f"This shell sets no tier; the {other} has its own settings.")
             return
         try:
             require_tier(config)

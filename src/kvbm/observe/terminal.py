@@ -17,6 +17,7 @@ from kvbm.observe.format import columns, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+LINE_SECONDS = 5.0
 Show = Callable[[float, float, Callable[[], str]], None]  # done, total, and the text beside the bar
 
 
@@ -47,18 +48,18 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: 
 
 
 @contextmanager
-def block_progress(label: str, lines_every: float = 0.0) -> Iterator[Callable[[int, int], None]]:
+def block_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """As :func:`progress`, for (done, all) in blocks."""
-    with progress(label, lines_every) as show:
+    with progress(label) as show:
         yield lambda done, total: show(done, total, lambda: f"{done:,} of {total:,} blocks")
 
 
 @contextmanager
-def progress(label: str, lines_every: float = 0.0) -> Iterator[Show]:
-    """A bar on standard error; where that is no terminal, a line every ``lines_every`` seconds (0: none)."""
+def progress(label: str) -> Iterator[Show]:
+    """A bar on standard error; where that is no terminal, a line every ``LINE_SECONDS``."""
     label, console, due = printable(label), open_console(sys.stderr), 0.0
     if console is None:
-        every = lines_every
+        every = LINE_SECONDS
 
         def show(done: float, total: float, text: str) -> None:
             print(f"{label}  {min(1.0, done / max(total, 1e-9)):4.0%}  {text}", file=sys.stderr, flush=True)
@@ -75,7 +76,7 @@ def progress(label: str, lines_every: float = 0.0) -> Iterator[Show]:
 
     def report(done: float, total: float, text: Callable[[], str]) -> None:
         nonlocal due
-        if every and (now := time.monotonic()) >= due:
+        if (now := time.monotonic()) >= due:
             due = now + every
             show(done, total, text())
 
