@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 from kvbm.cli import main as cli
 from kvbm.cli import model_kv, serve
@@ -91,9 +93,18 @@ def test_serve_sets_up_a_disk_tier_and_keeps_the_users_own_settings(run, monkeyp
         (["m", "--cpu-gb", "1", "--kv_transfer_config={}"], "leave it out"),
         (["m", "--cpu-gb", "1", "--cpu-bg", "100"], "did you mean --cpu-gb?"),
         (["m", "--disk_gbs=5"], "did you mean --disk-gb?"),
+        (["m", "--cpu-gb", "1", "--kv-offloading-size", "10"], "--kv-offloading-size starts vLLM's own offloading"),
+        (["m", "--cpu-gb", "1", "--kv_offloading_size=10"], "--kv-offloading-size starts vLLM's own offloading"),
+        (["m", "--cpu-gb", "1", "-dcp", "2"], "does not support context parallelism"),
+        (["m", "--cpu-gb", "1", "--prefill-context-parallel-size=2"], "does not support context parallelism"),
+        ([str(Path(__file__).parent), "--cpu-gb", "1"], "is a folder without config.json"),
+        (["no/such-model", "--cpu-gb", "1"], "HF_HUB_OFFLINE forbids to download it"),
     ],
 )
 def test_serve_refuses_what_cannot_start(arguments, problem, monkeypatch, capsys):
+    if "OFFLINE" in problem:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("started"))
     try:
         code = main(["serve", *arguments])

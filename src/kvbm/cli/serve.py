@@ -38,6 +38,15 @@ PASSES_ON = True  # arguments of vLLM
 _FLAGS = {
     "DYN_KVBM_CPU_CACHE_GB": "--cpu-gb", "DYN_KVBM_DISK_CACHE_GB": "--disk-gb", "DYN_KVBM_DISK_CACHE_DIR": "--disk-dir",
 }  # fmt: skip
+# Options with which KVBM would not work: a value that does no harm, and what any other does.
+_INSTEAD = {
+    "--kv-offloading-size": ("", "starts vLLM's own offloading in KVBM's place"),
+    "--decode-context-parallel-size": ("1", "turns KVBM off, which does not support context parallelism"),
+    "-dcp": ("1", "turns KVBM off, which does not support context parallelism"),
+    "--prefill-context-parallel-size": ("1", "turns KVBM off, which does not support context parallelism"),
+    "-pcp": ("1", "turns KVBM off, which does not support context parallelism"),
+}
+_MODEL_FILES = ("config.json", "params.json", "*.gguf")  # vLLM needs one of them
 _DEFAULT_PORT = 8000  # vLLM's
 _NOT_HERE = "as things are, this command would not start here"
 _SHUTDOWN = "--shutdown-timeout"
@@ -65,14 +74,17 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("MODEL", args.model), ("--disk-dir", args.disk_dir)):
         if value is not None and not value.strip():
             return _fail(f"{name} is empty")
-    if args.model.startswith((".", "/", "~")) and not Path(args.model).expanduser().exists():
-        return _fail(f"MODEL {args.model} does not exist. It takes a folder, or a name on the Hugging Face hub")
+    if unusable := _model_problem(args.model):
+        return _fail(unusable)
     if on_command_line(args.rest) is not None:
         return _fail(f"{OPTION} is what this command adds; leave it out, or use `vllm serve` itself")
     for option in (each.partition("=")[0] for each in args.rest if each.startswith("--")):
         # The nearest option of vLLM, --cpu-offload-gb, has a similarity of 0.67; typing errors have 0.8 and more.
         if near := difflib.get_close_matches(option.replace("_", "-"), _FLAGS.values(), 1, 0.8):
             return _fail(f"{option} is an option of neither KVBM nor vLLM; did you mean {near[0]}?")
+    for option, (harmless, what) in _INSTEAD.items():
+        if _option(args.rest, option) not in (None, harmless):
+            return _fail(f"{option} {what}; leave it out, or use `vllm serve` itself")
     flags = {name: flag for name, flag in _FLAGS.items() if _value(args, flag) is not None}
     given: dict[str, str] = {name: _value(args, flag) for name, flag in flags.items()}
     if args.no_metrics or "DYN_KVBM_METRICS" not in os.environ:
@@ -112,6 +124,25 @@ def run(args: argparse.Namespace) -> int:
     sys.stderr.flush()
     os.execve(vllm, command, environment)
     return 1  # os.execve does not return
+
+
+def _model_problem(model: str) -> str:
+    """Why vLLM could not load it. It says so 20 s later, at the end of a traceback."""
+    folder = Path(model).expanduser()
+    if model.startswith((".", "/", "~")) and not folder.exists():
+        return f"MODEL {model} does not exist. It takes a folder, or a name on the Hugging Face hub"
+    if folder.is_dir():
+        is_model = any(any(folder.glob(pattern)) for pattern in _MODEL_FILES)
+        return "" if is_model else f"MODEL {model} is a folder without {', '.join(_MODEL_FILES)}: no model is in it"
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "on", "yes") and not folder.exists():
+        from kvbm.cli.model_kv import ModelError, read_model
+
+        try:
+            read_model(model)
+        except ModelError as error:
+            if "config.json cannot be fetched" in str(error):
+                return f"MODEL {model} has not been downloaded here, and HF_HUB_OFFLINE forbids to download it"
+    return ""
 
 
 def _value(args: argparse.Namespace, flag: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,10 @@ class Connector:
         try:
             config: Any = json.loads(case.transfer)
         except ValueError as error:
-            yield bad("transfer-json", f"--kv-transfer-config is not JSON: {error}.", f"For example '{EXAMPLE}'")
+            quotes = " It has typographic quotes." if re.search("[“”‘’„]", case.transfer) else ""
+            yield bad(
+                "transfer-json", f"--kv-transfer-config is not JSON: {error}.{quotes}", f"For example '{EXAMPLE}'"
+            )
             return
         if not isinstance(config, dict):
             yield bad("transfer-json", "--kv-transfer-config is not a JSON object.", f"For example '{EXAMPLE}'")
@@ -98,6 +102,13 @@ def _fields(config: dict[str, Any]) -> Iterator[Finding]:
                 if isinstance(part[name], dict) and "kv_connector" in part[name]:
                     cure = f'Leave out "{name}" and give the object in it.'
                 yield bad("transfer-field", f'vLLM does not know "{name}" and refuses to start.', cure)
+    own = ours.get(_EXTRA)
+    for name in sorted(FIELDS & own.keys() if isinstance(own, dict) else ()):
+        yield bad(
+            "transfer-field",
+            f'"{name}" stands in "{_EXTRA}", where vLLM does not read it.',
+            f'Move it out, beside "{_EXTRA}".',
+        )
     if ours is not config and isinstance(extra, dict):
         for name in sorted(_OURS & extra.keys()):
             yield bad(

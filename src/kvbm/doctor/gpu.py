@@ -64,6 +64,14 @@ class Gpu:
 
     def run(self, case: Examination) -> Iterator[Finding]:
         cards = gpus()
+        if build := re.search(r"rocm|xpu|tpu|hpu|gaudi|neuron|ascend", installed_version("vllm")):
+            yield bad(
+                "not-nvidia",
+                f"vllm {installed_version('vllm')} is a build for {build[0]}: KVBM has copy kernels for NVIDIA's GPUs "
+                "only.",
+                "Use it with an NVIDIA GPU and vLLM's CUDA build.",
+            )
+            return
         if not cards:
             if problem := _nvidia_smi()[1]:
                 yield bad(

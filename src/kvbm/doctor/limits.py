@@ -6,10 +6,10 @@ import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvbm.doctor.base import Examination, bad, note
+from kvbm.doctor.base import Examination, bad, installed_version, note
 from kvbm.doctor.tiers import mount_of
 from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
@@ -55,6 +55,7 @@ class Limits:
                 "docker run --shm-size=8g or --ipc=host; in Kubernetes a volume emptyDir with medium Memory.",
             )
         yield from _temporary(case.environ.get("TMPDIR", ""))
+        yield from _engine_cache(case.environ)
         config = case.config
         if config is None:
             return
@@ -123,6 +124,18 @@ def _temporary(folder: str) -> Iterator[Finding]:
             "tmpdir",
             f"TMPDIR={folder} is too long: the path of a socket in it has more than {MAX_SOCKET_PATH} bytes.",
             "Set TMPDIR to a shorter path.",
+        )
+
+
+def _engine_cache(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """A container with a user of its own often has no home."""
+    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or '/'}/.cache"
+    folder = Path(environ.get("VLLM_CACHE_ROOT") or f"{home}/vllm")
+    if installed_version("vllm") and (problem := _not_writable(folder)):
+        yield note(
+            "engine-cache",
+            f"vLLM keeps compiled graphs in {folder}, which {problem}; models are downloaded beside it.",
+            "Set HOME to a directory of the engine's user, or VLLM_CACHE_ROOT and HF_HOME.",
         )
 
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from kvbm.tiers.lock import is_locked
 
 PROBE = 256 << 20
 OVERCOMMIT, MEMINFO = Path("/proc/sys/vm/overcommit_memory"), Path("/proc/meminfo")
+STATUS, NODES = Path("/proc/self/status"), Path("/sys/devices/system/node")
 READY_VARIABLE, READY_DEFAULT = "VLLM_ENGINE_READY_TIMEOUT_S", 600.0
 
 
@@ -81,6 +83,13 @@ class HostMemory:
                 f"{asked}. This kernel does not overcommit (vm.overcommit_memory=2) and allows programs to ask for "
                 f"{size(promised)} more, however much memory is free.",
                 f"sysctl vm.overcommit_memory=0, or a higher vm.overcommit_ratio, or at most {gigabytes(promised)}.",
+            )
+            return
+        if (near := node_memory()) is not None and wanted > near + taken:
+            yield bad(
+                "memory-node",
+                f"{asked}, and the memory nodes that this shell may use (--cpuset-mems) have {size(near)} left.",
+                f"Allow it all nodes, or set the size to at most {gigabytes(near)}.",
             )
             return
         second = f". A second engine would fit{beside}" if taken else ""
@@ -145,6 +154,19 @@ def committable() -> int | None:
             rows = (line.split() for line in MEMINFO.read_text().splitlines())
             fields = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
             return max(0, fields["CommitLimit"] - fields["Committed_AS"])
+    return None
+
+
+def node_memory() -> int | None:
+    """Bytes left on the memory nodes that this process may use; None if it may use all."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", STATUS.read_text(), re.M)
+        spans = [each.partition("-") for each in allowed[1].split(",")] if allowed else []
+        numbers = {each for first, _, last in spans for each in range(int(first), int(last or first) + 1)}
+        nodes = {int(node.name[4:]): node for node in NODES.glob("node[0-9]*")}
+        if numbers and nodes.keys() - numbers:
+            text = "".join((nodes[each] / "meminfo").read_text() for each in numbers & nodes.keys())
+            return 1024 * sum(map(int, re.findall(r" (?:MemFree|FilePages):\s*(\d+) kB", text)))
     return None
 
 

@@ -21,6 +21,7 @@ from kvbm.runtime.channel import local
 
 MIN_TIER = 5e6  # bytes
 VLLM_PORT = 8000
+NEWEST_PYTHON = (3, 13)
 
 
 class Versions:
@@ -42,6 +43,16 @@ class Versions:
             listed = ", ".join(f"{version} in {place}" for place, version in found.items())
             yield bad("installed-twice", f"kvbm is installed more than once: {listed}.", "Uninstall all, install one.")
         yield from _imported_from_elsewhere(case)
+        odd = []
+        if platform.machine() != "x86_64":
+            odd.append(f"{platform.machine()} processors")
+        if sys.version_info[:2] > NEWEST_PYTHON:
+            odd.append(f"Python {platform.python_version()}")
+        if "microsoft" in platform.release().lower():
+            odd.append("WSL 2, which limits pinned memory")
+        if odd:
+            text = f"KVBM is not tested on {' and '.join(odd)}."
+            yield note("platform-untested", text, "docs/support.md says what is. `make test` tests it here.")
 
 
 def _imported_from_elsewhere(case: Examination) -> Iterator[Finding]:
@@ -91,6 +102,8 @@ class Settings:
             names = ("DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB")
             if empty := [name for name in names if not case.environ.get(name, "unset").strip()]:
                 cure = f"{' and '.join(empty)} is set, and empty: give it a number, for example 20."
+            elif "SUDO_USER" in case.environ:
+                cure += " sudo does not pass variables on: `sudo -E`, or `sudo DYN_KVBM_CPU_CACHE_GB=20 ...`."
             yield bad("no-tier", str(error), f"Correct it: {', '.join(zeros)}." if zeros else cure)
             return
         given = [f"{key}={_shown(config, key)}" for key, source in config.sources.items() if source != "default"]

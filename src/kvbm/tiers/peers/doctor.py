@@ -13,7 +13,7 @@ from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finders import member_lists
 from kvbm.tiers.peers.open import peer_directory
 from kvbm.tiers.peers.wire import VERSION, Channel, Facts, PeerError, Probe, Who, authenticate_client
-from kvbm.tiers.secret import read_secret
+from kvbm.tiers.secret import require_peer_secret
 
 SECONDS = 2.0  # for each member
 
@@ -33,7 +33,7 @@ class Unreached(NamedTuple):
 
 def look(config: Config) -> tuple[list[Reached], list[Unreached], list[str]]:
     """(members that answer, members that do not, lists that cannot be read). Raises ValueError for a wrong secret."""
-    me = Identity(Who(VERSION, {}), machine(), read_secret(config))
+    me = Identity(Who(VERSION, {}), machine(), require_peer_secret(config))
     found: dict[str, Source] = {}
     problems = []
     for members in member_lists(config, me, peer_directory(config)):

@@ -28,7 +28,7 @@ from kvbm.tiers.peers.server import Setup, dismiss_orphans
 from kvbm.tiers.peers.sources import SourceTable
 from kvbm.tiers.peers.store import Opened, PeerStore
 from kvbm.tiers.peers.wire import VERSION, Who
-from kvbm.tiers.secret import read_secret
+from kvbm.tiers.secret import read_secret, require_peer_secret
 
 logger = logging.getLogger("kvbm")
 
@@ -48,15 +48,11 @@ def open_store(context: RankContext) -> Call[Store | None] | None:
         problem = "only vLLM and TensorRT-LLM can use it. Turn KVBM_PEERS_ENABLED off for this engine"
     elif config.host_persist:
         problem = "KVBM_HOST_PERSIST keeps host memory in files that other engines cannot map. Turn one of the two off"
-    elif (config.peer_listen or config.peers) and not read_secret(config):
-        raise ValueError(
-            "KVBM_PEER_LISTEN and KVBM_PEERS need a secret that all engines share. Set KVBM_PEER_SECRET_FILE to a file "
-            "with at least 16 characters, or KVBM_PEER_SECRET"
-        )
     if problem:
         if context.rank == 0:
             logger.warning("there is no peer tier: %s", problem)
         return None
+    require_peer_secret(config)
     return Call(
         lambda: _open_store(context), str(peer_directory(config)), lambda store: store.close() if store else None
     )
