@@ -15,10 +15,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -61,6 +63,7 @@ class Server:
         self.metrics_port = metrics_port  # 0: no page of its own
         self._process: subprocess.Popen[bytes] | None = None
         self._healthy = False
+        self._sockets = ""  # vLLM leaves its sockets where they are
 
     def command(self) -> list[str]:
         command = [str(Path(sys.executable).parent / "vllm"), "serve", self.model]
@@ -76,6 +79,7 @@ class Server:
 
     def environment(self) -> dict[str, str]:
         variables = {
+            "VLLM_RPC_BASE_PATH": self._sockets,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": compute_cpus(),
             "VLLM_NO_USAGE_STATS": "1",
@@ -93,6 +97,7 @@ class Server:
             raise ServerError(f"port {self.port} is in use: choose another, for example PORT={self.port + 1}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
+        self._sockets = tempfile.mkdtemp(prefix="vllm-")
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(self.command())}\n".encode())
             log.flush()
@@ -125,6 +130,7 @@ class Server:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._process = None
+        shutil.rmtree(self._sockets, ignore_errors=True)
         atexit.unregister(self.stop)
 
     def wait(self) -> int:

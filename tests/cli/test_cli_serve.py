@@ -6,9 +6,11 @@ import http.server
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,7 @@ from huggingface_hub import constants
 from kvbm.cli import main as cli
 from kvbm.cli import model_kv, serve
 from kvbm.cli.main import main
+from kvbm.engines.vllm import sockets
 from kvbm.engines.vllm.transfer_config import TRANSFER
 from servers import free_port
 
@@ -48,10 +51,35 @@ def run(monkeypatch, tmp_path):
         if "--port" not in " ".join(arguments):
             arguments = (*arguments, f"--port={free_port()}")  # another program may have the usual one
         main(["serve", *arguments, "--force"])  # this machine may be too small for the sizes of the tests
-        (command,) = became
-        return command
+        return became[-1]
 
-    return run
+    yield run
+    for _, _, environment in became:
+        shutil.rmtree(environment.get(sockets.VARIABLE, ""), ignore_errors=True)
+
+
+def test_serve_gives_vllm_a_directory_for_its_sockets(run, tmp_path, monkeypatch):
+    folder = Path(run("m", "--cpu-gb", "0.1")[2][sockets.VARIABLE])
+    assert folder.parent == Path(tempfile.gettempdir())
+    monkeypatch.setenv(sockets.VARIABLE, str(folder))
+    assert run("m", "--cpu-gb", "0.1")[2][sockets.VARIABLE] == str(folder)  # the user's own
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(folder / "socket"))
+    (folder / "file").touch()
+    sockets.remove_directory()
+    assert [path.name for path in folder.iterdir()] == ["file"]  # of somebody else
+    (folder / "file").unlink()
+    sockets.remove_directory()
+    assert not folder.exists()
+    sockets.remove_directory()
+    monkeypatch.setenv(sockets.VARIABLE, str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(tmp_path / "socket"))
+    sockets.remove_directory()
+    assert (tmp_path / "socket").exists()
+    monkeypatch.delenv(sockets.VARIABLE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 80)))
+    assert sockets.VARIABLE not in run("m", "--cpu-gb", "0.1")[2]  # no room for the name of a socket
 
 
 def test_serve_becomes_vllm_with_the_connector_and_the_size(run):

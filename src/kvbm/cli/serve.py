@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kvbm.engines.vllm.sockets import give_directory
     from kvbm.engines.vllm.transfer_config import EXAMPLE, OPTION, on_command_line
 
     if args.argv[1] != args.model:  # or the value of one of vLLM's options would pass for it
@@ -122,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if config.metrics:
         print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr)
     sys.stderr.flush()
+    give_directory(environment)
     os.execve(vllm, command, environment)
     return 1  # os.execve does not return
 

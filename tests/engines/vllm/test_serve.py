@@ -6,12 +6,14 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from engines import prompt
 
 from kvbm.cli import model_kv
 from kvbm.cli.main import main
+from kvbm.engines.vllm.sockets import VARIABLE
 from kvbm.engines.vllm.transfer_config import EXAMPLE
 from servers import PROJECT, free_port, start_server
 
@@ -49,8 +51,12 @@ def test_a_server_keeps_brings_back_counts_and_stops(server, model):
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
     assert json.loads(server.post("/v1/chat/completions", chat))["usage"]["completion_tokens"] == 4
 
+    variables = Path(f"/proc/{server.process.popen.pid}/environ").read_text().split("\0")
+    sockets = next(Path(each.partition("=")[2]) for each in variables if each.startswith(VARIABLE))
+    assert list(sockets.iterdir())
     server.process.popen.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
+    assert not sockets.exists()
     # vLLM itself may complain while it stops, when one of its processes is slower than another. We must not.
     assert "/kvbm/engines/" not in log.read_text()
     assert "KVBM stays out of the way" not in log.read_text()

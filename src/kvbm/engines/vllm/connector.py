@@ -24,6 +24,7 @@ from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.vllm import compat, early_check, shortcuts
 from kvbm.engines.vllm.groups import Groups, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
+from kvbm.engines.vllm.sockets import remove_directory_at_exit
 from kvbm.engines.vllm.start_signals import end_start_on_signals
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerAdapter
@@ -305,6 +306,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
 early_check.check_command_line(sys.argv)
 end_start_on_signals(sys.argv)
+remove_directory_at_exit(sys.argv)
 if compat.fails_whole_requests():
     SupportsHMA.register(DynamoConnector)  # or vLLM gives windowed layers blocks for all tokens
 

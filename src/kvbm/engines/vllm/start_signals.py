@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvbm.engines.vllm.sockets import remove_directory
 from kvbm.engines.vllm.transfer_config import on_command_line
 
 GRACE_SECONDS = 5.0  # for vLLM's own way to end
@@ -60,6 +61,7 @@ class _Handler:
             os.kill(os.getpid(), number)
             return
         self._kill()
+        remove_directory()
         os._exit(128 + number)
 
     def _kill(self) -> None:
