@@ -312,13 +312,17 @@ def main() -> int:
             page = f"\n\nWatch it: http://127.0.0.1:{server.metrics_port}" if server.metrics_port else ""
             print(f"\nTry it:\n\n{curl(server)}{page}")
             print("Ctrl-C stops the server.", flush=True)
-            status = server.wait()
+            try:
+                status = server.wait()
+            except KeyboardInterrupt:
+                print("\nstopping: vLLM takes some seconds", flush=True)
+                raise
             raise server.failure(f"vllm serve ended with status {status}")
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped")
+        print("stopped")
         return 0
 
 

@@ -78,6 +78,13 @@ def test_every_link_leads_somewhere(page):
         assert not place or place in headings(file), f"{target}#{place}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_configuration_survives_a_failed_load(page):
+    """vLLM's default for kv_load_failure_policy ends a request with an error."""
+    for block in re.findall(r"^```.*?^```", page.read_text(), re.M | re.S):
+        assert '"kv_connector_module_path"' not in block or '"kv_load_failure_policy": "recompute"' in block, block
+
+
 def headings(page: Path) -> set[str]:
     """What links call the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
