@@ -365,6 +365,14 @@ def test_size_of_a_folder_without_a_model(tmp_path, capsys):
     assert f"it is a file; give the folder of the model, {tmp_path}" in capsys.readouterr().err
     assert main(["size", str(tmp_path)]) == 1
     assert "'num_hidden_layers'" in capsys.readouterr().err
+    for content, problem in (
+        (b"{", "cannot be read: Expecting"),
+        (b"\xff", "cannot be read: "),
+        (b"[]", "is not a JSON"),
+    ):
+        (tmp_path / "config.json").write_bytes(content)
+        assert main(["size", str(tmp_path)]) == 1
+        assert f"{tmp_path / 'config.json'} {problem}" in capsys.readouterr().err
 
 
 class Unavailable(http.server.BaseHTTPRequestHandler):

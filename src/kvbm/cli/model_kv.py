@@ -37,7 +37,13 @@ class ModelKv(NamedTuple):
 
 def read_model(model: str, kv_dtype: str = "auto") -> ModelKv:
     """`model`: a folder or a name on the Hugging Face hub. Raises ModelError."""
-    config = json.loads(_file(model, "config.json").read_text())
+    path = _file(model, "config.json")
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:  # not JSON, or not text
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
     return describe(config, kv_dtype, _weights(model))
 
 
