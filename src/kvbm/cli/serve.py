@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"status page: http://{config.metrics_host}:{config.metrics_port}", file=sys.stderr)
     sys.stderr.flush()
     give_directory(environment)
-    os.execve(vllm, command, environment)
+    os.execve(command[0], command, environment)
     return 1  # os.execve does not return
 
 
