@@ -56,7 +56,7 @@ def test_nothing_is_wrong_with_a_good_set_up(ask, tmp_path):
 
 def test_an_engine_that_still_loads_is_no_fault_of_this_shell(ask, monkeypatch):
     words = ["serve", "some/mo\x1bdel", "--kv-transfer-config", EXAMPLE]
-    script = "import os, sys, time; print(os.fork(), flush=True); time.sleep(60)"
+    script = "import os, time; os.write(1, b'%d\\n' % os.fork()); time.sleep(60)"
     engine = subprocess.Popen([sys.executable, "-c", script, *words], stdout=subprocess.PIPE, text=True)
     try:
         forks = {int(engine.stdout.readline()), int(engine.stdout.readline())} - {0}

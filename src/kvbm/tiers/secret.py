@@ -10,17 +10,6 @@ from kvbm.config import Config
 _MIN_SECRET = 16
 
 
-def require_peer_secret(config: Config) -> str:
-    """As :func:`read_secret`, and raises ValueError without one if the peer tier reaches other machines."""
-    secret = read_secret(config)
-    if (config.peer_listen or config.peers) and not secret:
-        raise ValueError(
-            "KVBM_PEER_LISTEN and KVBM_PEERS need a secret that all engines share. Set KVBM_PEER_SECRET_FILE to a file "
-            f"with at least {_MIN_SECRET} characters, or KVBM_PEER_SECRET"
-        )
-    return secret
-
-
 def read_secret(config: Config) -> str:
     """Empty where none is set. Raises ValueError with the setting and what to do."""
     path = config.peer_secret_file

@@ -11,9 +11,8 @@ from kvbm.tiers.host.shared import machine
 from kvbm.tiers.peers.client import MAPPED, SOCKET, Identity, connect
 from kvbm.tiers.peers.finder import Source
 from kvbm.tiers.peers.finders import member_lists
-from kvbm.tiers.peers.open import peer_directory
+from kvbm.tiers.peers.open import peer_directory, require_secret
 from kvbm.tiers.peers.wire import VERSION, Channel, Facts, PeerError, Probe, Who, authenticate_client
-from kvbm.tiers.secret import require_peer_secret
 
 SECONDS = 2.0  # for each member
 
@@ -33,7 +32,7 @@ class Unreached(NamedTuple):
 
 def look(config: Config) -> tuple[list[Reached], list[Unreached], list[str]]:
     """(members that answer, members that do not, lists that cannot be read). Raises ValueError for a wrong secret."""
-    me = Identity(Who(VERSION, {}), machine(), require_peer_secret(config))
+    me = Identity(Who(VERSION, {}), machine(), require_secret(config))
     found: dict[str, Source] = {}
     problems = []
     for members in member_lists(config, me, peer_directory(config)):

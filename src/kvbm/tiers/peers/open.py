@@ -28,7 +28,7 @@ from kvbm.tiers.peers.server import Setup, dismiss_orphans
 from kvbm.tiers.peers.sources import SourceTable
 from kvbm.tiers.peers.store import Opened, PeerStore
 from kvbm.tiers.peers.wire import VERSION, Who
-from kvbm.tiers.secret import read_secret, require_peer_secret
+from kvbm.tiers.secret import read_secret
 
 logger = logging.getLogger("kvbm")
 
@@ -52,10 +52,21 @@ def open_store(context: RankContext) -> Call[Store | None] | None:
         if context.rank == 0:
             logger.warning("there is no peer tier: %s", problem)
         return None
-    require_peer_secret(config)
+    require_secret(config)
     return Call(
         lambda: _open_store(context), str(peer_directory(config)), lambda store: store.close() if store else None
     )
+
+
+def require_secret(config: Config) -> str:
+    """Raises ValueError if the secret is wrong, or if there is none and the tier reaches other machines."""
+    secret = read_secret(config)
+    if (config.peer_listen or config.peers) and not secret:
+        raise ValueError(
+            "KVBM_PEER_LISTEN and KVBM_PEERS need a secret that all engines share. Set KVBM_PEER_SECRET_FILE to a file "
+            "with at least 16 characters, or KVBM_PEER_SECRET"
+        )
+    return secret
 
 
 def _open_store(context: RankContext) -> Store | None:
