@@ -15,6 +15,7 @@ import torch
 from kvbm.config import Config
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello, TierName
+from kvbm.runtime.escapes import EscapeSample
 from kvbm.runtime.packing_notes import find_note, note_name
 from kvbm.runtime.replicas import Offer, Replicas, SharingError
 from kvbm.runtime.stores import Share
@@ -311,7 +312,8 @@ class Rank:
                 self._rates[name] = store.measure()
         self._intact = slab.intact(self._slots)
         kept = slab if slab.outlives_engine else None
-        return Worker(self.rank, copier, NEAR.name, self._slots, layout.num_blocks, share, stores, kept)
+        sample = EscapeSample(layout, slab) if layout.tile_values else None
+        return Worker(self.rank, copier, NEAR.name, self._slots, layout.num_blocks, share, stores, kept, sample)
 
     def close(self) -> None:
         if self.worker is not None:
