@@ -295,6 +295,19 @@ def test_ranks_that_are_told_what_to_do_ask_no_other(home, caplog, pack, packed)
     assert not gather.said
 
 
+def test_a_rank_that_cannot_decide_starts_with_raw_blocks_and_says_so(home, caplog, monkeypatch):
+    def broken(*arguments):
+        raise PermissionError(13, "Permission denied", "/cache")
+
+    monkeypatch.setattr("kvbm.runtime.rank.find_note", broken)
+    gather = Gathering("")
+    packed, text = of_two_ranks(caplog, gather)
+    assert not packed
+    assert gather.said == ["Permission denied"]
+    assert "not packed: Permission denied" in text
+    assert not of_two_ranks(caplog, gather, pack="on")[0]
+
+
 def test_ranks_on_a_cpu_ask_no_other(caplog):
     gather = Gathering("")
     assert not of_two_ranks(caplog, gather)[0]

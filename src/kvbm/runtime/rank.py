@@ -109,8 +109,10 @@ class Rank:
         packed, reason = layout, ""
         try:
             packed = self._try_to_pack(layout)
-        except (ValueError, DiskHangs) as error:
+        except ValueError as error:
             reason = str(error)
+        except Exception as error:  # packing is the default, and raw blocks always work
+            reason = reason_of(error)
         if mode == "auto" and self.ranks > 1 and not self._is_on_cpu:
             reason = self._agree_on_packing(reason)
         if not reason:
@@ -126,7 +128,7 @@ class Rank:
         return self._device.startswith("cpu")
 
     def _try_to_pack(self, layout: BlockLayout) -> BlockLayout:
-        """Raises ValueError or DiskHangs, with the reason, where the blocks of this rank are not to be packed."""
+        """Raises, with the reason, where the blocks of this rank are not to be packed."""
         mode = self._config.pack
         packed = pack_layout(layout)
         if self._replicas is not None and self._replicas.size > 1:
