@@ -66,8 +66,10 @@ def test_loads_are_announced_and_steps_wait_for_them(outcome, figure):
     assert all(outcome[name]["outside of steps"] >= len(PROMPTS) for name in names)
     figure(f"loads beside decoding requests: {announced} announced of {len(PROMPTS)} each, {held} held a step")
     if ON_CUDA:
-        assert all(announced)
-        assert held[-1]
+        # In time, a load may also be over before the report in which it would have been announced.
+        assert announced[0] + announced[1]
+        assert announced[2]
+        assert held[2]
 
 
 def test_the_comparison_sees_a_step_that_does_not_wait(outcome):
