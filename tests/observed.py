@@ -39,6 +39,7 @@ SNAPSHOT = Snapshot(
     hit_rates=HitRates(requests=30, blocks=120, hits={"host": 55, "disk": 5}),
     refused_blocks={"queue full": 3}, refused_loads={"recomputing is faster": 4}, hints={"taken": 6}, served=SERVED,
     unpackable_blocks=5,
+    escapes=0.0005,
     outcomes={"loaded": 12, "not found": 18}, missed={"new": 16, "evicted": 2}, failures={'load: "odd"\\': 2},
     saved=Saved(saved_seconds=2.5, lost_seconds=0.25, loads=12, prefill_tokens_per_second=9000.0, measured=True),
     requests=[REQUEST],

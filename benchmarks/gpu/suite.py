@@ -39,11 +39,6 @@ def model_of(task: Row) -> Path:
     return make(vllm_kinds.shape_of(task["dry"]), Path(task["models"]))
 
 
-def beside_others(shape: vllm_kinds.Dense, tokens: int) -> Row:
-    """Said outright: an engine that looks at what is free would count what another takes meanwhile as its own."""
-    return {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": tokens * shape.token_bytes}
-
-
 def child(task: Row, emit: Emit) -> None:
     shape = vllm_kinds.shape_of(task["dry"])
     began = time.perf_counter()
@@ -57,7 +52,7 @@ def child(task: Row, emit: Emit) -> None:
         blocks=int(2.5 * task["longest"]) // shape.block_size,
         disable_log_stats=False,
         **({"load_format": "dummy"} if task["dummy"] else {}),
-        **({} if task["dry"] else beside_others(shape, int(2.5 * task["longest"]))),
+        **({} if task["dry"] else vllm_kinds.beside_others(shape, int(2.5 * task["longest"]))),
     )
     emit({"what": "start", "s": round(time.perf_counter() - began, 2)})
     source = random.Random(3)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/ttft.py --json results/ttft.json
     python benchmarks/gpu/ttft.py --kinds kvbm --lengths 8192 32768 65536 --modes eager graphs
-    python benchmarks/gpu/ttft.py --kinds raw packed native lmcache --peers ~/peers --gb 40 --limit 105
+    python benchmarks/gpu/ttft.py --kinds raw packed native lmcache --peers ~/peers --gb 36 --at-once 2
 
 Round robin over a few prompts, with a GPU cache that holds two and a half of them: by a prompt's next turn the engine
 has dropped it. For every engine, length and mode, in a process of its own:
@@ -18,21 +18,26 @@ The floor of a returned prompt is the longer of `on_gpu` and its bytes at the sp
 measured first. Packed blocks have fewer bytes, and a line says whether and why blocks were packed. Every single time is
 in the rows. Machines and runs differ by some 15 %: compare engines within a run.
 
+With `--at-once`, so many engines start side by side, and one after the other is measured while the others wait. They
+share the host's memory: each takes the host tier and, while it starts, the weights.
+
 An engine that fails, or takes longer than `--limit`, costs the others nothing but that time.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import vllm_kinds
-from child import Child, ChildError, Emit, run_child, wait_for_memory
+from child import Child, ChildError, Emit, orders, run_child, wait_for_memory
 from records import Record, Row, arguments, median
 
 REFERENCE_TOKENS = 8
@@ -74,9 +79,11 @@ def measure(task: Row, emit: Emit) -> None:
         gigabytes=task["gigabytes"],
         length=length + 256,
         blocks=int(2.5 * length / shape.block_size),
+        **({} if task["dry"] else vllm_kinds.beside_others(shape, int(2.5 * length))),
     )
     emit({"what": "start", "s": round(time.perf_counter() - began, 2)})
-    run_prompts(llm, length, count, task["passes"], emit)
+    if next(orders(), None):
+        run_prompts(llm, length, count, task["passes"], emit)
 
 
 def run_prompts(llm: Any, length: int, count: int, passes: int, emit: Emit, forget: Callable[[], None] = _pass) -> None:
@@ -181,6 +188,55 @@ def packing_in(log: list[str]) -> list[Row]:
     return [{"what": "packing", "ratio": int(found[1] or 100) / 100, "said": found[0]}] if found else []
 
 
+class Engine:
+    """A kind in a process of its own. A failure is a row, and no exception."""
+
+    def __init__(self, task: Row, options: Any, record: Record, running: ExitStack) -> None:
+        kind = task["kind"]
+        self._what = {name: task[name] for name in ("kind", "length", "mode")}
+        self._limit = options.limit
+        self._record = record
+        self._has_failed = False
+        self._bytes = vllm_kinds.shape_of(options.dry).loaded_bytes(task["length"])
+        self._process = running.enter_context(Child(__file__, task, kind, vllm_kinds.import_path(kind, options.peers)))
+
+    def start(self) -> None:
+        """Wait until it has started."""
+        began = time.monotonic()
+        try:
+            row = self._process.receive(self._limit)
+            if row is None:
+                raise ChildError("ended before it was ready")
+            self._add(row)
+        except ChildError as error:
+            self._failed(error)
+        self._limit -= time.monotonic() - began
+
+    def measure(self) -> bool:
+        """Whether all went well."""
+        if not self._has_failed:
+            try:
+                self._process.send({"do": "measure"})
+                for row in self._process.rows(self._limit):
+                    self._add(row)
+                for row in packing_in(self._process.lines_with("packed")):
+                    self._add(row)
+            except ChildError as error:
+                self._failed(error)
+        rows = [row for row in self._record.rows if self._what.items() <= row.items() or row["what"] == "bus"]
+        (line,) = summarise(rows)
+        print(show(line), *filter(None, [line["packing"]]), sep="\n        ", flush=True)
+        return not self._has_failed
+
+    def _add(self, row: Row) -> None:
+        self._record.add({**self._what, "bytes": self._bytes, **row})
+
+    def _failed(self, error: ChildError) -> None:
+        self._has_failed = True
+        self._record.add({**self._what, "what": "failed", "why": str(error)})
+        print(error, file=sys.stderr)
+
+
 def main() -> int:
     if run_child(child):
         return 0
@@ -201,9 +257,10 @@ def main() -> int:
     parser.add_argument(
         "--gb", type=float, metavar="GB", help="size of the host tier; else what all prompts need and a tenth"
     )
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="engines to start at the same time (1)")
     options = parser.parse_args()
-    if options.count < 4 or options.passes < 2 or min(options.lengths) < 64:
-        parser.error("--count takes at least 4, --passes at least 2, --lengths at least 64")
+    if options.count < 4 or options.passes < 2 or min(options.lengths) < 64 or options.at_once < 1:
+        parser.error("--count takes at least 4, --passes at least 2, --lengths at least 64, --at-once at least 1")
     if options.peers is None and set(options.kinds) & set(vllm_kinds.PEERS):
         parser.error(f"{' and '.join(vllm_kinds.PEERS)} need --peers, the folder their packages were installed to")
     vllm_kinds.check(options)
@@ -220,27 +277,21 @@ def main() -> int:
         failures += 1
         print(error, file=sys.stderr)
     print(HEADER, flush=True)
-    for mode in options.modes:
-        for length in options.lengths:
-            for kind in options.kinds:
-                what = {"kind": kind, "length": length, "mode": mode}
-                # The warm-up prompt and one that is evicted too late: room for two more than there are.
-                gigabytes = options.gb or 1.1 * (options.count + 2) * length * shape.token_bytes / 1e9
-                size = shape.loaded_bytes(length)
-                task = {**what, **common, "count": options.count, "passes": options.passes, "gigabytes": gigabytes}
-                wait_for_memory()
-                try:
-                    with Child(__file__, task, kind, vllm_kinds.import_path(kind, options.peers)) as running:
-                        for row in running.rows(options.limit):
-                            record.add({**what, "bytes": size, **row})
-                        for row in packing_in(running.lines_with("packed")):
-                            record.add({**what, **row})
-                except ChildError as error:
-                    failures += 1
-                    record.add({**what, "what": "failed", "why": str(error)})
-                    print(error, file=sys.stderr)
-                line = summarise(record.rows)[-1]
-                print(show(line), *filter(None, [line["packing"]]), sep="\n        ", flush=True)
+    size = options.at_once
+    groups = [options.kinds[i : i + size] for i in range(0, len(options.kinds), size)]
+    for mode, length, group in itertools.product(options.modes, options.lengths, groups):
+        # The warm-up prompt and one that is evicted too late: room for two more than there are.
+        gigabytes = options.gb or 1.1 * (options.count + 2) * length * shape.token_bytes / 1e9
+        task = {**common, "length": length, "mode": mode, "count": options.count, "passes": options.passes}
+        wait_for_memory()
+        with ExitStack() as running:
+            engines = [
+                Engine({**task, "kind": kind, "gigabytes": gigabytes}, options, record, running) for kind in group
+            ]
+            for engine in engines:
+                engine.start()
+            for engine in engines:
+                failures += not engine.measure()
     return 1 if failures else 0
 
 

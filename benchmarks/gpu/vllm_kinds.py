@@ -106,6 +106,12 @@ def open_engine(
     )
 
 
+def beside_others(shape: Dense, tokens: int) -> dict[str, Any]:
+    """For :func:`open_engine`, with a cache of so many tokens. Said outright: an engine that looks at what is free
+    would count what another takes meanwhile as its own."""
+    return {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": tokens * shape.token_bytes}
+
+
 def import_path(kind: str, peers: Path | None) -> list[Path]:
     """Where a kind's packages lie, in front of everything else. Upstream's has the name of ours."""
     return [peers.expanduser()] if kind in PEERS and peers is not None else [SOURCE]

@@ -165,6 +165,7 @@ class StoreResult(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0  # as a load's
     # Positions (within the plan) of blocks that do not fit a packed slot: they are not kept, and nothing has failed.
     unpackable: list[int] = []
+    escapes: float | None = None  # the share of values with an escape, in one packed block of some stores
 
 
 class MoveResult(msgspec.Struct, frozen=True, array_like=True):

@@ -413,7 +413,7 @@ def test_packed_blocks_have_a_lower_floor_and_it_is_said_why_blocks_are_not_pack
 
 
 def test_an_engine_that_fails_or_hangs_costs_the_others_nothing(gpu, monkeypatch, capsys):
-    limits = {}
+    limits, calls = {}, []
 
     class Child:
         def __init__(self, script, task, name, path=()):
@@ -425,10 +425,19 @@ def test_an_engine_that_fails_or_hangs_costs_the_others_nothing(gpu, monkeypatch
         def __exit__(self, *exception):
             pass
 
-        def rows(self, limit):
+        def receive(self, limit):
             limits[self.name] = limit
-            if self.name in ("prepare", "raw"):
-                raise gpu.child.ChildError(f"nothing heard of {self.name}")
+            calls.append(f"{self.name} starts")
+            if self.name == "raw":
+                raise gpu.child.ChildError("nothing heard of raw")
+            return {"what": "start", "s": 1.0}
+
+        def send(self, order):
+            calls.append(f"{self.name} measures")
+
+        def rows(self, limit):
+            if self.name == "prepare":
+                raise gpu.child.ChildError("nothing heard of prepare")
             yield from ttft_rows(self.name, self.task["length"])
 
         def lines_with(self, text):
@@ -436,9 +445,12 @@ def test_an_engine_that_fails_or_hangs_costs_the_others_nothing(gpu, monkeypatch
 
     monkeypatch.setattr(gpu.ttft, "Child", Child)
     monkeypatch.setattr(gpu.ttft, "wait_for_memory", lambda: None)
-    assert call(monkeypatch, gpu.ttft, "--dry", "--kinds", "raw", "kvbm", "--limit", "7") == 1
+    kinds = ("raw", "kvbm", "packed")
+    assert call(monkeypatch, gpu.ttft, "--dry", "--kinds", *kinds, "--limit", "7", "--at-once", "2") == 1
+    assert calls == ["raw starts", "kvbm starts", "kvbm measures", "packed starts", "packed measures"]
     printed = capsys.readouterr()
-    _header, raw, kvbm = printed.out.splitlines()
+    _header, raw, kvbm, packed = printed.out.splitlines()
+    assert packed.endswith("3 of 4")
     assert raw.endswith("failed: nothing heard of raw")
     assert kvbm.endswith("3 of 4")
     assert "nothing heard of prepare" in printed.err

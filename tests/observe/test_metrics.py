@@ -64,6 +64,7 @@ def test_upstream_names_are_exactly_these():
         ('kvbm_refused_load_blocks_total{reason="recomputing is faster"}', 4),
         ("kvbm_unpackable_blocks_total", 5),
         ("kvbm_packed_ratio", 1),
+        ("kvbm_packed_escape_ratio", 0.0005),
         ('kvbm_hints_total{outcome="taken"}', 6),
         ('kvbm_served_blocks_total{tier="peer"}', 9),
         ('kvbm_served_bytes_total{tier="peer"}', 9_000_000),

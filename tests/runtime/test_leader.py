@@ -172,9 +172,10 @@ def test_every_block_that_failed_on_any_rank_is_dropped():
 def test_blocks_that_do_not_fit_a_packed_slot_are_not_kept_and_counted():
     leader = make(ranks=2)
     store = offload(leader, "abcd")
-    leader.apply([Report(0, stores=[StoreResult(store.id, unpackable=[1])])])
+    leader.apply([Report(0, stores=[StoreResult(store.id, unpackable=[1], escapes=0.002)])])
     assert found(leader, "abcd") == ""
-    leader.apply([Report(1, stores=[StoreResult(store.id, unpackable=[1, 3])])])
+    leader.apply([Report(1, stores=[StoreResult(store.id, unpackable=[1, 3], escapes=0.001)])])
+    assert leader.counts.escapes == pytest.approx(0.0015)
     assert found(leader, "abcd") == "ac"
     assert leader.counts.unpackable_blocks == 2
     assert leader.counts.offloaded_blocks == 2

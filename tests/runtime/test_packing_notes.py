@@ -71,11 +71,18 @@ def test_a_rank_cannot_name_another_file(home, name):
         write_note(config(), name, Note(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["garbage", "link", "fifo", "open"])
+GARBAGE = {
+    "garbage": b"\xff{",
+    "no text": b'{"unpackable":1,"kept":1,"date":"\xff"}',
+    "too deep": b'{"x":' + b"[" * 4000,
+}
+
+
+@pytest.mark.parametrize("kind", [*GARBAGE, "link", "fifo", "open"])
 def test_what_may_be_planted_or_is_no_note_is_not_found(home, tmp_path, kind):
     path = write_note(config(), NAME, Note(1, 2))
-    if kind == "garbage":
-        path.write_bytes(b"\xff{")
+    if kind in GARBAGE:
+        path.write_bytes(GARBAGE[kind])
     elif kind == "open":
         path.chmod(0o666)
     else:

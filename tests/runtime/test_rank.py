@@ -93,17 +93,21 @@ def test_a_host_tier_of_packed_blocks_holds_more_of_them_for_the_same_gigabytes(
 def test_a_rank_names_the_blocks_that_do_not_fit_and_brings_back_the_others():
     pool, tensors = packable()
     pool[3, 1].view(torch.int16).random_(-32768, 32768)
+    pool[4].fill_(1.0)
+    values = pool[4].view(-1)
+    values[0], values[1:11] = 2.0**-20, 2.0**-60  # the first of them has the second base
     rank = Rank(config(cpu_cache_override_num_blocks=8, pack="on"), 0, 1)
     rank.register(tensors, 8)
     rank.open()
     kept = pool[4].clone()
-    store = StepPlan(stores=[StorePlan(1, Copy(HOST, [1, 2, 5], [2, 3, 4]))])
+    store = StepPlan(stores=[StorePlan(1, Copy(HOST, [2, 5, 1], [3, 4, 2]))])
     rank.worker.begin(store)
     rank.worker.start_stores(store)
     stored = []
     while not stored:
         stored = rank.worker.poll().report.stores
-    assert [(result.id, result.ok, result.unpackable) for result in stored] == [(1, True, [1])]
+    assert [(result.id, result.ok, result.unpackable) for result in stored] == [(1, True, [0])]
+    assert stored[0].escapes == 10 / values.numel()
     load = StepPlan(loads=[LoadPlan(2, "r", [Copy(HOST, [5], [7])], in_step=True)])
     rank.worker.begin(load)
     rank.worker.start_loads(load)
@@ -289,6 +293,19 @@ def test_ranks_that_are_told_what_to_do_ask_no_other(home, caplog, pack, packed)
     gather = Gathering("reason")
     assert of_two_ranks(caplog, gather, pack=pack)[0] is packed
     assert not gather.said
+
+
+def test_a_rank_that_cannot_decide_starts_with_raw_blocks_and_says_so(home, caplog, monkeypatch):
+    def broken(*arguments):
+        raise PermissionError(13, "Permission denied", "/cache")
+
+    monkeypatch.setattr("kvbm.runtime.rank.find_note", broken)
+    gather = Gathering("")
+    packed, text = of_two_ranks(caplog, gather)
+    assert not packed
+    assert gather.said == ["Permission denied"]
+    assert "not packed: Permission denied" in text
+    assert not of_two_ranks(caplog, gather, pack="on")[0]
 
 
 def test_ranks_on_a_cpu_ask_no_other(caplog):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from msgspec import structs
 
 import toy_tier
 from kvbm import config as settings
@@ -187,8 +188,7 @@ def test_blocks_move_on_from_disk_through_near_slots(make, server, tmp_path):
         def connect(self, config):
             return [route._replace(source=DISK) for route in super().connect(config)]
 
-    below = BelowDisk(**{name: getattr(toy_tier.TIER, name) for name in toy_tier.TIER.__struct_fields__})
-    registry.TIERS[TOY] = below
+    registry.TIERS[TOY] = BelowDisk(**structs.asdict(toy_tier.TIER))
     values = {"disk_cache_override_num_blocks": 32, "disable_disk_offload_filter": True}
     engine = make(**values, disk_cache_dir=str(tmp_path / "disk"))
     assert [(edge.source, edge.target) for edge in engine.leader.edges] == [(HOST, DISK), (DISK, TOY)]
@@ -203,6 +203,14 @@ def test_blocks_move_on_from_disk_through_near_slots(make, server, tmp_path):
     assert [run.tier for run in match.runs] == [TOY]
     assert engine.load(match, [8, 9, 10, 11]) == set()
     assert torch.equal(engine.caches[0][8:12], kept)
+
+
+def test_no_blocks_move_to_a_tier_that_is_not_writable(make, server):
+    registry.TIERS[TOY] = structs.replace(toy_tier.TIER, writable=False)
+    engine = make()
+    engine.store(KEYS[:4])
+    assert engine.leader.edges == []
+    assert not engine.leader.counts.moved_blocks
 
 
 def test_a_block_that_is_bad_at_the_source_of_a_staged_move_is_not_written_to_the_target(make, server, tmp_path):

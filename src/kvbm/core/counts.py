@@ -32,6 +32,8 @@ class Counts(msgspec.Struct):
     tainted_store_blocks: int = 0
     refused_store_blocks: int = 0
     unpackable_blocks: int = 0  # do not fit a packed slot, and were not kept
+    sampled_blocks: int = 0  # packed blocks whose escapes a rank has counted
+    sampled_escapes: float = 0.0  # the sum of their shares of escapes
     # Moves to a tier, by that tier.
     moved_blocks: dict[TierName, int] = {}
     failed_move_blocks: dict[TierName, int] = {}
@@ -51,6 +53,11 @@ class Counts(msgspec.Struct):
     def add_stored(self, tier: TierName, size: int, seconds: float) -> None:
         add(self.stored_bytes, tier, size)
         add(self.stored_seconds, tier, seconds)
+
+    @property
+    def escapes(self) -> float:
+        """The share of the values of packed blocks that have an escape, as far as it is known."""
+        return self.sampled_escapes / max(1, self.sampled_blocks)
 
 
 def do_not_suit_packing(unpackable: int, blocks: int) -> bool:

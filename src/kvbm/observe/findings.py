@@ -254,7 +254,8 @@ def _packed(s: Snapshot) -> Finding | None:
     stored = sum(flow.blocks for flow in s.flows if flow.source == DEVICE)
     if not do_not_suit_packing(left_out, stored + left_out):
         text = f"Blocks are packed to {packed:.0%} of their size, so the tiers hold {1 / packed:.2f} times as many."
-        return good("packed", f"{text} {left_out:,} did not fit and were not kept.")
+        escapes = f"{s.escapes:.2%} of their values need an escape"
+        return good("packed", f"{text} {escapes}; {left_out:,} blocks did not fit and were not kept.")
     return bad(
         "unpackable",
         f"{left_out} blocks do not fit a packed slot and were not kept; {stored} were kept. A lookup ends at the first "

@@ -131,6 +131,9 @@ _CUSTOMARY = (
            _one(lambda s: s.unpackable_blocks)),
     Metric("kvbm_packed_ratio", "gauge", "Bytes of a block in a tier, by those in the engine's memory; 1: not packed",
            _one(lambda s: s.identity.packed)),
+    Metric("kvbm_packed_escape_ratio", "gauge", "Share of the values of packed blocks that need an escape, of a sample "
+           "of blocks; slots have room for 0.019 of 4,096 neighbours",
+           _one(lambda s: s.escapes)),
     Metric("kvbm_refused_load_blocks_total", "counter", "Blocks found but not loaded, by reason",
            _by_name(lambda s: s.refused_loads), ("reason",)),
     Metric("kvbm_hints_total", "counter", "Hints of routers and clients about where a prefix lies, by what became of "

@@ -164,6 +164,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     saved: Saved
     record_dropped: int = 0  # lines that the record dropped
     unpackable_blocks: int = 0  # do not fit a packed slot, and were not kept
+    escapes: float = 0.0  # the share of values of packed blocks that need an escape, of a sample
     hints: dict[str, int] = {}  # that came with requests, by what became of them
     requests: list[Request] = []  # the latest, newest first
     findings: list[Finding] = []

@@ -65,6 +65,7 @@ class LeaderSource:
             record_dropped=log.record.dropped,
             hints=dict(counts.hints),
             unpackable_blocks=counts.unpackable_blocks,
+            escapes=counts.escapes,
             requests=log.latest(requests),
             sources=_sources(leader),
             served=_served(leader),

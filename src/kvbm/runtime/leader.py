@@ -330,6 +330,9 @@ class Leader:
         if not result.ok:
             flight.bad.add(rank)
         flight.unpackable.update(result.unpackable)
+        if result.escapes is not None:
+            self.counts.sampled_blocks += 1
+            self.counts.sampled_escapes += result.escapes
         if rank not in flight.ranks:
             return
         flight.seconds = max(flight.seconds, result.seconds)

@@ -58,7 +58,7 @@ def notes(config: Config) -> Iterator[tuple[Path, Note]]:
             directory = open_private(folder)
             try:
                 for name in sorted(filter(_NAME.fullmatch, os.listdir(directory))):
-                    with contextlib.suppress(OSError, msgspec.MsgspecError):
+                    with contextlib.suppress(OSError, ValueError, RecursionError):
                         yield folder / name, _read(name, directory)
             finally:
                 os.close(directory)

@@ -15,6 +15,7 @@ import torch
 from kvbm.config import Config
 from kvbm.core.rate import Rate
 from kvbm.plans import Hello, TierHello, TierName
+from kvbm.runtime.escapes import EscapeSample
 from kvbm.runtime.packing_notes import find_note, note_name
 from kvbm.runtime.replicas import Offer, Replicas, SharingError
 from kvbm.runtime.stores import Share
@@ -108,8 +109,10 @@ class Rank:
         packed, reason = layout, ""
         try:
             packed = self._try_to_pack(layout)
-        except (ValueError, DiskHangs) as error:
+        except ValueError as error:
             reason = str(error)
+        except Exception as error:  # packing is the default, and raw blocks always work
+            reason = reason_of(error)
         if mode == "auto" and self.ranks > 1 and not self._is_on_cpu:
             reason = self._agree_on_packing(reason)
         if not reason:
@@ -125,7 +128,7 @@ class Rank:
         return self._device.startswith("cpu")
 
     def _try_to_pack(self, layout: BlockLayout) -> BlockLayout:
-        """Raises ValueError or DiskHangs, with the reason, where the blocks of this rank are not to be packed."""
+        """Raises, with the reason, where the blocks of this rank are not to be packed."""
         mode = self._config.pack
         packed = pack_layout(layout)
         if self._replicas is not None and self._replicas.size > 1:
@@ -311,7 +314,8 @@ class Rank:
                 self._rates[name] = store.measure()
         self._intact = slab.intact(self._slots)
         kept = slab if slab.outlives_engine else None
-        return Worker(self.rank, copier, NEAR.name, self._slots, layout.num_blocks, share, stores, kept)
+        sample = EscapeSample(layout, slab) if layout.tile_values else None
+        return Worker(self.rank, copier, NEAR.name, self._slots, layout.num_blocks, share, stores, kept, sample)
 
     def close(self) -> None:
         if self.worker is not None:

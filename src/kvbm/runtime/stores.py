@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvbm.plans import Copy, StorePlan, StoreResult
+from kvbm.runtime.escapes import EscapeSample
 from kvbm.tiers.base import Operation, PersistentMemory
 from kvbm.tracing import annotate
 from kvbm.transfer.base import Copier, Ticket
@@ -33,18 +34,26 @@ class Share(NamedTuple):
 
 
 class Stores:
-    """Part of the worker. ``check`` raises when a copy must not be made. ``kept``: the slab, where it persists."""
+    """Part of the worker. ``check`` raises when a copy must not be made. ``kept``: the slab, where it persists.
+    ``sample``: of packed blocks."""
 
     def __init__(
-        self, share: Share, kept: PersistentMemory | None, check: Callable[[Copy], None], faults: Counter[str]
+        self,
+        share: Share,
+        kept: PersistentMemory | None,
+        check: Callable[[Copy], None],
+        faults: Counter[str],
+        sample: EscapeSample | None = None,
     ) -> None:
         self._share = share
         self._kept = kept
         self._check = check
+        self._sample = sample
         self._faults = faults
         self.tickets: dict[int, Ticket] = {}
         self._to_hash: dict[int, Copy] = {}
-        self._firsts: dict[int, int] = {}  # where in its plan this rank's part of a store begins
+        # Of a store under way: where in its plan this rank's part begins, and the slots of that part.
+        self._parts: dict[int, tuple[int, list[int]]] = {}
         self._hashing: dict[int, tuple[Operation, StoreResult]] = {}
         self._hashed: dict[int, Operation] = {}  # until the leader says whether they were good
         self._ended: list[StoreResult] = []  # refused, failed at their start, or for other ranks to write
@@ -72,9 +81,10 @@ class Stores:
             if mine.start == mine.stop:
                 self._ended.append(StoreResult(store.id))  # other ranks write it
                 return
+            slots = store.copy.slots[mine]
             with annotate("copier.store"):
-                self.tickets[store.id] = copier.store(store.copy.blocks[mine], store.copy.slots[mine])
-            self._firsts[store.id] = mine.start
+                self.tickets[store.id] = copier.store(store.copy.blocks[mine], slots)
+            self._parts[store.id] = mine.start, slots
             if self._kept is not None and store.copy.tags:
                 self._to_hash[store.id] = store.copy
         except Exception as error:
@@ -84,15 +94,19 @@ class Stores:
     def take_ended(self) -> list[StoreResult]:
         results, self._ended = self._ended, []
         for i, ticket in list(self.tickets.items()):
+            first, slots = self._parts[i]
+            escapes = None
             try:
                 if not ticket.done():
                     continue
                 ok, reason, seconds = not ticket.bad, ticket.reason, ticket.seconds
-                unpackable = [self._firsts[i] + position for position in ticket.unpackable]
+                unpackable = [first + position for position in ticket.unpackable]
+                if ok and self._sample is not None:
+                    escapes = self._sample.ratio(slots)
             except Exception as error:
                 ok, reason, seconds, unpackable = False, f"{type(error).__name__}: {error}", 0.0, []
-            del self.tickets[i], self._firsts[i]
-            result = StoreResult(i, ok and i not in self._spoiled, seconds, unpackable)
+            del self.tickets[i], self._parts[i]
+            result = StoreResult(i, ok and i not in self._spoiled, seconds, unpackable, escapes)
             self._spoiled.discard(i)
             if not self._hash(result):
                 results.append(result)

@@ -70,7 +70,8 @@ def connect(
     ``clock``: of a simulation, for the admission rules.
     """
     for name in leader.manager.catalogs:
-        for route in registry.TIERS[name].connect(config):
+        tier = registry.TIERS[name]
+        for route in tier.connect(config) if tier.writable else ():
             if route.source is None or route.source in leader.manager.catalogs:
                 if clock is not None and route.admission is not None:
                     route.admission.follow(clock)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvbm.plans import Copy, LoadPlan, LoadResult, Report, StepPlan, TierName
 from kvbm.runtime.announcements import Announcements
+from kvbm.runtime.escapes import EscapeSample
 from kvbm.runtime.loads import Load, Part, Rest, Submission
 from kvbm.runtime.moves import Moves
 from kvbm.runtime.stores import Share, Stores
@@ -48,8 +49,9 @@ class Worker:
         share: Share | None = None,
         stores: Iterable[StagedStore] = (),
         kept: PersistentMemory | None = None,
+        sample: EscapeSample | None = None,
     ) -> None:
-        """``kept``: the slab, where it outlives the engine."""
+        """``kept``: the slab, where it outlives the engine. ``sample``: of packed blocks."""
         self.rank = rank
         self._copier = copier
         self._near_tier = near_tier
@@ -59,7 +61,7 @@ class Worker:
         self._late: dict[int, Load] = {}  # over for the engine, while a store still writes to their near slots
         self._loads: dict[int, Load] = {}
         self._faults: Counter[str] = Counter()
-        self._stores = Stores(share or Share(), kept, self._check_copy, self._faults)
+        self._stores = Stores(share or Share(), kept, self._check_copy, self._faults, sample)
         self._moves = Moves(near_tier, self._tiers, self._check_slots, self._faults)
         self._by_layer: dict[int, Load] = {}  # loads that attention waits for layer by layer
         self._step_begun = True

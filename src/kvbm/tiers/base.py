@@ -123,7 +123,7 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
     staged: bool = True  # its blocks pass through slots of the near tier; False: it is the near tier
     keyed: bool = False  # addressed by key and not by numbered slots
     persistent: bool = False  # outlives the engine
-    writable: bool = True
+    writable: bool = True  # False: no blocks move to it from this engine
     shared: bool = False  # other engines read and write it too
     shares_near_memory: bool = False  # other processes map the near tier's memory where this tier is wanted
     advice: str = ""  # how to make it faster, for a user whose loads from it take longer than computing

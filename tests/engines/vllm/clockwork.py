@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -134,6 +135,15 @@ class Weights(torch.nn.Module):
         for parameter in self.parameters():
             parameter.data.fill_(value)
         config.compilation_config.static_forward_context["layer"] = self.layer
+
+
+def meet(connector: Any) -> Any:
+    """As vLLM does at the end of its start, with the one connector of a worker's process."""
+    kv_transfer_state._KV_CONNECTOR_AGENT = connector
+    try:
+        return connector.get_handshake_metadata()
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 class Rank:
@@ -324,7 +334,7 @@ class Clockwork:
         self.scheduler.connector._adapter._clears_before_fences = second_runner
         for rank in self.ranks:
             rank.clears_early = second_runner
-        hellos = {(0, rank.rank): rank.connector.get_handshake_metadata() for rank in self.ranks}
+        hellos = {(0, rank.rank): meet(rank.connector) for rank in self.ranks}
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(hellos)
         self._aggregator = KVOutputAggregator(ranks)
         self._depth = 2 if overlap else 1

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import vllm
+import vllm.distributed.kv_transfer as kv_transfer
 import vllm.envs as envs
 import vllm.v1.core.kv_cache_utils as kv_cache_utils
 import vllm.v1.kv_cache_interface as kv_cache_interface
@@ -161,12 +162,17 @@ def clears_blocks(kv_cache_config: Any) -> bool:
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
+def is_alone(connector: Any) -> bool:
+    """Whether vLLM calls this worker's connector itself. A wrapper (MultiConnector, PdConnector) calls it beside
+    others, with a configuration of its own that does not show them."""
+    return bool(kv_transfer.has_kv_transfer_group() and kv_transfer.get_kv_transfer_group() is connector)
+
+
 def steps_ahead(vllm_config: Any, kv_cache_config: Any) -> float:
     """See :class:`kvbm.runtime.announcements.Announcements`. Where steps overlap, vLLM takes in a report after it has
-    submitted one more step. 0 where others write to blocks without regard to the order of steps."""
-    alone = getattr(vllm_config.kv_transfer_config, "kv_connector", "") == "DynamoConnector"
+    submitted one more step. 0 where vLLM itself writes to blocks without regard to the order of steps."""
     overlaps = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
-    if not alone or not overlaps or clears_blocks(kv_cache_config) or len(kv_cache_config.kv_cache_groups) > 1:
+    if not overlaps or clears_blocks(kv_cache_config) or len(kv_cache_config.kv_cache_groups) > 1:
         return 0.0
     return 0.9
 

@@ -199,7 +199,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @annotate("get_handshake_metadata")
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        hello = None if self._adapter is None else self._adapter.meet()
+        hello = None if self._adapter is None else self._adapter.meet(compat.is_alone(self))
         return None if hello is None else WorkerHello(encode(hello))
 
     @annotate("bind_connector_metadata")
@@ -208,12 +208,18 @@ class DynamoConnector(KVConnectorBase_V1):
         self._receive(connector_metadata)
 
     def _receive(self, metadata: KVConnectorMetadata) -> None:
-        """Take in a step's plan. vLLM hands it over twice, before the step and at its beginning."""
-        if metadata is not self._received:
+        """Take in a step's plan. vLLM hands it over twice, before the step and at its beginning. With a plan that
+        cannot be read the step waits for all announced loads."""
+        if metadata is self._received:
+            return
+        self._leave_interrupts()
+        self._received, self._plan = metadata, StepPlan()
+        try:
             assert isinstance(metadata, DynamoConnectorMetadata)
-            self._leave_interrupts()
-            self._plan = decode_step(metadata.metadata) if metadata.metadata else StepPlan()
-            self._received = metadata
+            if metadata.metadata:
+                self._plan = decode_step(metadata.metadata)
+        except Exception as error:  # both ends are one installation: a fault of the program
+            self._faults.record("reading a plan", error)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -222,11 +228,7 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        try:
-            self._receive(kv_connector_metadata)
-        except Exception:
-            self._adapter.begin(StepPlan())  # the step waits for all announced loads
-            raise
+        self._receive(kv_connector_metadata)
         self._adapter.begin(self._plan)
 
     @guarded(None)

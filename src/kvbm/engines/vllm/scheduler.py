@@ -492,7 +492,8 @@ class SchedulerAdapter:
 
     @property
     def busy(self) -> bool:
-        """Stores or events are pending: vLLM must go on stepping to deliver them."""
+        """Stores, events or the end of a load are pending: vLLM must go on stepping to deliver them. A request may be
+        answered before the end of its load is known, if that was announced."""
         if self._services.owes_events or (leader := self.leader) is None:
             return self._services.owes_events
-        return leader.owes_verdicts or leader.stores_under_way or self._moves.are_wanted()
+        return leader.owes_verdicts or leader.plans_under_way > 0 or self._moves.are_wanted()

@@ -115,10 +115,11 @@ class WorkerAdapter:
         found = weights.fingerprint_or_warn(lambda: digest_of_models(models), weights.gather_in_world)
         return {**cache, "weights": found} if found else None
 
-    def meet(self) -> Hello | None:
-        """Finish the start. Returns what the leader must know; None when there is no cache to serve."""
+    def meet(self, alone: bool) -> Hello | None:
+        """Finish the start. Returns what the leader must know; None when there is no cache to serve. ``alone``: no
+        other connector writes to the engine's blocks."""
         hello = self._rank.open()
-        if self._worker is not None:
+        if self._worker is not None and alone:
             ahead = compat.steps_ahead(self._vllm_config, self._kv_cache_config)
             self._worker.announcements.steps_ahead = ahead
         if hello is not None and self._name not in _local:
@@ -150,10 +151,10 @@ class WorkerAdapter:
                 self._worker.refuse(use.loads, use.blocks)
 
     def begin(self, plan: StepPlan) -> None:
+        if self._worker is not None:
+            self._worker.begin(plan)  # first: whatever becomes of the adapters, the step waits for what it must
         if plan.wanted:
             self.load_adapters(plan.wanted)
-        if self._worker is not None:
-            self._worker.begin(plan)
 
     def prefetch(self, slots: list[int], tokens: int) -> bool:
         if self._worker is None or threading.get_ident() != self._thread:
