@@ -184,8 +184,8 @@ def test_blocks_move_on_from_disk_through_near_slots(make, server, tmp_path):
     """A tier below another staged tier: the worker reads from one, writes to the other, and gives the slots back."""
 
     class BelowDisk(type(toy_tier.TIER), frozen=True, kw_only=True):
-        def connect(self, config):
-            return [route._replace(source=DISK) for route in super().connect(config)]
+        def connect(self, config, clock):
+            return [route._replace(source=DISK) for route in super().connect(config, clock)]
 
     below = BelowDisk(**{name: getattr(toy_tier.TIER, name) for name in toy_tier.TIER.__struct_fields__})
     registry.TIERS[TOY] = below
