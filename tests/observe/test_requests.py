@@ -240,11 +240,12 @@ def test_a_record_has_the_hints_of_the_caller():
     turns = [Turn(session=7, is_final=True, retention=(Retention(-5), Retention(3, 2.5, 1, 4))), Turn()]
     for name, turn in zip("ab", turns, strict=True):
         log.admitted(admission(name))
-        log.hinted(name, turn)
+        log.told(name, turn, "acme" if name == "a" else "")
         log.finished(name, 1, keys(name, 2))
     (_, _, hinted), (_, _, plain) = record.lines
     assert hinted["hints"] == HintsLine(7, True, [(-5, None, 0, 2**31 - 1), (3, 2.5, 1, 4)])
     assert "hints" not in plain
+    assert (hinted["cache_salt"], "cache_salt" in plain) == ("acme", False)
     request = Request(0.0, 10, 1, [], hints=hinted["hints"])
     assert turn_of(request) == turns[0]
 

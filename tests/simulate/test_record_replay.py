@@ -9,6 +9,7 @@ import pytest
 from kvbm.config import load
 from kvbm.core.clock import OperationClock
 from kvbm.core.manager import BlockManager
+from kvbm.core.policy import COMMON
 from kvbm.engines.guard import Faults
 from kvbm.engines.session import Completed, RequestState, Session
 from kvbm.plans import Hello, LoadResult, MoveResult, Report, StoreResult, TierHello
@@ -37,13 +38,14 @@ class JumpingClock:
 class Engine:
     """Serves conversations side by side: requests, ends of transfers and plans of moves come in any order."""
 
-    def __init__(self, folder, policy, seed):
+    def __init__(self, folder, policy, shares, seed):
         self.random = random.Random(seed)
         config = load(
             {
                 "enable_record": True, "record_dir": str(folder), "metrics": False, "load": "always",
                 "host_policy": policy, "disk_policy": policy, "disk_filter_decay_secs": 20,
                 "cpu_cache_override_num_blocks": SIZES[HOST], "disk_cache_override_num_blocks": SIZES[DISK],
+                **({"tenant_shares": shares} if shares else {}),
             },
             environ={}, files=(),
         )  # fmt: skip
@@ -68,12 +70,14 @@ class Engine:
         return range(self.engine_blocks - count, self.engine_blocks)
 
     def arrive(self):
-        talk = self.random.choice(self.talks)
+        number = self.random.randrange(len(self.talks))
+        talk = self.talks[number]
         talk += self.blocks(self.random.randrange(3))
         keys, session = list(talk), self.session
         del talk[self.random.randrange(4, 12) :]
         self.requests += 1
         state, tokens, plan, loaded = RequestState(f"request-{self.requests}"), len(keys) * BLOCK + 3, None, 0
+        state.tenant = session.tenant_of(["acme", "beta", ""][number % 3]) if number < 10 else COMMON
         computed = self.random.choice([0, 0, 0, 1, len(keys)]) * BLOCK
         wanted = session.wanted(state, tokens, computed)
         found = {}
@@ -147,22 +151,22 @@ class Engine:
 def learned(leader):
     """All that depends on the time, to the bit."""
     for catalog in leader.manager.catalogs.values():
-        policy = catalog._policy
         yield catalog.evictions
-        if hasattr(policy, "_returns"):
-            yield [(group.time, group.kind, group.bucket, group.live) for group in policy._groups]
-            yield [when for when, _, _ in policy._open._batches]
-            yield from (policy._returns.exposed.tobytes(), policy._returns.returned.tobytes())
+        for policy in getattr(catalog._policy, "_policies", {COMMON: catalog._policy}).values():
+            if hasattr(policy, "_returns"):
+                yield [(group.time, group.kind, group.bucket, group.live) for group in policy._groups]
+                yield [when for when, _, _ in policy._open._batches]
+                yield from (policy._returns.exposed.tobytes(), policy._returns.returned.tobytes())
     for edge in leader.edges:
         rule = edge._admission
         yield rule._next_step, rule._step, sorted(rule._ends.values())
         yield edge.queued_blocks
 
 
-@pytest.mark.parametrize("policy", ["lru", "session"])
+@pytest.mark.parametrize(("policy", "shares"), [("lru", ""), ("session", ""), ("session", "acme=0.3,beta=0.3")])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_replay_sees_the_times_that_the_engine_saw(tmp_path, policy, seed):
-    engine = Engine(tmp_path, policy, seed)
+def test_a_replay_sees_the_times_that_the_engine_saw(tmp_path, policy, shares, seed):
+    engine = Engine(tmp_path, policy, shares, seed)
     engine.run(300)
     (path,) = tmp_path.glob("*.jsonl")
     trace = read([path])

@@ -98,6 +98,7 @@ class Ended(NamedTuple):
     stored: int  # blocks from the front that a tier has, or had
     found: int  # blocks from the front that it did not have to compute
     turn: Turn = NO_HINTS  # what its caller says of it
+    tenant: int = COMMON
 
 
 def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
@@ -148,7 +149,8 @@ class Session:
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
         self._used = used or _front
-        self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
+        self._tenant_names = ["", *split_shares(config.tenant_shares)]
+        self._tenants = {name: number for number, name in enumerate(self._tenant_names) if name}
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
@@ -470,7 +472,7 @@ class Session:
         """A request has ended. ``later``: another call finalizes it, when the engine's thread has time."""
         self.withdraw(state)
         stored, found = (state.stored, state.found or 0) if keys else (0, 0)
-        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn))
+        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn, state.tenant))
         if not later:
             self.finalize()
 
@@ -479,7 +481,7 @@ class Session:
         ended, self.ended = self.ended, []
         if ended:
             self.clock.tick()
-        for name, output_tokens, keys, stored, found, turn in ended:
+        for name, output_tokens, keys, stored, found, turn, tenant in ended:
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
@@ -490,7 +492,7 @@ class Session:
                         self.leader.used(self._used(keys, stored if goes_on else found))
                         self.uses += 1
                 if self.observer.log.is_recording:
-                    self.observer.log.hinted(name, turn)
+                    self.observer.log.told(name, turn, self._tenant_names[tenant])
                 self.observer.log.finished(name, output_tokens, keys)
             except Exception as error:
                 self._faults.record("the end of a request", error)

@@ -15,7 +15,7 @@ operation, which policies and admission rules saw as well (:class:`~kvbm.core.cl
     it is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's and then the answer's, with 52 bits
     of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason.
     For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``;
-    ``hints`` (:class:`HintsLine`), if the caller gave any
+    ``hints`` (:class:`HintsLine`), if the caller gave any, and ``cache_salt``, if that is a tenant with a share
 ``load``, ``store``, ``move``
     a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
 ``moves``

@@ -97,6 +97,7 @@ class _Entry(msgspec.Struct, eq=False):
     lookups: list[LookupLine] = []  # for the record
     stores: list[StoreLine] = []
     hints: HintsLine | None = None
+    tenant: str = ""
 
 
 class Seen:
@@ -197,9 +198,12 @@ class RequestLog:
             if (entry := self._running.get(request)) is not None:
                 entry.stores.append(StoreLine(order, at, first, end, plan_id, place))
 
-    def hinted(self, request: str, turn: Turn) -> None:
-        """For the record: what the caller says of a request that is about to end."""
-        if turn != NO_HINTS and (entry := self._running.get(request)) is not None:
+    def told(self, request: str, turn: Turn, tenant: str) -> None:
+        """For the record: what the caller says of a request that is about to end. ``tenant``: empty without a share."""
+        if (entry := self._running.get(request)) is None:
+            return
+        entry.tenant = tenant
+        if turn != NO_HINTS:
             kept = [(r.priority, None if r.seconds == inf else r.seconds, r.start, r.end) for r in turn.retention]
             entry.hints = HintsLine(turn.session, turn.is_final, kept)
 
@@ -230,6 +234,7 @@ class RequestLog:
             lookups=entry.lookups,
             stores=entry.stores,
             **({} if entry.hints is None else {"hints": entry.hints}),
+            **({"cache_salt": entry.tenant} if entry.tenant else {}),
             ended=self._next(),
         )
 
