@@ -169,7 +169,7 @@ def measure_recording(pairs: int, requests: int) -> dict[str, Any]:
     for _ in range(600):
         books.request()
     with tempfile.TemporaryDirectory() as folder:
-        record = Record(Path(folder), 1 << 33, block_size=16)
+        record = Record(Path(folder), 1 << 33, books.leader.clock, block_size=16)
         differences = []
         writer = 0.0
         for pair in range(pairs):

@@ -419,6 +419,12 @@ def test_a_store_never_evicts_the_blocks_in_front_of_it():
     assert kept(manager, "abcdefghx") == "abcd"
 
 
+def test_requests_with_a_common_front_are_stored_together_in_a_full_tier():
+    manager = tiers(host="abxy", size=4)
+    manager.finish_store(store(manager, "abcabd").id, ok=True)
+    assert kept(manager, "abcdxy") == "abcd"
+
+
 def test_a_store_may_evict_the_blocks_behind_it():
     # b is worth nothing without a.
     manager = tiers(host="b", size=1)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from kvbm.config import load
+from kvbm.core.clock import OperationClock
 from kvbm.observe import record as module
 from kvbm.observe.observer import settings_given
 from kvbm.observe.record import Record, hash_ids
@@ -30,21 +31,21 @@ def test_a_record_names_the_policy_that_kvbm_has_chosen(name):
 
 
 def test_a_record_has_a_start_what_happened_and_an_end(tmp_path):
-    record = Record(tmp_path / "records", MIB, block_size=16)
+    record = Record(tmp_path / "records", MIB, OperationClock(lambda: 2.5), block_size=16)
     record.add("request", [b"\x01" * 32, b"\xff" * 32], began=time.time(), input_length=33)
     record.add("load", seconds=0.5)
     record.close()
     start, request, load, end = lines(record)
     assert (start["event"], start["block_size"]) == ("start", 16)
     assert request["hash_ids"] == [0x0101010101010, 0xFFFFFFFFFFFFF]
-    assert 0 <= request["timestamp"] < 10_000
+    assert 2500 <= request["timestamp"] < 12_500
     assert "began" not in request
-    assert load["at"] >= request["at"] >= 0
+    assert start["at"] == request["at"] == load["at"] == 2500.0
     assert end == {"event": "end", "why": "stopped", "dropped": 0}
 
 
 def test_a_record_is_nobody_elses_business(tmp_path):
-    record = Record(tmp_path / "records", MIB)
+    record = Record(tmp_path / "records", MIB, OperationClock())
     record.close()
     assert stat.S_IMODE(record.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(record.path.parent.stat().st_mode) == 0o700
@@ -52,9 +53,9 @@ def test_a_record_is_nobody_elses_business(tmp_path):
 
 def test_a_file_that_is_there_is_never_written_to(tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "strftime", lambda _: "now")
-    first = Record(tmp_path, MIB)
+    first = Record(tmp_path, MIB, OperationClock())
     with pytest.raises(FileExistsError):
-        Record(tmp_path, MIB)
+        Record(tmp_path, MIB, OperationClock())
     first.close()
 
 
@@ -69,7 +70,7 @@ def test_ids_are_exact_in_any_json_reader():
 
 def test_a_full_record_ends_and_the_engine_goes_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="kvbm"):
-        record = Record(tmp_path, 2000)
+        record = Record(tmp_path, 2000, OperationClock())
         for i in range(100):
             record.add("load", filler="x" * 100, number=i)
         record.close()
@@ -90,7 +91,7 @@ def test_a_writer_that_cannot_keep_up_costs_lines_and_no_time(tmp_path, caplog, 
 
     monkeypatch.setattr(module, "_encode", stuck)
     with caplog.at_level(logging.WARNING, logger="kvbm"):
-        record = Record(tmp_path, 100 * MIB)
+        record = Record(tmp_path, 100 * MIB, OperationClock())
         began = time.perf_counter()
         for _ in range(module.QUEUE + 3000):
             record.add("load", seconds=0.1)
@@ -104,7 +105,7 @@ def test_a_writer_that_cannot_keep_up_costs_lines_and_no_time(tmp_path, caplog, 
 
 
 def test_a_disk_that_fails_costs_the_record_and_nothing_else(tmp_path, caplog):
-    record = Record(tmp_path, MIB)
+    record = Record(tmp_path, MIB, OperationClock())
     with caplog.at_level(logging.WARNING, logger="kvbm"):
         record._file.raw.close()
         for _ in range(2000):
@@ -117,4 +118,4 @@ def test_a_disk_that_fails_costs_the_record_and_nothing_else(tmp_path, caplog):
 def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        Record(tmp_path / "file" / "records", MIB)
+        Record(tmp_path / "file" / "records", MIB, OperationClock())

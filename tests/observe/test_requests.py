@@ -11,7 +11,7 @@ from kvbm.core.manager import Match, Run
 from kvbm.core.policy import Retention, Turn
 from kvbm.observe.record import HintsLine, StoreLine
 from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up
-from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan
+from kvbm.plans import Copy, LoadPlan, StorePlan
 from kvbm.simulate.hints import turn_of
 from kvbm.simulate.trace import Request
 from tiernames import DISK, HOST
@@ -218,19 +218,19 @@ def test_a_record_has_every_operation_in_its_order():
     log.stores_planned([("a", 0, 10), ("b", 0, 2)], plan_id=2)
     log.loaded(load_plan(1), 0.2, {3})
     log.stored(StorePlan(2, Copy(HOST, [0], [0])), 0.1, ok=False)
-    log.moves_planned([MovePlan(3, HOST, DISK, [0], [0], [b""])])
+    log.moves_planned()
     log.finished("a", 7, keys("a", 10))
     log.moved(3, DISK, 1, 0)
     log.reset()
     log.finished("b", 0, ())
-    load, store, first, move, reset, second = (fields for _, _, fields in record.lines)
+    load, store, moves, first, move, reset, second = (fields for _, _, fields in record.lines)
     (lookup,) = first["lookups"]
     assert (lookup.order, lookup.limit, lookup.found, lookup.loaded, lookup.prices) == (1, 10, {HOST: 4}, 4, prices)
     assert (second["lookups"][0].order, second["lookups"][0].limit) == (2, 0)
     assert first["stores"] == [StoreLine(3, 5.0, 0, 10, 2)]
-    assert second["stores"] == [StoreLine(3, 5.0, 0, 2, 2)]
+    assert second["stores"] == [StoreLine(3, 5.0, 0, 2, 2, place=1)]
     assert (load["order"], load["lost"], store["order"], store["ok"]) == (4, [3], 5, False)
-    assert (move["planned"], first["ended"], move["order"]) == (6, 7, 8)
+    assert (moves["order"], first["ended"], move["order"]) == (6, 7, 8)
     assert (reset["order"], second["ended"]) == (9, 10)
 
 
@@ -240,11 +240,12 @@ def test_a_record_has_the_hints_of_the_caller():
     turns = [Turn(session=7, is_final=True, retention=(Retention(-5), Retention(3, 2.5, 1, 4))), Turn()]
     for name, turn in zip("ab", turns, strict=True):
         log.admitted(admission(name))
-        log.hinted(name, turn)
+        log.told(name, turn, "acme" if name == "a" else "")
         log.finished(name, 1, keys(name, 2))
     (_, _, hinted), (_, _, plain) = record.lines
     assert hinted["hints"] == HintsLine(7, True, [(-5, None, 0, 2**31 - 1), (3, 2.5, 1, 4)])
     assert "hints" not in plain
+    assert (hinted["cache_salt"], "cache_salt" in plain) == ("acme", False)
     request = Request(0.0, 10, 1, [], hints=hinted["hints"])
     assert turn_of(request) == turns[0]
 

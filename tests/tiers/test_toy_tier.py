@@ -185,8 +185,8 @@ def test_blocks_move_on_from_disk_through_near_slots(make, server, tmp_path):
     """A tier below another staged tier: the worker reads from one, writes to the other, and gives the slots back."""
 
     class BelowDisk(type(toy_tier.TIER), frozen=True, kw_only=True):
-        def connect(self, config):
-            return [route._replace(source=DISK) for route in super().connect(config)]
+        def connect(self, config, clock):
+            return [route._replace(source=DISK) for route in super().connect(config, clock)]
 
     registry.TIERS[TOY] = BelowDisk(**structs.asdict(toy_tier.TIER))
     values = {"disk_cache_override_num_blocks": 32, "disable_disk_offload_filter": True}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbm.config import Config
+from kvbm.core.clock import Clock
 from kvbm.core.rate import Rate
 from kvbm.tiers.base import LeaderContext, RankContext, Route, Store, Tier
 from kvbm.tiers.bounded import Call
@@ -31,7 +32,7 @@ class ToyTier(Tier, frozen=True, kw_only=True):
     def open_catalog(self, context: LeaderContext) -> ToyCatalog | None:
         return ToyCatalog(SIZE, SERVER, len(context.hellos)) if context.opened(self.name) else None
 
-    def connect(self, config: Config) -> Sequence[Route]:
+    def connect(self, config: Config, clock: Clock) -> Sequence[Route]:
         return [Route(self.name)]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvbm.core.catalog import PENDING, Catalog, Hint
+from kvbm.core.clock import OperationClock
 from kvbm.core.keys import Key
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.core.pool import Pool
@@ -88,9 +89,13 @@ class _Store(NamedTuple):
 
 
 class BlockManager:
-    """Bookkeeping over one catalog a tier, the fastest first. ``near`` has numbered slots next to the engine."""
+    """Bookkeeping over one catalog a tier, the fastest first. ``near`` has numbered slots next to the engine.
+    ``clock``: of the catalogs' policies; whoever begins an operation lets it tick."""
 
-    def __init__(self, catalogs: Mapping[TierName, Catalog], staging_slots: int = STAGING_SLOTS) -> None:
+    def __init__(
+        self, catalogs: Mapping[TierName, Catalog], staging_slots: int = STAGING_SLOTS,
+        clock: OperationClock | None = None,
+    ) -> None:  # fmt: skip
         if not catalogs:
             raise ValueError("a block manager needs at least one tier")
         self.catalogs = dict(catalogs)
@@ -98,6 +103,7 @@ class BlockManager:
         if not isinstance(near, Pool):
             raise TypeError(f"the first tier, {self.near_tier}, needs numbered slots")
         self.near = near
+        self.clock = clock or OperationClock()
         # Tiers that get no work for the time being: no lookup finds anything there, no move goes there.
         self.suspended: set[TierName] = set()
         # Follows every key in the tags of persistent tiers. Changes when earlier blocks must not be found under the
@@ -322,22 +328,22 @@ class BlockManager:
             return None  # for example a prompt that has just been brought back: no need to go through it block by block
         room = pool.available if not tenants else min(map(pool.room_for, set(tenants)))
         wanted: dict[Key, int] = {}
-        in_front: list[Key] = []
+        in_front: dict[Key, None] = {}
         for key, block in zip(keys, blocks, strict=True):
             if room and key not in wanted:
                 if not pool.holds(key):
                     wanted[key] = block
                     room -= 1
-                elif pool.is_evictable(key):
+                elif key not in in_front and pool.is_evictable(key):
                     # A store must not evict the blocks in front of it: they are what makes it worth keeping.
                     room -= 1
-                    in_front.append(key)
+                    in_front[key] = None
         if not wanted:
             return None
         fresh = list(wanted)
         owners = None if tenants is None else dict(zip(keys, tenants, strict=True))
         pool.touch(keys)
-        pinned = pool.match(in_front) if pool.free < len(fresh) else []
+        pinned = pool.match(list(in_front)) if pool.free < len(fresh) else []
         pool.pin(pinned)
         slots = pool.reserve(fresh, None if owners is None else [owners[key] for key in fresh])
         pool.unpin(pinned)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import kvbm
 from kvbm.config import Config, split_shares
+from kvbm.core.clock import OperationClock
 from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
@@ -97,6 +98,7 @@ class Ended(NamedTuple):
     stored: int  # blocks from the front that a tier has, or had
     found: int  # blocks from the front that it did not have to compute
     turn: Turn = NO_HINTS  # what its caller says of it
+    tenant: int = COMMON
 
 
 def _front(keys: Sequence[Key], blocks: int) -> Sequence[Key]:
@@ -120,6 +122,7 @@ class Session:
         outside_only: bool = False,
         used: Callable[[Sequence[Key], int], Sequence[Key]] | None = None,
     ) -> None:
+        self.clock = OperationClock()
         self.leader: Leader | None = None  # until the workers have said how much room they have
         self.counts = Counts()
         self.manager: BlockManager | None = None  # open until :meth:`close`, also after KVBM was disabled
@@ -146,21 +149,16 @@ class Session:
         self._outside_only = outside_only
         self._is_shared = False  # ranks with the same KV keep it once
         self._used = used or _front
-        self._tenants = {name: number for number, name in enumerate(split_shares(config.tenant_shares), 1)}
+        self._tenant_names = ["", *split_shares(config.tenant_shares)]
+        self._tenants = {name: number for number, name in enumerate(self._tenant_names) if name}
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        hellos: Sequence[Hello],
-        cache: Fingerprint | None,
-        manager: BlockManager | None = None,
-        clock: Callable[[], float] | None = None,
-    ) -> Leader:
+    def begin(self, hellos: Sequence[Hello], cache: Fingerprint | None, manager: BlockManager | None = None) -> Leader:
         """Every rank has its memory: the leader begins.
 
         ``cache``: describes the KV for tiers that outlive the engine, all but the weights; None where none may.
-        ``manager`` and ``clock``: for a simulation, whose tiers have no bytes.
+        ``manager``: of a simulation, whose tiers have no bytes.
         """
         config = self._config
         sizes = [hello.block_bytes for hello in hellos]
@@ -172,10 +170,11 @@ class Session:
             weights = agreed_weights(hellos)
             cache = {**cache, "weights": weights} if weights else None
         self.manager = manager = open_manager(config, hellos, cache) if manager is None else manager
+        self.clock = manager.clock
         log, pending = self.observer.log, config.max_pending_offloads
         leader = Leader(manager, len(hellos), pending, sizes, self.cost, log, self.kept_bytes)
         leader.unpackable.remember(config, hellos)
-        connect(config, hellos, leader, self.cost, clock)
+        connect(config, hellos, leader, self.cost)
         for catalog in manager.catalogs.values() if config.load == "auto" else ():
             catalog.break_even = lambda: self.block_bytes * self.cost.prefill_tokens_per_second / self.block_size
         self.leader, self.counts = leader, leader.counts
@@ -248,6 +247,7 @@ class Session:
     def reset(self, states: Iterable[RequestState]) -> None:
         """Forget every block. Running requests store nothing more: their KV may depend on the old weights."""
         self.finalize()
+        self.clock.tick()
         for state in states:
             state.keep = False
         if self.leader is not None:
@@ -378,6 +378,7 @@ class Session:
         match is out of date. Every rank must get the plan.
         """
         assert self.leader is not None
+        self._begin_operation(state)
         plan = self.leader.onboard(
             match,
             state.name,
@@ -396,14 +397,20 @@ class Session:
         return plan
 
     def admit(self, state: RequestState, plan: LoadPlan | None = None, loaded: int = 0) -> None:
-        """The engine admits a request with so many loaded blocks: log it once for each lookup."""
+        """The engine admits a request with so many loaded blocks: log it once for each lookup. Belongs to the operation
+        that has made ``plan``, if there is one."""
         lookup, state.lookup = state.lookup, None
         if lookup is None:
             return
-        if any(ended.name == state.name for ended in self.ended):
-            self.finalize()  # the log goes by names, and knows one request of a name at a time
+        if plan is None:
+            self._begin_operation(state)
         admission = self._admission(state.name, lookup, loaded)
         self.observer.log.admitted(admission, None if plan is None else plan.id, lookup.prices)
+
+    def _begin_operation(self, state: RequestState) -> None:
+        if any(ended.name == state.name for ended in self.ended):
+            self.finalize()  # the log goes by names, and knows one request of a name at a time
+        self.clock.tick()
 
     def _admission(self, name: str, lookup: Lookup, loaded: int) -> Admission:
         tokens, computed, size = lookup.prompt_tokens, lookup.device_tokens, self.block_size
@@ -441,6 +448,7 @@ class Session:
         """Plan to store the engine's ``blocks`` under ``keys``, which are those of all the parts; None when no plan is
         needed, or the leader refuses one. ``counts``: how many of the keys each part has, if not one for each block."""
         assert self.leader is not None
+        self.clock.tick()
         pool = self.leader.manager.near
         if pool.free < len(keys):
             # The store evicts other blocks, but not those in front of its own.
@@ -464,14 +472,16 @@ class Session:
         """A request has ended. ``later``: another call finalizes it, when the engine's thread has time."""
         self.withdraw(state)
         stored, found = (state.stored, state.found or 0) if keys else (0, 0)
-        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn))
+        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn, state.tenant))
         if not later:
             self.finalize()
 
     def finalize(self) -> None:
         """Touch the blocks of requests that have ended, and log the requests. A failure costs one request."""
         ended, self.ended = self.ended, []
-        for name, output_tokens, keys, stored, found, turn in ended:
+        if ended:
+            self.clock.tick()
+        for name, output_tokens, keys, stored, found, turn, tenant in ended:
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.
@@ -482,7 +492,7 @@ class Session:
                         self.leader.used(self._used(keys, stored if goes_on else found))
                         self.uses += 1
                 if self.observer.log.is_recording:
-                    self.observer.log.hinted(name, turn)
+                    self.observer.log.told(name, turn, self._tenant_names[tenant])
                 self.observer.log.finished(name, output_tokens, keys)
             except Exception as error:
                 self._faults.record("the end of a request", error)

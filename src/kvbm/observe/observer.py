@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from kvbm.config import DEFAULT, SETTINGS, Config
+from kvbm.core.clock import OperationClock
 from kvbm.core.cost import CostModel, Terms
 from kvbm.observe.logline import HitRateLine
 from kvbm.observe.record import Record
@@ -42,8 +43,8 @@ class Observer:
         config = self._config
         self.source = LeaderSource(identity, leader, self.log, cost, self._failures)
         state = self.source.snapshot()
-        if config.enable_record:
-            self._open_record(identity, {tier.tier: tier.slots for tier in state.tiers}, cost.terms)
+        if config.enable_record and (begun := leader()) is not None:
+            self._open_record(identity, {tier.tier: tier.slots for tier in state.tiers}, cost.terms, begun.clock)
         tiers = [tier.tier for tier in state.tiers]
         self._line = HitRateLine(who, tiers, self.log.hit_rates, config.cache_stats_log_interval_secs)
         if config.metrics:
@@ -51,11 +52,12 @@ class Observer:
             if self.server is not None:
                 logger.info("metrics are at %s/metrics, the web page at %s", self.server.url, self.server.url)
 
-    def _open_record(self, identity: Identity, slots: Mapping[str, int], terms: Terms) -> None:
+    def _open_record(self, identity: Identity, slots: Mapping[str, int], terms: Terms, clock: OperationClock) -> None:
         try:
             self._record = self.log.record = Record(
                 self._config.record_dir,
                 self._config.record_max_mb << 20,
+                clock,
                 kvbm=identity.kvbm,
                 model=identity.model,
                 ranks=identity.ranks,

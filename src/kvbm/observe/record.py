@@ -3,7 +3,8 @@
 The engine's thread puts lines into a bounded queue and never waits: a line that does not fit is dropped and counted. A
 writer thread empties the queue. The file is bounded too: at ``max_bytes`` the record ends with a line that says so.
 
-Every line has ``event`` and ``at`` (milliseconds from the start of the record to the moment it entered the queue):
+Every line but the last has ``event`` and ``at``, milliseconds from the start of the leader's clock: the time of the
+operation, which policies and admission rules saw as well (:class:`~kvbm.core.clock.OperationClock`):
 
 ``start``
     the first line: the facts that a replay needs (block size, bytes of a block, slots of each tier, blocks of the
@@ -14,17 +15,19 @@ Every line has ``event`` and ``at`` (milliseconds from the start of the record t
     it is sorted by ``timestamp``. ``hash_ids`` name all full blocks, the prompt's and then the answer's, with 52 bits
     of their keys, which do not reveal the tokens. Further fields: tokens found by tier, tokens loaded, and the reason.
     For a replay in the same order: ``lookups`` (:class:`LookupLine`), ``stores`` (:class:`StoreLine`) and ``ended``;
-    ``hints`` (:class:`HintsLine`), if the caller gave any
+    ``hints`` (:class:`HintsLine`), if the caller gave any, and ``cache_salt``, if that is a tenant with a share
 ``load``, ``store``, ``move``
     a transfer has ended on all ranks: tier, blocks, seconds, and whether a block was lost
+``moves``
+    blocks that waited to be moved have got plans, or were passed over because they are gone, or there already
 ``reset``
     the leader has forgotten every block
 ``end``
     the last line of a record that was closed: why it ends, and the number of dropped lines
 
-Operations of requests that run side by side overlap. ``order`` numbers them all: each lookup, plan of a store or of a
-move, end of a transfer, end of a request and reset takes the next number. ``ended`` is the number of a request's own
-end, ``planned`` that of a move's plan. `kvbm simulate` replays them in this order.
+Operations of requests that run side by side overlap. ``order`` numbers them all: each lookup, plan of a store or of
+moves, end of a transfer, end of a request and reset takes the next number. ``ended`` is the number of a request's own
+end. `kvbm simulate` replays them in this order, and at these times.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvbm.core.clock import OperationClock
 from kvbm.core.cost import Prices
 from kvbm.plans import TierName
 
@@ -56,7 +60,7 @@ class LookupLine(msgspec.Struct, frozen=True):
     """The engine has admitted a request, with these blocks. A request that was preempted has several."""
 
     order: int
-    at: float  # milliseconds, as in a line
+    at: float  # as in a line
     prompt_tokens: int
     device_tokens: int  # that the engine had itself
     limit: int  # the lookup asked for blocks up to this one; 0: there was none
@@ -74,6 +78,7 @@ class StoreLine(msgspec.Struct, frozen=True):
     first: int
     end: int
     plan: int  # 0: no block was left to store
+    place: int = 0  # among those stored together
 
 
 class HintsLine(msgspec.Struct, frozen=True):
@@ -90,7 +95,7 @@ class Sink:
     dropped = 0
 
     def now(self) -> float:
-        """Milliseconds from the start of the record."""
+        """``at`` of a line."""
         return 0.0
 
     def add(self, event: str, keys: Sequence[bytes] = (), **fields: Any) -> None:
@@ -100,19 +105,20 @@ class Sink:
 class Record(Sink):
     """Raises OSError if it cannot create the file. Only one thread may call ``add``."""
 
-    def __init__(self, folder: Path, max_bytes: int, **header: Any) -> None:
+    def __init__(self, folder: Path, max_bytes: int, clock: OperationClock, **header: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = f"kvbm-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
         self.path = folder / name
         self.dropped = 0
         self._max_bytes = max_bytes
-        self._started = time.monotonic()
+        self._clock = clock
         self._full = False
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]] | None] = queue.SimpleQueue()
         # Only this user can read it. O_EXCL follows no link and opens no existing file.
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=1 << 16)
-        self._epoch = time.time()
+        clock.tick()
+        self._epoch = time.time() - clock()
         self.add("start", time=self._epoch, **header)
         self._thread = threading.Thread(target=self._write, name="kvbm-record", daemon=True)
         self._thread.start()
@@ -129,7 +135,7 @@ class Record(Sink):
         self._queue.put(({"event": event, "at": self.now(), **fields}, keys))
 
     def now(self) -> float:
-        return round((time.monotonic() - self._started) * 1e3, 3)
+        return round(self._clock() * 1e3, 3)
 
     def close(self) -> None:
         """Write the queued lines and end."""
@@ -165,6 +171,11 @@ class Record(Sink):
         if line["event"] == "request":
             line["hash_ids"] = hash_ids(keys)
         return line
+
+
+def seconds(at: float) -> float:
+    """The time that the clock told, from ``at`` of a line: to the last bit, where it counts whole microseconds."""
+    return round(at * 1e3) / 1e6
 
 
 def hash_ids(keys: Sequence[bytes]) -> list[int]:

@@ -32,7 +32,7 @@ from kvbm.observe.snapshot import (
     Request,
     Saved,
 )  # fmt: skip
-from kvbm.plans import LoadPlan, MovePlan, StorePlan, TierName
+from kvbm.plans import LoadPlan, StorePlan, TierName
 
 # Shown on the page and in `kvbm top`; a request takes about half a kilobyte here.
 LATEST = 256
@@ -97,6 +97,7 @@ class _Entry(msgspec.Struct, eq=False):
     lookups: list[LookupLine] = []  # for the record
     stores: list[StoreLine] = []
     hints: HintsLine | None = None
+    tenant: str = ""
 
 
 class Seen:
@@ -148,7 +149,6 @@ class RequestLog:
         self._running: dict[str, _Entry] = {}  # by request, from its first admission to its end
         self._loading: dict[int, _Entry] = {}  # by plan
         self._order = 0  # of recorded operations
-        self._moves: dict[int, int] = {}  # plan of a move under way -> its order
         self._window: deque[tuple[int, dict[TierName, int]]] = deque(maxlen=window)
         self._blocks = 0
         self._hits: Counter[TierName] = Counter()
@@ -194,13 +194,16 @@ class RequestLog:
     def stores_planned(self, parts: Sequence[tuple[str, int, int]], plan_id: int) -> None:
         """For the record: these blocks (request, first, end) are stored together. ``plan_id``: 0 without a plan."""
         order, at = self._next(), self.record.now()
-        for request, first, end in parts:
+        for place, (request, first, end) in enumerate(parts):
             if (entry := self._running.get(request)) is not None:
-                entry.stores.append(StoreLine(order, at, first, end, plan_id))
+                entry.stores.append(StoreLine(order, at, first, end, plan_id, place))
 
-    def hinted(self, request: str, turn: Turn) -> None:
-        """For the record: what the caller says of a request that is about to end."""
-        if turn != NO_HINTS and (entry := self._running.get(request)) is not None:
+    def told(self, request: str, turn: Turn, tenant: str) -> None:
+        """For the record: what the caller says of a request that is about to end. ``tenant``: empty without a share."""
+        if (entry := self._running.get(request)) is None:
+            return
+        entry.tenant = tenant
+        if turn != NO_HINTS:
             kept = [(r.priority, None if r.seconds == inf else r.seconds, r.start, r.end) for r in turn.retention]
             entry.hints = HintsLine(turn.session, turn.is_final, kept)
 
@@ -231,6 +234,7 @@ class RequestLog:
             lookups=entry.lookups,
             stores=entry.stores,
             **({} if entry.hints is None else {"hints": entry.hints}),
+            **({"cache_salt": entry.tenant} if entry.tenant else {}),
             ended=self._next(),
         )
 
@@ -276,13 +280,11 @@ class RequestLog:
             self.failed_stores[tier] += blocks
         self.record.add("store", plan=plan.id, tier=tier, blocks=blocks, seconds=seconds, ok=ok, order=self._next())
 
-    def moves_planned(self, plans: Sequence[MovePlan]) -> None:
-        order = self._next()
-        self._moves.update((plan.id, order) for plan in plans)
+    def moves_planned(self) -> None:
+        self.record.add("moves", order=self._next())
 
     def moved(self, plan_id: int, target: TierName, blocks: int, bad: int) -> None:
-        planned = self._moves.pop(plan_id, 0)
-        self.record.add("move", plan=plan_id, tier=target, blocks=blocks, bad=bad, planned=planned, order=self._next())
+        self.record.add("move", plan=plan_id, tier=target, blocks=blocks, bad=bad, order=self._next())
 
     def reset(self) -> None:
         """The leader has forgotten every block."""

@@ -42,7 +42,8 @@ class Watcher(Protocol):
 
     def stored(self, plan: StorePlan, seconds: float, ok: bool) -> None: ...
 
-    def moves_planned(self, plans: Sequence[MovePlan]) -> None: ...
+    def moves_planned(self) -> None:
+        """Edges have planned moves, or passed over blocks that waited."""
 
     def moved(self, plan_id: int, target: TierName, blocks: int, bad: int) -> None:
         """``bad``: blocks that were not written."""
@@ -99,6 +100,7 @@ class Leader:
         kept_bytes: int = 0,
     ) -> None:
         self.manager = manager
+        self.clock = manager.clock
         self._watcher = watcher
         self._block_bytes = block_bytes
         self._kept_bytes = kept_bytes or sum(block_bytes)
@@ -181,10 +183,12 @@ class Leader:
         """Plan to write blocks on to other tiers, as far as those keep up."""
         if self._lost:
             return []
+        self.clock.tick()
         self._suspend()  # with every step: a breaker closes when its pause is over
+        waiting = [edge.queued_blocks for edge in self.edges]
         plans = [plan for edge in self.edges if (plan := edge.plan()) is not None]
-        if plans and self._watcher is not None:
-            self._watcher.moves_planned(plans)
+        if self._watcher is not None and waiting != [edge.queued_blocks for edge in self.edges]:
+            self._watcher.moves_planned()
         return self.fetches.take_due() + plans
 
     def take_verdicts(self) -> dict[int, bool]:
@@ -211,6 +215,7 @@ class Leader:
 
     def apply(self, reports: Iterable[Report]) -> None:
         """Take in what the ranks have finished. Loads first: they decide what becomes of the stores beside them."""
+        self.clock.tick()
         reports = list(reports)
         for report in reports:
             for load in report.loads:
@@ -389,6 +394,7 @@ class Leader:
         if rank in self._lost:
             return
         self._lost.add(rank)
+        self.clock.tick()
         for plan_id, flight in list(self._loads.items()):
             if rank in flight.ranks:
                 self._end_load(rank, LoadResult(plan_id, list(range(len(flight.plan.blocks)))))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog
+from kvbm.core.clock import OperationClock
 from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager
 from kvbm.core.rate import Rate
@@ -30,6 +32,12 @@ def agreed_weights(hellos: Sequence[Hello]) -> str:
     return ""
 
 
+def operation_clock() -> OperationClock:
+    """Counts whole microseconds from now on: a record has them without loss."""
+    began = time.monotonic_ns()
+    return OperationClock(lambda: (time.monotonic_ns() - began) // 1000 / 1e6)
+
+
 def open_manager(
     config: Config, hellos: Sequence[Hello], cache: Fingerprint | None, access: Access = "own"
 ) -> BlockManager:
@@ -40,7 +48,8 @@ def open_manager(
         common = common_fingerprint(cache, (hello.layout for hello in hellos))
         if common is None:
             logger.warning("persistence is off: the ranks have layers of different kinds, and no cache in common")
-    context = LeaderContext(config, hellos, common, access)
+    clock = operation_clock()
+    context = LeaderContext(config, hellos, common, access, clock)
     catalogs: dict[TierName, Catalog] = {}
     for tier in (registry.NEAR, *registry.wanted(config)):
         try:
@@ -52,7 +61,7 @@ def open_manager(
             continue
         if catalog is not None:
             catalogs[tier.name] = catalog
-    manager = BlockManager(catalogs)
+    manager = BlockManager(catalogs, clock=clock)
     for catalog in catalogs.values():
         catalog.attach(manager.near)
     return manager
@@ -63,18 +72,12 @@ def connect(
     hellos: Sequence[Hello],
     leader: Leader,
     cost: CostModel | None = None,
-    clock: Callable[[], float] | None = None,
 ) -> None:
-    """Let blocks move between the tiers, and the cost model start from the rates that the ranks have measured.
-
-    ``clock``: of a simulation, for the admission rules.
-    """
+    """Let blocks move between the tiers, and the cost model start from the rates that the ranks have measured."""
     for name in leader.manager.catalogs:
         tier = registry.TIERS[name]
-        for route in tier.connect(config) if tier.writable else ():
+        for route in tier.connect(config, leader.clock) if tier.writable else ():
             if route.source is None or route.source in leader.manager.catalogs:
-                if clock is not None and route.admission is not None:
-                    route.admission.follow(clock)
                 leader.add_edge(route)
         if cost is not None and (rate := measured(hellos, name)) is not None:
             cost.start_from(name, rate)

@@ -17,6 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvbm.config import Config
+from kvbm.core.clock import OperationClock
 from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
@@ -24,7 +25,7 @@ from kvbm.core.pool import Pool
 from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults
 from kvbm.engines.session import Completed, RequestState, Session
-from kvbm.observe.record import LookupLine, StoreLine
+from kvbm.observe.record import LookupLine, StoreLine, seconds
 from kvbm.plans import (
     DEVICE,
     Hello,
@@ -69,7 +70,8 @@ class SimulatedEngine:
         config = config.with_policy("session")  # as an engine that tells whole requests
         rates = {name: machine.rates.get(name, registry.TIERS[name].prior) for name in sizes}
         self._rates = rates
-        catalogs = {name: registry.TIERS[name].make_pool(config, slots, self._clock) for name, slots in sizes.items()}
+        clock = OperationClock(lambda: self._now)
+        catalogs = {name: registry.TIERS[name].make_pool(config, slots, clock) for name, slots in sizes.items()}
         terms = machine.terms
         self.session = Session(
             "simulator", config, Faults(), trace.block_tokens, terms.step_tokens,
@@ -81,7 +83,7 @@ class SimulatedEngine:
             for name, slots in sizes.items()
         ]
         hello = Hello(0, machine.block_bytes, "", tiers)
-        self._leader = self.session.begin([hello], None, BlockManager(catalogs), self._clock)
+        self._leader = self.session.begin([hello], None, BlockManager(catalogs, clock=clock))
         tiers_seconds = {name: (1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}
         token = 1 / machine.prefill_tokens_per_second
         self.session.cost.assume(Prices(PRIOR_STEP_SECONDS, token, tiers_seconds))
@@ -100,9 +102,6 @@ class SimulatedEngine:
         state = RequestState(name)
         state.turn, state.tenant = hints.turn_of(request), self.session.tenant_of(request.tenant)
         return _Running(request, state)
-
-    def _clock(self) -> float:
-        return self._now
 
     # -- the whole trace ----------------------------------------------------------------------------------------------
 
@@ -162,26 +161,26 @@ class SimulatedEngine:
             for line in request.stores:
                 stores.setdefault(line.order, []).append((running, line))
             operations[request.ended] = partial(self._end, running)
-        operations.update((order, partial(self._store, parts, plans)) for order, parts in stores.items())
+        for order, parts in stores.items():
+            parts.sort(key=lambda part: part[1].place)
+            operations[order] = partial(self._store, parts, plans)
         for transfer in self._trace.transfers:
             if exact or transfer.kind == "reset":
                 operations[transfer.order] = partial(self._end_transfer, transfer, plans)
-            if exact and transfer.planned:
-                operations[transfer.planned] = self._plan_moves
         for order in sorted(operations):
             operations[order]()
             if not exact:
                 self._settle()
 
     def _look_up(self, running: _Running, line: LookupLine) -> None:
-        self._now = line.at / 1e3
+        self._now = seconds(line.at)
         if line.prices is not None:
             self.session.cost.assume(line.prices)
         self._arrive(running, line.prompt_tokens, line.device_tokens, line.limit, line.others_running)
 
     def _store(self, parts: Sequence[tuple[_Running, StoreLine]], plans: dict[int, int]) -> None:
         line = parts[0][1]
-        self._now = line.at / 1e3
+        self._now = seconds(line.at)
         plan = self._complete([(running, part.first, part.end) for running, part in parts])
         if plan is not None:
             plans[line.plan] = plan.id
@@ -207,6 +206,8 @@ class SimulatedEngine:
                 move = self._moves.pop(transfer.plan, None)
                 if move is not None:
                     self._leader.apply([Report(0, moves=[MoveResult(move.id)])])
+            case "moves":
+                self._plan_moves()
             case "reset":
                 self.session.reset(())
 

@@ -24,7 +24,7 @@ import msgspec
 
 from kvbm.core.cost import Terms
 from kvbm.core.keys import KEY_BYTES, Key
-from kvbm.observe.record import HintsLine, LookupLine, StoreLine
+from kvbm.observe.record import HintsLine, LookupLine, StoreLine, seconds
 from kvbm.plans import TierName
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -55,15 +55,15 @@ class Request(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The end of a transfer in a record: its place in the order, and whether it went well."""
+    """The end of a transfer in a record: its place in the order, and whether it went well. Also the planning of moves,
+    and a reset."""
 
     order: int
+    at: float
     plan: int
-    kind: str  # "load", "store", "move" or "reset"
+    kind: str  # "load", "store", "move", "moves" or "reset"
     ok: bool
     lost: Sequence[int] = ()  # positions of a load that did not arrive
-    planned: int = 0  # of a move: the place in the order at which it was planned
-    at: float = 0.0
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -124,7 +124,6 @@ class _Line(msgspec.Struct):
     # of transfers
     plan: int = 0
     order: int = 0
-    planned: int = 0
     ok: bool = True
     lost: list[int] = []
     dropped: int = 0
@@ -208,7 +207,7 @@ def _read_file(path: Path, limit: int | None) -> _File:
                         requests.append(line)
                     case "start":
                         start = line
-                    case "load" | "store" | "move" | "reset":
+                    case "load" | "store" | "move" | "moves" | "reset":
                         transfers.append(_transfer(line))
                     case "end":
                         is_complete = line.why == "stopped" and not line.dropped
@@ -225,7 +224,7 @@ def _read_file(path: Path, limit: int | None) -> _File:
 
 
 def _transfer(line: _Line) -> Transfer:
-    return Transfer(line.order, line.plan, line.event, line.ok, line.lost, line.planned, line.at / 1e3)
+    return Transfer(line.order, seconds(line.at), line.plan, line.event, line.ok, line.lost)
 
 
 def _check(line: _Line) -> None:
@@ -268,7 +267,7 @@ def _request(line: _Line, shift: float, block_tokens: int, whole: bool, known: d
         lookups=line.lookups,
         stores=line.stores,
         ended=line.ended,
-        ended_at=line.at / 1e3,
+        ended_at=seconds(line.at),
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from kvbm.config import Config, slots_for, split_shares
 from kvbm.core.catalog import Catalog
+from kvbm.core.clock import Clock
 from kvbm.core.rate import Rate
 from kvbm.gil import notify
 from kvbm.plans import Hello, TierHello, TierName
@@ -20,7 +21,6 @@ from kvbm.tiers.bounded import Call
 
 if TYPE_CHECKING:
     from kvbm.core.catalog import Journal
-    from kvbm.core.policy import Clock
     from kvbm.core.policy.admission import AdmissionRule
     from kvbm.core.pool import Pool
 
@@ -85,6 +85,7 @@ class LeaderContext(NamedTuple):
     # Names the cache of all ranks together. None: no block may outlive the engine.
     cache: Fingerprint | None = None
     access: Access = "own"
+    clock: Clock = float  # for eviction policies
 
     @property
     def block_bytes(self) -> int:
@@ -162,11 +163,8 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         """The name of the policy that the settings ask for."""
         return "lru"
 
-    def make_pool(
-        self, config: Config, slots: int, clock: Clock = time.monotonic, journal: Journal | None = None
-    ) -> Pool:
-        """The catalog of so many numbered slots, for :meth:`open_catalog` and, with a clock of its own, `kvbm
-        simulate`."""
+    def make_pool(self, config: Config, slots: int, clock: Clock, journal: Journal | None = None) -> Pool:
+        """The catalog of so many numbered slots, for :meth:`open_catalog` and `kvbm simulate`."""
         from kvbm.core.policy import make_policy
         from kvbm.core.policy.shares import Shares
         from kvbm.core.pool import Pool
@@ -180,8 +178,8 @@ class Tier(msgspec.Struct, frozen=True, kw_only=True):
         pool.policy = f"{name} with shares" if shares else name
         return pool
 
-    def connect(self, config: Config) -> Sequence[Route]:
-        """The ways on which blocks come to this tier, once its catalog is open."""
+    def connect(self, config: Config, clock: Clock) -> Sequence[Route]:
+        """The ways on which blocks come to this tier, once its catalog is open. ``clock``: for admission rules."""
         return ()
 
 

@@ -43,6 +43,7 @@ class Fetches:
 
     def start(self, match: Match, tenant: int = COMMON) -> int:
         """Begin to fetch the blocks of a match that lie in remote tiers; returns how many."""
+        self._manager.clock.tick()
         plans = self._manager.fetch(match, self.max_blocks - self.pending_blocks, tenant)
         for plan in plans:
             self._fetches[plan.id] = Move(plan, set(range(self._ranks)))

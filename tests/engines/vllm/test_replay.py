@@ -34,8 +34,7 @@ def conversations(seed: int, users: int, turns: int) -> list[list[list[int]]]:
     return batches
 
 
-# The session policy reads its clock at another moment than the record stamps: near ties can flip on a busy machine.
-@pytest.fixture(scope="module", params=[pytest.param("always", marks=pytest.mark.long), "auto"])
+@pytest.fixture(scope="module", params=["always", "auto"])
 def record(request, run_scenario, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     steps = [generate(*batch, max_tokens=5) for batch in conversations(7, users=8, turns=8)]

@@ -5,7 +5,8 @@ A new policy is a file beside these and a line in ``POLICIES``.
 
 from collections.abc import Callable
 
-from kvbm.core.policy.base import COMMON, NO_HINTS, Clock, EvictionPolicy, Retention, Turn
+from kvbm.core.clock import Clock
+from kvbm.core.policy.base import COMMON, NO_HINTS, EvictionPolicy, Retention, Turn
 from kvbm.core.policy.lru import LRU
 from kvbm.core.policy.queues import ARC, S3FIFO
 from kvbm.core.policy.session import SessionAware
@@ -16,7 +17,6 @@ __all__ = [
     "LRU",
     "NO_HINTS",
     "POLICIES",
-    "Clock",
     "EvictionPolicy",
     "Retention",
     "Turn",

@@ -8,8 +8,9 @@ Frequency doubles on cache hit (initialized at 1) and decrements by 1 on each ti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from kvbm.core.clock import Clock
 from kvbm.core.keys import Key
 
 # Eight hits. At one step every ten minutes a block that reached it is remembered for almost two days without another;
@@ -33,10 +34,6 @@ class AdmissionRule(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Forget every block, because the cache was cleared."""
-
-    def follow(self, clock: Callable[[], float]) -> None:
-        """Take the time from this clock from now on: that of a simulation."""
-        return
 
 
 class AdmitAll(AdmissionRule):
@@ -67,7 +64,7 @@ class FrequencyFilter(AdmissionRule):
 
     def __init__(
         self,
-        clock: Callable[[], float],
+        clock: Clock,
         threshold: int = 2,
         decay_seconds: float = 600.0,
         max_entries: int = 1_000_000,
@@ -107,10 +104,6 @@ class FrequencyFilter(AdmissionRule):
         self._ends, self._old = {}, {}
         self._ending = [0] * len(self._ending)
         self._living = 0
-
-    def follow(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._next_step = clock() + self.decay_seconds
 
     def __len__(self) -> int:
         """Blocks with a frequency above 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from kvbm.core.keys import Key
 
 Slots = Sequence[int] | np.ndarray
-Clock = Callable[[], float]  # seconds, from any start; never goes back
 
 COMMON = 0  # the tenant of every request that has no share of its own
 

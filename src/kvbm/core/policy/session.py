@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvbm.core.clock import Clock
 from kvbm.core.keys import Key
-from kvbm.core.policy.base import COMMON, Clock, EvictionPolicy, Slots, Turn
+from kvbm.core.policy.base import COMMON, EvictionPolicy, Slots, Turn
 from kvbm.core.policy.classes import (
     LOOSE,
     OVERTAKEN,

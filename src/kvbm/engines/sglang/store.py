@@ -190,6 +190,7 @@ class PageStore:
             with self._changed:
                 if self._manager.generation != generation:
                     return set()
+                self.leader.clock.tick()
                 fresh = [key for key in group if not target.holds(key) and not near.holds(key)]
                 if edge is not None:
                     # In the staging buffer, and not in the target: that write failed, or the target has evicted it.
@@ -242,6 +243,7 @@ class PageStore:
             with self._changed:
                 if self._manager.generation != generation:
                     arrived = 0  # a clear came in between: the pages are the KV of old weights
+                self.leader.clock.tick()
                 self.leader.touch(keys[:arrived], Turn(found=arrived))
                 self.leader.used(keys[:arrived])
                 self._start_moves()

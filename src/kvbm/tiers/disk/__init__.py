@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog
+from kvbm.core.clock import Clock
 from kvbm.core.rate import Rate
 from kvbm.plans import DEVICE
 from kvbm.tiers.base import LeaderContext, RankContext, Route, Store, Tier
@@ -42,12 +42,12 @@ class DiskTier(Tier, frozen=True, kw_only=True):
 
         return open_catalog(context)
 
-    def connect(self, config: Config) -> Sequence[Route]:
+    def connect(self, config: Config, clock: Clock) -> Sequence[Route]:
         from kvbm.core.policy.admission import FrequencyFilter
 
         filtered = config.has_host_tier and not config.disable_disk_offload_filter
         rule = FrequencyFilter(
-            time.monotonic, config.disk_filter_threshold, config.disk_filter_decay_secs, config.disk_filter_max_entries
+            clock, config.disk_filter_threshold, config.disk_filter_decay_secs, config.disk_filter_max_entries
         )
         pending, bypass = config.max_pending_spills, not config.has_host_tier
         return [Route(self.name, None, rule if filtered else None, pending, bypass)]

@@ -133,7 +133,7 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
             reason_of(error),
         )
         return None
-    pool = disk.TIER.make_pool(context.config, slots, journal=journal)
+    pool = disk.TIER.make_pool(context.config, slots, context.clock, journal)
     found = pool.adopt(index.entries())
     logger.info("disk tier: %d of %d blocks are there from before, in %s", found, slots, directory)
     return pool

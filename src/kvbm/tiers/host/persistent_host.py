@@ -29,10 +29,10 @@ def open_pool(context: LeaderContext) -> Pool:
     """The near tier's pool, with the blocks of the last engine where the ranks have kept them."""
     slots = min(tier.slots for tier in context.opened(host.TIER.name))
     if host.TIER.outlives_engine(context.config) and context.cache is not None:
-        pool = host.TIER.make_pool(context.config, slots)
+        pool = host.TIER.make_pool(context.config, slots, context.clock)
         if adopt(context, context.cache, pool):
             return pool
-    return host.TIER.make_pool(context.config, slots)
+    return host.TIER.make_pool(context.config, slots, context.clock)
 
 
 def adopt(context: LeaderContext, cache: Fingerprint, pool: Pool) -> bool:

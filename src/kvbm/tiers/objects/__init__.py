@@ -7,12 +7,12 @@ bound on blocks; ``tools`` and ``doctor`` for the command line.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.config import Config
 from kvbm.core.catalog import Catalog
+from kvbm.core.clock import Clock
 from kvbm.core.rate import Rate
 from kvbm.tiers import disk
 from kvbm.tiers.base import LeaderContext, RankContext, Route, Store, Tier
@@ -38,20 +38,20 @@ class ObjectTier(Tier, frozen=True, kw_only=True):
 
         return open_catalog(context)
 
-    def connect(self, config: Config) -> Sequence[Route]:
+    def connect(self, config: Config, clock: Clock) -> Sequence[Route]:
         """From host memory; blocks that only the disk has come from there, once a request has found them."""
         sources = [None, disk.TIER.name] if config.has_disk_tier else [None]
-        return [Route(self.name, source, _admission(config), config.max_pending_spills) for source in sources]
+        return [Route(self.name, source, _admission(config, clock), config.max_pending_spills) for source in sources]
 
 
-def _admission(config: Config) -> FrequencyFilter | None:
+def _admission(config: Config, clock: Clock) -> FrequencyFilter | None:
     """The same rule as for the disk."""
     if config.disable_disk_offload_filter:
         return None
     from kvbm.core.policy.admission import FrequencyFilter
 
     return FrequencyFilter(
-        time.monotonic, config.disk_filter_threshold, config.disk_filter_decay_secs, config.disk_filter_max_entries
+        clock, config.disk_filter_threshold, config.disk_filter_decay_secs, config.disk_filter_max_entries
     )
 
 
