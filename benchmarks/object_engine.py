@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="ttft: SmolLM2-135M; the others: tiny (scripts/models.py)")
     parser.add_argument("--tokens", type=int, help="of a prompt (ttft: 512, faults: 1024)")
     parser.add_argument("--prompts", type=int, default=4, help="of ttft (4)")
-    parser.add_argument("--requests", type=int, default=400, help="of faults, with the tier and without (400)")
+    parser.add_argument("--requests", type=int, default=1000, help="of faults, with the tier and without (1000)")
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
     parser.add_argument("--faults", nargs="*", help="only these; --json keeps the rows of the others")
     parser.add_argument("--rounds", type=int, default=0, help="of steps (20)")

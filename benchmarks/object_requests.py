@@ -45,7 +45,8 @@ class Engine:
         self.engine = self.llm.llm_engine
         self._number = 0
         self._schedule: Any = None
-        self.waited = 0.0  # seconds of the last request in which the engine had nothing to compute
+        # Of the last request, seconds: the engine had nothing to compute; another program had its thread's core.
+        self.waited = self.disturbed = 0.0
 
     @property
     def counts(self) -> Any:
@@ -79,6 +80,7 @@ class Engine:
         self._number += 1
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         first, found = 0.0, []
+        queued = self.queued()
         began = now = self.seconds()
         self.waited = 0.0
         self.engine.add_request(f"{id(self)}-{self._number}", {"prompt_token_ids": tokens}, params)
@@ -93,6 +95,7 @@ class Engine:
                 time.sleep(0.001)  # as vLLM's own loop does where no step computes anything
             now = self.seconds()
             self.waited += now - before if is_waiting else 0.0
+        self.disturbed = self.queued() - queued
         return first, now - began, found
 
     def drain(self, seconds: float = 60.0) -> None:

@@ -14,6 +14,7 @@ many slots, the load reuses a few in turn, and its blocks do not stay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from kvbm.core.catalog import PENDING, Catalog, Hint
@@ -119,7 +120,7 @@ class BlockManager:
         self._fetches: dict[int, tuple[MovePlan, list[Key], int]] = {}  # and how often there was a clear before it
         self._clears = 0
         self.remote = {name: catalog for name, catalog in self.catalogs.items() if catalog.is_remote}
-        self._next_id = 0
+        self._ids = count(1)
 
     # -- bringing back ------------------------------------------------------------------------------------------------
 
@@ -200,6 +201,14 @@ class BlockManager:
                 return name, seconds
         return None
 
+    def coming_from(self, key: Key) -> TierName | None:
+        """The tier that a block is being read from into the near tier, for a load or ahead of one; None when it is not
+        on its way, or a store writes it. A read that a load has given up counts until it has ended."""
+        slot = self.near.slot_of_writing(key)
+        reads = [(held.run.tier, held.via) for load in self._loads.values() for held in load if held.stays]
+        reads += [(plan.source, plan.targets) for plan, _, _ in self._fetches.values()]
+        return next((tier for tier, slots in reads if slot in slots), None)
+
     def _slower(self) -> list[tuple[TierName, Catalog]]:
         return [item for item in self.catalogs.items() if item[0] != self.near_tier and item[0] not in self.suspended]
 
@@ -241,7 +250,7 @@ class BlockManager:
                 copies.append(Copy(tier, slots, mine, via, self._tags(keys)))
             at += len(slots)
         plan = LoadPlan(
-            self._new_id(), request, copies, in_step, after, layered, tokens, deadline_seconds, stall_seconds
+            next(self._ids), request, copies, in_step, after, layered, tokens, deadline_seconds, stall_seconds
         )
         self._loads[plan.id] = held
         return plan
@@ -350,7 +359,7 @@ class BlockManager:
         if slots is None:
             return None
         tags = self._tags(fresh) if self.tags_stores else []
-        plan = StorePlan(self._new_id(), Copy(self.near_tier, slots, [wanted[key] for key in fresh], tags=tags))
+        plan = StorePlan(next(self._ids), Copy(self.near_tier, slots, [wanted[key] for key in fresh], tags=tags))
         self._stores[plan.id] = _Store(fresh, slots)
         return plan
 
@@ -396,7 +405,7 @@ class BlockManager:
             return None
         here.pin(slots)
         via = [] if source == self.near_tier else self.near.lend(len(slots))
-        plan = MovePlan(self._new_id(), source, target, slots, targets, self._tags(wanted), via)
+        plan = MovePlan(next(self._ids), source, target, slots, targets, self._tags(wanted), via)
         self._moves[plan.id] = plan, wanted
         return plan
 
@@ -445,7 +454,7 @@ class BlockManager:
                 continue
             slots = [found[key] for key in keys]
             self.catalogs[tier].pin(slots)
-            plan = MovePlan(self._new_id(), tier, self.near_tier, slots, targets, self._tags(keys))
+            plan = MovePlan(next(self._ids), tier, self.near_tier, slots, targets, self._tags(keys))
             self._fetches[plan.id] = plan, keys, self._clears
             plans.append(plan)
             max_blocks -= len(keys)
@@ -494,7 +503,3 @@ class BlockManager:
 
     def _tags(self, keys: list[Key]) -> list[bytes]:
         return [key + self.generation for key in keys] if self.generation else keys
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id

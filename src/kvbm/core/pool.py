@@ -101,6 +101,9 @@ class Pool(Catalog):
     def is_writing(self, key: Key) -> bool:
         return key in self._writing
 
+    def slot_of_writing(self, key: Key) -> int | None:
+        return self._writing.get(key)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._published
 

@@ -54,23 +54,25 @@ def here(monkeypatch):
     here = Here(monkeypatch)
     host = here.manager.catalogs[HOST]
     host.commit(host.reserve([b"a"]))
-    host.reserve([b"b"])
     return here
 
 
-def put_on_disk(here, key):
+def load_from_disk(here, key):
+    """Another request's load of this block has begun."""
     disk = here.manager.catalogs[DISK]
     disk.commit(disk.reserve([key]))
+    return here.manager.load(here.manager.lookup([key]), "another", [7], in_step=False, after=[])
 
 
 def test_a_block_that_is_being_written_is_worth_a_short_wait_from_the_first_time_on(here):
+    here.manager.store([b"b"], [7])
     assert here.for_block()
     assert here.for_block(later=0.2)
     assert not here.for_block(later=0.1)
 
 
 def test_a_block_that_comes_up_from_disk_is_worth_as_long_a_wait_as_computing(here):
-    put_on_disk(here, b"b")
+    load_from_disk(here, b"b")
     assert here.for_block()
     assert here.for_block(later=COMPUTING - 0.1)
     assert not here.for_block(later=0.2)
@@ -78,19 +80,26 @@ def test_a_block_that_comes_up_from_disk_is_worth_as_long_a_wait_as_computing(he
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_fetch_is_waited_for_no_longer_than_it_should_take_nor_than_computing_takes(here, monkeypatch, is_slow):
-    put_on_disk(here, b"b")
     monkeypatch.setattr(here.manager.catalogs[DISK], "is_remote", True)
+    here.manager.remote[DISK] = here.manager.catalogs[DISK]
+    disk = here.manager.catalogs[DISK]
+    disk.commit(disk.reserve([b"b"]))
+    (fetch,) = here.manager.fetch(here.manager.lookup([b"a", b"b"]), 8)
     if is_slow:
         here.waits._cost.patience_seconds = lambda tier, size: 2 * COMPUTING
     longest = COMPUTING if is_slow else SILENCE
     assert here.for_block()
     assert here.for_block(later=longest - 0.1)
     assert not here.for_block(later=0.11)
+    assert here.waits.ends_at(here.manager.lookup([b"a", b"b"])), "it would be fetched a second time"
+    here.manager.finish_fetch(fetch.id, bad=[0])
+    assert not here.waits.ends_at(here.manager.lookup([b"a", b"b"]))
 
 
 def test_what_is_awaited_need_not_be_the_next_block(here):
     """Of several groups one may lack something that lies before the end of what all have."""
-    put_on_disk(here, b"of a group")
+    load_from_disk(here, b"of a group")
+    here.manager.store([b"b"], [8])
     found = here.manager.lookup([b"a", b"b"])._replace(awaited=b"of a group")
     assert here.waits.for_block(here.state, found, tokens=100)
     here.now += COMPUTING - 0.1
@@ -98,8 +107,16 @@ def test_what_is_awaited_need_not_be_the_next_block(here):
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(here):
-    put_on_disk(here, b"b")
+    load_from_disk(here, b"b")
     here.manager.suspended.add(DISK)
+    assert not here.for_block()
+
+
+def test_a_block_of_a_late_read_is_not_waited_for_when_its_tier_lists_it_no_more(here):
+    """As a remote tier does that is suspended: the block looks like one of a store then, which is worth a wait."""
+    load_from_disk(here, b"b")
+    here.manager.suspended.add(DISK)
+    here.manager.catalogs[DISK].drop([b"b"])
     assert not here.for_block()
 
 

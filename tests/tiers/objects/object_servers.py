@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 from kvbm.tiers.objects.settings import ObjectSettings
 
-WEED = Path(sys.prefix) / "bin" / "weed"
+WEED = Path(shutil.which("weed") or Path(sys.prefix) / "bin" / "weed")
 ACCESS_KEY, SECRET_KEY = "kvbm-test-key", "kvbm-test-secret"
 BUCKET = "kvbm-tests"
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy of the environment

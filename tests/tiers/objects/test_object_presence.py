@@ -342,6 +342,21 @@ def test_no_lookup_waits_for_a_store_that_owes_an_answer(opened, clock):
     bucket.may_answer.set()
 
 
+def test_no_lookup_waits_for_a_store_that_did_not_answer_at_the_start(opened):
+    bucket = Bucket()
+    bucket.may_answer.clear()
+    presence = opened(bucket, has_answered=False)
+    first, second = random_keys(2), random_keys(2)
+    presence.expect(first)
+    assert presence.find(first[0]) is None
+    bucket.may_answer.set()
+    settled(presence)
+    bucket.may_answer.clear()
+    presence.expect(second)
+    assert presence.find(second[0]) == PENDING, "it has answered by now"
+    bucket.may_answer.set()
+
+
 def test_no_lookup_waits_for_a_store_that_has_failed_until_it_answers(opened):
     class Failing(Bucket):
         fails = True

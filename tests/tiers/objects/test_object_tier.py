@@ -172,6 +172,12 @@ def test_the_rate_of_the_store_is_measured_for_the_cost_model(make, model):
     assert fixed > 0
 
 
+def test_no_request_waits_for_a_store_that_could_not_be_measured(make, model):
+    engine = make(model, object_secret_key="wrong")
+    assert engine.hellos[0].tier(OBJECT).rate is None
+    assert not engine.leader.manager.lookup(random_keys(4)).pending
+
+
 def test_a_group_is_found_although_its_last_block_is_not_wanted(make, model):
     """The engine computes the last token of a prompt, so it never asks for a last block that is full."""
     keys = random_keys(32)

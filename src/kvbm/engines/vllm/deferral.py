@@ -9,7 +9,7 @@ from kvbm.core.cost import CostModel
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager, Match
 from kvbm.engines.vllm.request import RequestState
-from kvbm.plans import LoadPlan, TierName
+from kvbm.plans import LoadPlan
 
 # The leader defers a request whose next block is being written to the next step, for at most this long. A store takes
 # milliseconds and recomputing the block takes longer, but a stuck store must not hold up the request.
@@ -42,16 +42,15 @@ class Deferrals:
         if (answer := self._manager.awaited_answer(awaited)) is not None:
             left = (len(found.keys) - found.start - found.blocks) * self._block_bytes
             return self._cost.is_worth_asking(*answer, left, computed, tokens - computed)
-        if holding := self._holding(awaited):
-            if self._manager.suspended.issuperset(holding):
-                return False
+        if (tier := self._manager.coming_from(awaited)) is not None:
+            if tier in self._manager.suspended:
+                return False  # its read is late
             compute = self._cost.compute_seconds(computed, tokens - computed)
             left = (len(found.keys) - found.start - found.blocks) * self._block_bytes
-            remote = [tier for tier in holding if self._manager.catalogs[tier].is_remote]
             # A fetch ahead of its load has no deadline of its own, as a load has. A store that stalls must not cost the
             # request the time of computing twice.
-            expected = [self._cost.patience_seconds(tier, left) for tier in remote]
-            patience = min([compute, *expected]) if remote else max(patience, compute)
+            is_remote = self._manager.catalogs[tier].is_remote
+            patience = min(compute, self._cost.patience_seconds(tier, left)) if is_remote else max(patience, compute)
         now = time.monotonic()
         if state.waits_since is None:
             state.waits_since = now
@@ -60,21 +59,11 @@ class Deferrals:
     def ends_at(self, found: Match) -> bool:
         """Whether the match ends at a block that is being fetched from a remote tier and has not come in time: fetching
         it a second time would take as long again."""
-        awaited = self._awaited(found)
-        remote = any(self._manager.catalogs[tier].is_remote for tier in self._holding(awaited))
-        return remote and self._manager.near.is_writing(awaited)
+        return self._manager.coming_from(self._awaited(found)) in self._manager.remote
 
     @staticmethod
     def _awaited(found: Match) -> Key:
         return found.awaited or found.keys[found.start + found.blocks]
-
-    def _holding(self, key: Key) -> list[TierName]:
-        """Tiers below the near one that have a block."""
-        return [
-            tier
-            for tier, catalog in self._manager.catalogs.items()
-            if tier != self._manager.near_tier and key in catalog
-        ]
 
     def for_room(self, state: RequestState, blocks: int, loads: Sequence[LoadPlan]) -> bool:
         """Whether a load of so many blocks waits for the next step, rather than hold up the loads of this one."""

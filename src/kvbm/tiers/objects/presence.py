@@ -122,7 +122,9 @@ class Presence:
         present_seconds: float = PRESENT_SECONDS,
         missing_seconds: float = MISSING_SECONDS,
         max_objects: int = MAX_OBJECTS,
+        has_answered: bool = True,
     ) -> None:
+        """``has_answered``: the store has, when the ranks opened it. No lookup waits for one that has not."""
         self._clients = clients
         self._names = names
         self._bits = bits
@@ -143,7 +145,7 @@ class Presence:
         # Seconds that the engine takes to compute so many blocks; 0 while that is not known.
         self.compute_seconds: Callable[[int], float] = lambda _: 0.0
         self._latency = _Latency()
-        self._is_failing = False  # the last existence request failed
+        self._is_failing = not has_answered  # or the last existence request failed
         self.changes = 0  # goes up with every object that has become present or missing
 
     # -- the leader ---------------------------------------------------------------------------------------------------
