@@ -612,6 +612,26 @@ def test_a_copy_that_fails_is_no_fault_of_the_disk(disk):
     assert (ascent.bad, ascent.missed) == (set(), {0, 1})
 
 
+def test_blocks_that_the_copier_refuses_are_missed_and_the_load_ends(disk):
+    """Counted as arrived, they would be computed on: the engine's blocks hold another request's KV."""
+
+    def refuse(slots, blocks):
+        raise MemoryError("no staging buffer")
+
+    read = StagedRead(disk, stretch(6, list(range(6))))
+    read.advance(refuse)
+    disk.made[0].over = disk.made[1].over = True
+    disk.made[1].bad = [1]
+    read.advance(refuse)
+    assert (read.bad, read.missed) == ({3}, {0, 1, 2})
+    assert read.reasons == {"MemoryError: no staging buffer"}
+    ticket = FakeTicket()
+    disk.made[2].over = ticket.over = True
+    read.advance(lambda slots, blocks: ticket)
+    assert read.done()
+    assert (read.bad, read.missed) == ({3}, {0, 1, 2})
+
+
 def test_a_match_that_changes_tiers_at_every_block_is_read_in_few_pieces():
     copies = [(2 * i, Copy(DISK, [i], [50 + i], [20 + i], tags(i))) for i in range(5)]
     turns = (10, Copy(DISK, [7, 8, 9], [1, 2, 3], [30], tags(7, 8, 9)))
