@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from kvbm.engines.vllm.start_signals import end_start_on_signals, leave_interrupts_to_server
+from kvbm.engines.vllm.start_signals import end_start_on_signals
 from servers import PROJECT
 
 # As vLLM: the signal becomes a KeyboardInterrupt, which a wait catches. A grandchild stands for a worker that is busy.
@@ -118,33 +116,4 @@ def test_a_server_that_has_served_is_left_alone():
 def test_other_programs_keep_their_handlers(argv):
     before = signal.getsignal(signal.SIGINT)
     end_start_on_signals(argv)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def interrupted(stays: bool, way: Connection) -> None:
-    """An engine's process that gets Ctrl-C from its terminal."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if stays:
-        leave_interrupts_to_server()
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
-        way.send("wrote")
-    except KeyboardInterrupt:
-        way.send("ended")
-
-
-@pytest.mark.parametrize(("stays", "said"), [(True, "wrote"), (False, "ended")])
-def test_ctrl_c_ends_the_engine_by_way_of_the_server(stays, said):
-    here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=interrupted, args=(stays, there))
-    child.start()
-    assert here.poll(60)
-    assert here.recv() == said
-    child.join(60)
-
-
-def test_ctrl_c_ends_the_users_own_process():
-    before = signal.getsignal(signal.SIGINT)
-    leave_interrupts_to_server()  # an engine within it
     assert signal.getsignal(signal.SIGINT) is before

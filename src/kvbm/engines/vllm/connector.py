@@ -25,12 +25,11 @@ from kvbm.engines.vllm import compat, early_check, shortcuts
 from kvbm.engines.vllm.groups import Groups, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.sockets import remove_directory_at_exit
-from kvbm.engines.vllm.start_signals import end_start_on_signals, leave_interrupts_to_server
+from kvbm.engines.vllm.start_signals import end_start_on_signals
 from kvbm.engines.vllm.stats import Figures, KvbmPromMetrics, KvbmStats, figures, since
 from kvbm.engines.vllm.worker import WorkerAdapter
 from kvbm.plans import Report, StepPlan, decode_hello, decode_reports, decode_step, encode
 from kvbm.runtime.worker import Outcome
-from kvbm.tiers import registry
 from kvbm.tracing import annotate
 
 logger = logging.getLogger("kvbm")
@@ -83,7 +82,6 @@ class DynamoConnector(KVConnectorBase_V1):
         config = settings.load(extra=transfer.kv_connector_extra_config)
         settings.require_tier(config)
         nvtx.switch(config.nvtx)
-        self._writes_at_exit = registry.outlives_engine(config)
         is_scheduler = role == KVConnectorRole.SCHEDULER
         groups = _groups(vllm_config, kv_cache_config)
         if isinstance(groups, str):
@@ -137,7 +135,6 @@ class DynamoConnector(KVConnectorBase_V1):
 
     @guarded(lambda: DynamoConnectorMetadata(b""))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        self._leave_interrupts()
         plan = self._adapter.plan_step(scheduler_output)
         return DynamoConnectorMetadata(encode(plan) if plan else b"")
 
@@ -212,7 +209,6 @@ class DynamoConnector(KVConnectorBase_V1):
         cannot be read the step waits for all announced loads."""
         if metadata is self._received:
             return
-        self._leave_interrupts()
         self._received, self._plan = metadata, StepPlan()
         try:
             assert isinstance(metadata, DynamoConnectorMetadata)
@@ -270,12 +266,6 @@ class DynamoConnector(KVConnectorBase_V1):
         return WorkerReports([encode(reports)]) if reports else None
 
     # -- both ---------------------------------------------------------------------------------------------------------
-
-    def _leave_interrupts(self) -> None:
-        """With the first step, because vLLM sets its handlers after it has made the connector."""
-        if self._writes_at_exit:
-            self._writes_at_exit = False
-            leave_interrupts_to_server()
 
     @guarded(None)
     def get_kv_connector_stats(self) -> KvbmStats | None:

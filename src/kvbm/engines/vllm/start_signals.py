@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end `vllm serve` soon, also while it starts, and what is queued for a disk is written.
+"""SIGTERM and Ctrl-C end `vllm serve` soon, also while it starts.
 
 vLLM turns a signal during the start into a KeyboardInterrupt, and its wait for the engine's handshake catches that one
 (`zmq_socket_ctx`, vLLM 0.31). The API server then goes on starting. If the engine has ended meanwhile, it waits for it
@@ -36,13 +36,6 @@ def end_start_on_signals(argv: Sequence[str]) -> None:
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, _Handler):
             signal.signal(number, _Handler(handler))
-
-
-def leave_interrupts_to_server() -> None:
-    """In a process of the engine: ignore Ctrl-C, which all processes of a terminal get. The API server gets it too,
-    and ends the engine in order. vLLM's workers would end at once, with blocks in their queues."""
-    if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Handler:
