@@ -23,7 +23,7 @@ class EscapeSample:
         tiles = layout.block_bytes // tile.size
         memory = (ctypes.c_uint8 * (slab.slots * slab.slot_bytes)).from_address(slab.address)
         strides = (slab.slot_bytes, tile.size)
-        self._counts = np.ndarray((slab.slots, tiles), np.uint8, memory, tile.count, strides)
+        self._counts = np.ndarray((slab.slots, tiles), np.uint8, memoryview(memory), tile.count, strides)
         self._values = tiles * tile.values
         self._clock = clock
         self._due = clock()
