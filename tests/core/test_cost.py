@@ -16,7 +16,7 @@ from kvbm.core.cost import (
     CostModel,
     Rate,
 )
-from kvbm.core.manager import Match, Run
+from kvbm.core.match import Match, Run
 from tiernames import DISK, HOST, OBJECT, PRIORS
 
 # Qwen3-8B in bf16: 36 layers of 64 KiB a block of 16 tokens.

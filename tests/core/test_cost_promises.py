@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.core.cost import CostModel, Rate
-from kvbm.core.manager import Match, Run
+from kvbm.core.match import Match, Run
 from tiernames import DISK, HOST, OBJECT
 
 TIERS = (HOST, DISK, OBJECT)

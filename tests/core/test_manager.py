@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvbm.core.manager import BlockManager, Run
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Run
 from kvbm.core.pool import Pool
 from tiernames import DISK, HOST, OBJECT, Gone
 

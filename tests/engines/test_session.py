@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.config import load
 from kvbm.core.cost import MAX_LATENESS, MIN_PATIENCE_SECONDS, NEVER, RECOMPUTE, _TierRate
-from kvbm.core.manager import Match, Run
+from kvbm.core.match import Match, Run
 from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults
 from kvbm.engines.session import OUTSIDE_ONLY, Completed, RequestState, Session

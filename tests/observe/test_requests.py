@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from kvbm.core.cost import Prices
-from kvbm.core.manager import Match, Run
+from kvbm.core.match import Match, Run
 from kvbm.core.policy import Retention, Turn
 from kvbm.observe.record import HintsLine, StoreLine
 from kvbm.observe.requests import EVICTED, NEW, Admission, RequestLog, Seen, looked_up

@@ -41,7 +41,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Literal, NamedTuple
 
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.core.rate import Rate
 from kvbm.plans import TierName
 

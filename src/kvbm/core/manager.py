@@ -20,60 +20,13 @@ from typing import NamedTuple
 from kvbm.core.catalog import PENDING, Catalog, Hint
 from kvbm.core.clock import OperationClock
 from kvbm.core.keys import Key
+from kvbm.core.match import Match, Run
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.core.pool import Pool
 from kvbm.plans import Copy, LoadPlan, MovePlan, StorePlan, TierName
 
 # Near slots that a load is staged through when its blocks cannot stay there: enough to keep a disk busy.
 STAGING_SLOTS = 64
-
-
-class Run(NamedTuple):
-    """Consecutive blocks of a match that lie in one tier."""
-
-    tier: TierName
-    slots: list[int]
-
-
-class Match(NamedTuple):
-    """The longest prefix that can be brought back, from ``start`` on. Holds nothing: valid until the next change."""
-
-    start: int  # index of the first block
-    runs: list[Run]  # may alternate between tiers
-    pending: bool  # the next block is being written or looked for right now: asking again soon may find more
-    keys: Sequence[Key]  # the blocks that were asked for; a load verifies that the slots still hold them
-    changes: int = -1  # of the catalogs at the time of the lookup: while there are no more, the slots hold the keys
-    awaited: Key | None = None  # the pending block, where that is not the next of the keys
-
-    @property
-    def blocks(self) -> int:
-        return sum(len(run.slots) for run in self.runs)
-
-    def cut(self, blocks: int) -> Match:
-        """The first ``blocks`` blocks of the match."""
-        pending = self.pending and blocks >= self.blocks
-        runs: list[Run] = []
-        for tier, slots in self.runs:
-            if blocks <= 0:
-                break
-            runs.append(Run(tier, slots[:blocks]))
-            blocks -= len(slots)
-        return Match(self.start, runs, pending, self.keys, self.changes)
-
-    def extended(self, run: Run, keys: Sequence[Key]) -> Match:
-        """The match and the blocks after it, which lie in the tier of its last ones."""
-        *runs, (tier, slots) = self.runs
-        return Match(self.start, [*runs, Run(tier, slots + run.slots)], False, keys, self.changes)
-
-    def beyond(self, blocks: int) -> Match:
-        """The blocks that :meth:`cut` leaves off."""
-        runs: list[Run] = []
-        at = 0
-        for tier, slots in self.runs:
-            if at + len(slots) > blocks:
-                runs.append(Run(tier, slots[max(blocks - at, 0) :]))
-            at += len(slots)
-        return Match(self.start + min(blocks, at), runs, self.pending, self.keys, self.changes)
 
 
 class _Held(NamedTuple):
@@ -91,7 +44,7 @@ class _Store(NamedTuple):
 
 class BlockManager:
     """Bookkeeping over one catalog a tier, the fastest first. ``near`` has numbered slots next to the engine.
-    ``clock``: of the catalogs' policies; whoever begins an operation lets it tick."""
+    ``clock``: of the catalogs' policies; each caller that begins an operation lets it tick."""
 
     def __init__(
         self, catalogs: Mapping[TierName, Catalog], staging_slots: int = STAGING_SLOTS,

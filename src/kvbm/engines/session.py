@@ -23,7 +23,8 @@ from kvbm.core.clock import OperationClock
 from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
-from kvbm.core.manager import BlockManager, Match
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Match
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.engines.guard import Faults
 from kvbm.observe.observer import Observer, settings_given

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvbm.core.cost import Prices
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.core.policy import NO_HINTS, Turn
 from kvbm.observe.record import HintsLine, LookupLine, Sink, StoreLine
 from kvbm.observe.snapshot import (

@@ -23,7 +23,8 @@ from kvbm.core.breaker import Breaker
 from kvbm.core.cost import CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
-from kvbm.core.manager import BlockManager, Match
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Match
 from kvbm.core.policy import COMMON, NO_HINTS, Turn
 from kvbm.plans import LoadPlan, LoadResult, MovePlan, MoveResult, Report, StorePlan, StoreResult, TierName
 from kvbm.runtime.unpackable import Unpackable

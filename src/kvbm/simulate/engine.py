@@ -20,7 +20,8 @@ from kvbm.config import Config
 from kvbm.core.clock import OperationClock
 from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms
 from kvbm.core.keys import Key
-from kvbm.core.manager import BlockManager, Match
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Match
 from kvbm.core.pool import Pool
 from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults

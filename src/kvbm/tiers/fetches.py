@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from kvbm.core.breaker import Breaker
 from kvbm.core.counts import Counts, add
-from kvbm.core.manager import BlockManager, Match
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Match
 from kvbm.core.policy import COMMON
 from kvbm.plans import MovePlan, MoveResult, TierName
 from kvbm.tiers.edges import Move

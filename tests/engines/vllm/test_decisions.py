@@ -7,7 +7,7 @@ from engines import numbers
 
 from kvbm import gil
 from kvbm.core.cost import NEVER, RECOMPUTE
-from kvbm.core.manager import Run
+from kvbm.core.match import Run
 from kvbm.engines.vllm import scheduler
 from kvbm.plans import LoadResult
 from tiernames import DISK, HOST

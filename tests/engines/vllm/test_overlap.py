@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from engines import numbers
 
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.engines.vllm.groups import STATE
 from kvbm.plans import LoadResult
 from kvbm.testing.copier_faults import _Late

@@ -23,7 +23,7 @@ from math import inf
 from kvbm.core.cost import RECOMPUTE, CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.core.policy import Turn
 from kvbm.engines.sglang.loads import POLL_SECONDS, AwaitedStore, PageLoad, oldest
 from kvbm.engines.sglang.pages import Page, gather

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from kvbm.core.cost import CostModel
 from kvbm.core.keys import Key
-from kvbm.core.manager import BlockManager, Match
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Match
 from kvbm.engines.vllm.request import RequestState
 from kvbm.plans import LoadPlan
 

@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from kvbm.core.catalog import Hint
 from kvbm.core.keys import Key, in_group
-from kvbm.core.manager import BlockManager, Match, Run
+from kvbm.core.manager import BlockManager
+from kvbm.core.match import Match, Run
 from kvbm.plans import TierName
 
 Tables = Sequence[Sequence[int]]  # block 0 stands where there is none

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys

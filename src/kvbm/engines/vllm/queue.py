@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbm.core.catalog import Hint
 from kvbm.core.cost import Decision
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState

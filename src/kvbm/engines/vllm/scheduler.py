@@ -12,7 +12,7 @@ from kvbm import gil
 from kvbm.config import Config
 from kvbm.core.cost import Decision
 from kvbm.core.keys import Key
-from kvbm.core.manager import Match
+from kvbm.core.match import Match
 from kvbm.engines.guard import Faults
 from kvbm.engines.hints import from_params
 from kvbm.engines.session import Session
