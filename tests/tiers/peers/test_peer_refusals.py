@@ -332,3 +332,16 @@ def test_machines_share_a_limited_rate_in_turn():
     for thread in threads:
         thread.join()
     assert order == ["first", "many", "one", "many", "one", "many", "many"]
+
+
+def test_the_server_gives_way_to_its_engine(run_dir):
+    """By the nice value of its session too: where the kernel groups these, that of a thread counts inside one."""
+    own = Path("/proc/self/autogroup")
+    before = own.read_text() if own.exists() else ""
+    member = Member(run_dir, nice=7)
+    pid = member.server.pid
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 7
+    if before:
+        assert Path(f"/proc/{pid}/autogroup").read_text().split()[-2:] == ["nice", "7"]
+        assert own.read_text() == before
+    member.close()

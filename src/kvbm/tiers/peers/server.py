@@ -317,13 +317,21 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _give_way(nice: int) -> None:
+    """The engine comes first. Where the kernel schedules sessions as groups (sched_autogroup), the nice value of a
+    thread counts inside its session only, and the server has a session of its own: that has a nice value too."""
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))
+
+
 def main() -> None:
     with open(int(sys.argv[1]), "rb") as file:
         setup = msgspec.msgpack.decode(file.read(), type=Setup)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(setup.nice)  # the engine comes first
+    _give_way(setup.nice)
     server = Server(setup)
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     server.run()
