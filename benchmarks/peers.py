@@ -1,7 +1,7 @@
 """Reads from peers beside the plainest way to move the same bytes: `recv_into` over a bare socket, and memcpy.
 
     python benchmarks/peers.py            # a table
-    python benchmarks/peers.py --check    # exits with 1 where a promise is missed
+    python benchmarks/peers.py --check    # exits with 1 where a promise is missed; --json FILE keeps the figures
 
 All of it runs on one machine over loopback: read ratios, not absolutes. The plain loops neither verify nor encrypt.
 Each figure is the best of several rounds that take turns, so that a busy moment hits all alike. CPU seconds are those
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import mmap
 import os
 import resource
@@ -133,6 +134,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=2, help="MiB of a block")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     blocks, slot = options.blocks, options.mib << 20
     size = blocks * slot
@@ -200,6 +202,11 @@ def main() -> int:
     missed = [name for name, (share, least) in shares.items() if share < least]
     for name, (share, least) in shares.items():
         print(f"{name}: {share:.0%} of the plain loop (promise: {least:.0%})")
+    if options.json:
+        about = {"cores": os.cpu_count(), "blocks": blocks, "mib": options.mib, "rounds": options.rounds}
+        figures = {name: {"gb_per_second": rate, "cpu_seconds_per_gb": cpu} for name, (rate, cpu) in found.items()}
+        about["shares"] = {name: share for name, (share, _) in shares.items()}
+        options.json.write_text(json.dumps({**about, **figures}, indent=1) + "\n")
     return 1 if options.check and missed else 0
 
 

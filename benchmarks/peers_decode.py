@@ -1,11 +1,13 @@
 """Decoding on an engine while a peer reads its host memory over a socket as fast as it can, and while no peer reads.
 
-    python benchmarks/peers_decode.py [--seconds 20] [--pin] [--check] [--gpu DIR]
+    python benchmarks/peers_decode.py [--seconds 20] [--pin] [--check] [--gpu DIR] [--json FILE]
 
 Starts a real vLLM in this process, on the CPU with a tiny model or on a GPU with Qwen3-8B's shape and random weights
-(``--gpu``), and a reader in another process. Windows with and without reads take turns. ``--pin`` gives the engine a
-core of its own, as it has in production; without it the engine, its server and the reader share all cores. Before that
-nothing runs for a while: the CPU time of this process and of the server is that of an idle peer tier.
+(``--gpu``), and a reader in another process. Windows of three kinds take turns: no reads; reads; and, for comparison, a
+process that copies memory in a bare loop. ``--pin`` gives the engine a core of its own, as it has in production;
+without it the engine, its server and the reader share all cores. Ratios have an interval of 95 %, by a bootstrap over
+windows. Before that nothing runs for a while: the CPU time of this process and of the server is that of an idle peer
+tier.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from cores import keep_to
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +33,8 @@ for folder in ("src", "tests/tiers/peers", "tests/engines/vllm", "tests"):
 SECRET = "a secret of the benchmark"
 MAX_RISE, MAX_IDLE = 1.03, 0.01
 WINDOW_SECONDS, IDLE_SECONDS = 1.0, 5.0
+QUIET, READS, LOOP = "no reads", "reads", "memory copied in a bare loop"
+DRAWS = 500
 
 
 def read_on(address: str, fingerprint: str, slot_bytes: int, keys: str) -> None:
@@ -58,6 +63,35 @@ def read_on(address: str, fingerprint: str, slot_bytes: int, keys: str) -> None:
     reader.close()
 
 
+def copy_on() -> None:
+    """The process of the bare loop: copies while its standard input says 1."""
+    os.nice(19)
+    source, target = (ctypes.create_string_buffer(64 << 20) for _ in range(2))
+    on = False
+    while True:
+        if select.select([0], [], [], 0 if on else None)[0]:
+            said = os.read(0, 1)
+            if not said:
+                return
+            on = said == b"1"
+        if on:
+            ctypes.memmove(target, source, len(source))
+
+
+def quantile(windows: list[list[float]], part: float) -> float:
+    return float(np.quantile(np.concatenate(windows), part))
+
+
+def compare(windows: list[list[float]], quiet: list[list[float]], part: float) -> tuple[float, float, float]:
+    """Ratio of a quantile of the steps, and its interval of 95 %. Neighbours in time are drawn together."""
+    draw, count = np.random.default_rng(7), min(len(windows), len(quiet))
+    ratios = []
+    for picks in draw.integers(count, size=(DRAWS, count)):
+        ratios.append(quantile([windows[i] for i in picks], part) / quantile([quiet[i] for i in picks], part))
+    low, high = np.quantile(ratios, (0.025, 0.975)).tolist()
+    return quantile(windows, part) / quantile(quiet, part), low, high
+
+
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -82,6 +116,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--gpu", type=Path, metavar="DIR", help="run on a GPU; the model is or is put here (16 GB)")
     options = parser.parse_args()
     if options.gpu is not None:
@@ -118,8 +153,11 @@ def main() -> int:
              str(setup.slot_bytes[0]), keys],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        keep_to(others, reader.pid)
-        steps: dict[bool, list[float]] = {False: [], True: []}
+        loop = subprocess.Popen([sys.executable, __file__, "copy"], stdin=subprocess.PIPE)
+        keep_to(others, reader.pid, loop.pid)
+        steps: dict[str, list[list[float]]] = {QUIET: [], READS: [], LOOP: []}
+        kinds = list(steps)
+        processes = {READS: reader, LOOP: loop}
         names: list[str] = []
 
         def decode() -> None:
@@ -132,34 +170,50 @@ def main() -> int:
             for _ in range(20):
                 scenario.step()
 
-        end, on = time.monotonic() + options.seconds, False
-        while time.monotonic() < end:
+        end, turn = time.monotonic() + options.seconds, 0
+        while time.monotonic() < end or turn % len(kinds):
             decode()
-            on = not on
-            reader.stdin.write(b"1" if on else b"0")
-            reader.stdin.flush()
+            kind, turn = kinds[(turn + turn // len(kinds)) % len(kinds)], turn + 1  # another order in each round
+            for other, process in processes.items():
+                process.stdin.write(b"1" if other == kind else b"0")
+                process.stdin.flush()
             time.sleep(0.1)
+            took: list[float] = []
             window = time.monotonic() + WINDOW_SECONDS
             while time.monotonic() < window and scenario.engine.has_unfinished_requests():
                 began = time.perf_counter()
                 scenario.engine.step()
-                steps[on].append(time.perf_counter() - began)
+                took.append(time.perf_counter() - began)
+            steps[kind].append(took)
+        loop.communicate()
         read = int(reader.communicate()[0].split()[-1])
         scenario.abort(names[-4:])
         scenario.close()
-    points = {on: [sorted(times)[int(len(times) * part)] * 1e3 for part in (0.5, 0.99)] for on, times in steps.items()}
-    counts = f"{len(steps[False])} steps without reads, {len(steps[True])} with, {read / 1e9:.1f} GB read"
-    print(f"{counts}, {os.cpu_count()} cores, the engine has its own: {options.pin}")
-    for on, (half, most) in points.items():
-        print(f"{'with' if on else 'without'} reads: step p50 {half:.2f} ms, p99 {most:.2f} ms")
-    rise = points[True][1] / points[False][1]
+    counts = ", ".join(f"{sum(map(len, windows))} with {kind}" for kind, windows in steps.items())
+    print(f"steps: {counts}; {read / 1e9:.1f} GB read, {os.cpu_count()} cores, the engine has its own: {options.pin}")
+    found: dict[str, dict] = {}
+    for kind, windows in steps.items():
+        entry = found[kind] = {"p50_ms": quantile(windows, 0.5) * 1e3, "p99_ms": quantile(windows, 0.99) * 1e3}
+        entry["steps"] = sum(map(len, windows))
+        line = f"{kind:29} step p50 {entry['p50_ms']:.2f} ms, p99 {entry['p99_ms']:.2f} ms"
+        if kind != QUIET:
+            for name, part in ("p50", 0.5), ("p99", 0.99):
+                ratio = entry[f"{name}_ratio"] = compare(windows, steps[QUIET], part)
+                line += "; {} {:.3f} times ({:.3f} to {:.3f})".format(name, *ratio)
+        print(line)
+    rise = found[READS]["p99_ratio"][0]
     print(f"p99 {rise:.3f} times that without reads (promise: {MAX_RISE})")
     print(f"an idle peer tier takes {idle:.2%} of a core (promise: {MAX_IDLE:.0%})")
+    if options.json:
+        about = {"cores": os.cpu_count(), "pinned": options.pin, "read_gb": read / 1e9, "idle_share": idle}
+        options.json.write_text(json.dumps({**about, **found}, indent=1) + "\n")
     return int(options.check and (rise > MAX_RISE or idle > MAX_IDLE))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["read"]:
         read_on(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+    elif sys.argv[1:2] == ["copy"]:
+        copy_on()
     else:
         raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Time to first token of a prompt from a neighbour's host memory, and of the same prompt from the engine's own.
 
-    python benchmarks/peers_hits.py [--prompts 8] [--rounds 3] [--check]
+    python benchmarks/peers_hits.py [--prompts 8] [--rounds 3] [--check] [--json FILE]
 
 Two real vLLMs on the CPU, with a model whose KV takes 49 kB a token. Engine A computes the prompts, then rests. Engine
 B answers each of them three ways, one after the other: from A (after it has forgotten the prompt and that A has it),
@@ -11,6 +11,7 @@ reads each block for its checksum; later rounds find the checksums.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import random
@@ -112,6 +113,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--check", action="store_true", help=f"exit with 1 below {OWN_SHARE:.0%} of the own speed")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     os.environ.update({name: os.environ.get(name, value) for name, value in driver.DEFAULTS.items()})
     warm_start.prepare()
@@ -142,6 +144,10 @@ def main() -> int:
         shares.append(statistics.median(own / peer for own, peer in pairs))
     first, more = shares
     print(f"from the neighbour at {first:.0%} of the speed of own hits, later {more:.0%} (promise: {OWN_SHARE:.0%})")
+    if options.json:
+        about = {"tokens": length, "bytes": length * SHAPE.token_bytes, "cores": os.cpu_count()}
+        ms = {f"{way}, {'later' if later else 'first'}": found for (way, later), found in times.items()}
+        options.json.write_text(json.dumps({**about, "first_share": first, "later_share": more, "ms": ms}) + "\n")
     return int(options.check and min(shares) < OWN_SHARE)
 
 
