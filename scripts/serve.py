@@ -31,6 +31,7 @@ from typing import IO
 import models
 
 from kvbm import config as settings
+from kvbm.engines.vllm.start_signals import is_resource_tracker, stat
 from kvbm.engines.vllm.transfer_config import EXAMPLE
 
 BLOCK_SIZE = 32  # the CPU attention kernel takes multiples of 32 only
@@ -39,6 +40,9 @@ MAX_MODEL_LEN = 2048
 # that, so a few conversations do not fit, as thousands do not fit on a GPU.
 ENGINE_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 8
 START_TIMEOUT_S = 600
+STOPPING = "stopping: vLLM takes some seconds"
+TRACKER_SECONDS = 5.0  # for Python's resource trackers
+INFO_LINE = re.compile(r"(?:\(.*?\) )?INFO [\d-]+ [\d:.]+ \[.*?\] (.+)")
 # The servers are on the loopback interface: a proxy of the user's environment must not see these requests.
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -92,9 +96,13 @@ class Server:
             variables |= {"DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": str(self.metrics_port)}
         return {**os.environ, **variables}
 
-    def __enter__(self) -> Server:
-        if not is_free(self.port):  # else another server on this port would look like this one
+    def require_port(self) -> None:
+        """Another server on this port would look like this one."""
+        if not is_free(self.port):
             raise ServerError(f"port {self.port} is in use: choose another, for example PORT={self.port + 1}")
+
+    def __enter__(self) -> Server:
+        self.require_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
         self._sockets = tempfile.mkdtemp(prefix="vllm-")
@@ -107,7 +115,9 @@ class Server:
             )
         try:
             self._wait_until_healthy()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                print(f"\n{STOPPING}", flush=True)
             self.stop()
             raise
         return self
@@ -119,15 +129,14 @@ class Server:
         process = self._process
         if process is None:
             return
-        # The API server shuts its engine down. Processes of the group that are left after that are killed.
+        # The API server shuts its engine down. While it starts, KVBM ends it, and without KVBM it ignores the signal.
         process.terminate()
         try:
-            process.wait(timeout=20 if self._healthy else 2)  # it ignores the signal while it starts
+            process.wait(timeout=20 if self._healthy else 10 if self.kvbm else 2)
         except subprocess.TimeoutExpired:
             pass
         finally:  # also when a second Ctrl-C cuts the wait short
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
             process.wait()
         self._process = None
         shutil.rmtree(self._sockets, ignore_errors=True)
@@ -156,9 +165,9 @@ class Server:
         raise self.failure(f"vllm serve was not ready within {START_TIMEOUT_S} s")
 
     def _last_log_line(self) -> str:
-        lines = [line for line in self.log_tail(20) if line.strip() and not line.startswith("$")]
-        # "(EngineCore pid=1) INFO 01-31 12:00:00 [file.py:1] text": keep the text only.
-        return re.sub(r"^(\(.*?\) )?([A-Z]+ [\d-]+ [\d:.]+ \[.*?\] )?", "", lines[-1]).strip() if lines else "starting"
+        # "(EngineCore pid=1) INFO 01-31 12:00:00 [file.py:1] text". Warnings are for the log: most are of no concern.
+        lines = [found for line in self.log_tail(20) if (found := INFO_LINE.match(line)) and len(found[1]) < 90]
+        return lines[-1][1] if lines else "starting"
 
     def log_tail(self, lines: int) -> list[str]:
         with self.log.open("rb") as log:
@@ -188,6 +197,29 @@ class Server:
         # The Prometheus client library appends "_total" to the name of a counter.
         sample = re.compile(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? (\S+)", re.MULTILINE)
         return sum(float(value) for value in sample.findall(text))
+
+
+def end_group(group: int) -> None:
+    """Kill what is left of a process group. Python's resource trackers come last: they remove the shared memory of the
+    others, and then end."""
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while others := [pid for pid in processes_of(group) if not is_resource_tracker(pid)]:
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    while processes_of(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def processes_of(group: int) -> list[int]:
+    """The running processes of a group."""
+    numbers = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()]
+    return [pid for pid in numbers if (fields := stat(pid)) and int(fields[2]) == group and fields[0] not in "ZX"]
 
 
 class Progress:
@@ -306,16 +338,17 @@ def main() -> int:
         cpu_cache_gb=size,
         metrics_port=metrics_port,
     )
-    print(f"Starting vLLM with KVBM on {server.url}, log in {args.log}")
     try:
+        server.require_port()
+        print(f"Starting vLLM with KVBM on {server.url}, log in {args.log}", flush=True)
         with server:
             page = f"\n\nWatch it: http://127.0.0.1:{server.metrics_port}" if server.metrics_port else ""
-            print(f"\nTry it:\n\n{curl(server)}{page}")
+            print(f"\nAsk it (one short prompt shows no hit yet):\n\n{curl(server)}{page}")
             print("Ctrl-C stops the server.", flush=True)
             try:
                 status = server.wait()
             except KeyboardInterrupt:
-                print("\nstopping: vLLM takes some seconds", flush=True)
+                print(f"\n{STOPPING}", flush=True)
                 raise
             raise server.failure(f"vllm serve ended with status {status}")
     except ServerError as error:

@@ -247,3 +247,27 @@ def test_make_serve_heeds_the_users_settings(serve, monkeypatch):
 
 def test_every_server_of_make_serve_has_a_log_of_its_own(serve):
     assert serve.log_of(8000) != serve.log_of(8001)
+
+
+def test_a_killed_server_leaves_no_shared_memory(serve):
+    """vLLM's processes share memory. Killed during their start, they leave it to Python's resource tracker."""
+    program = (
+        "import time; from multiprocessing.shared_memory import SharedMemory; "
+        "print(SharedMemory(create=True, size=4096).name, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        memory = Path("/dev/shm", process.stdout.readline().strip())
+        assert memory.is_file()
+        serve.end_group(process.pid)
+    assert not memory.exists()
+    assert serve.processes_of(process.pid) == []
+
+
+def test_make_serve_shows_the_log_without_its_warnings(serve, tmp_path):
+    server = serve.Server("m", tmp_path / "log", kvbm=True)
+    server.log.write_text(
+        "$ vllm serve\n(EngineCore pid=1) INFO 01-31 12:00:00 [loader.py:1] Loading weights took 3 s\n"
+        "(EngineCore pid=1) WARNING 01-31 12:00:00 [utils.py:1] Found ulimit of 20000\nnanobind: leaked\n"
+    )
+    assert server._last_log_line() == "Loading weights took 3 s"

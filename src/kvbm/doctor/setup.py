@@ -287,7 +287,7 @@ class Ports:
                 "pair of ports.",
             )
         if not taken:
-            yield good("leader-ports", "The leader's ports are free.")
+            yield good("leader-ports", "The ports of a leader over ZeroMQ are free; vLLM does not use them.")
 
     def _metrics(self, case: Examination, config: Config) -> Finding:
         refused = refusal(config.metrics_host, config.metrics_port)

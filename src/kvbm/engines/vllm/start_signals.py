@@ -87,22 +87,22 @@ def _processes_below(pid: int) -> dict[int, str]:
     memory which the others leave, and then ends."""
     parents: dict[int, int] = {}
     for each in Path("/proc").iterdir():
-        if each.name.isdecimal() and (fields := _stat(int(each.name))):
+        if each.name.isdecimal() and (fields := stat(int(each.name))):
             parents[int(each.name)] = int(fields[1])
     found: dict[int, str] = {}
     front = {pid}
     while front:
         front = {child for child, parent in parents.items() if parent in front}
-        found |= {child: _began(child) for child in front if not _is_resource_tracker(child)}
+        found |= {child: _began(child) for child in front if not is_resource_tracker(child)}
     return found
 
 
 def _began(pid: int) -> str:
-    fields = _stat(pid)
+    fields = stat(pid)
     return fields[19] if fields else ""
 
 
-def _stat(pid: int) -> list[str]:
+def stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the name: state, parent, and so on; empty for a process that has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -110,7 +110,7 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def is_resource_tracker(pid: int) -> bool:
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
