@@ -68,9 +68,11 @@ class Child:
         self._log.close()
 
     def send(self, order: Row) -> None:
+        """To a child that has died, an order is lost: :meth:`receive` says why it died."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
 
     def receive(self, timeout: float) -> Row | None:
         """The next row; None when the child has said its last."""

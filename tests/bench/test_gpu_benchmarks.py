@@ -213,6 +213,15 @@ def test_a_child_that_fails_is_heard(gpu, start):
         list(running.rows(30))
 
 
+def test_an_order_to_a_child_that_has_died_is_answered_by_the_reason(gpu, start):
+    with start(do="fail") as running:
+        while running.alive:
+            time.sleep(0.05)
+        running.send({"number": 1})
+        with pytest.raises(gpu.child.ChildError, match=r"(?s)status 1.*no luck"):
+            running.receive(30)
+
+
 def test_a_child_that_hangs_is_ended_with_all_it_has_started(gpu, start):
     running = start(do="hang")
     pid = running.receive(30)["pid"]
