@@ -19,6 +19,10 @@ class ModelError(Exception):
     """The model cannot be sized; the message says why."""
 
 
+class FetchError(ModelError):
+    """A file of a model that has a name, and is not on this machine."""
+
+
 class ModelKv(NamedTuple):
     layers: int  # with a KV cache
     heads: int  # of keys and values, over all layers of a rank; 1 for latent vectors (MLA)
@@ -111,7 +115,7 @@ def _file(model: str, name: str) -> Path:
             return Path(hf_hub_download(model, name))
     except Exception as error:  # the hub's own errors, and those of the network below it
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
+        raise FetchError(
             f"{name} cannot be fetched from {constants.ENDPOINT}: {first.rstrip('.')}. A folder with "
             f"{name} works without it"
         ) from error

@@ -137,13 +137,14 @@ def _model_problem(model: str) -> str:
         is_model = any(any(folder.glob(pattern)) for pattern in _MODEL_FILES)
         return "" if is_model else f"MODEL {model} is a folder without {', '.join(_MODEL_FILES)}: no model is in it"
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "on", "yes") and not folder.exists():
-        from kvbm.cli.model_kv import ModelError, read_model
+        from kvbm.cli.model_kv import FetchError, ModelError, read_model
 
         try:
             read_model(model)
-        except ModelError as error:
-            if "config.json cannot be fetched" in str(error):
-                return f"MODEL {model} has not been downloaded here, and HF_HUB_OFFLINE forbids to download it"
+        except FetchError:
+            return f"MODEL {model} has not been downloaded here, and HF_HUB_OFFLINE forbids to download it"
+        except ModelError:
+            pass  # vLLM may know what to do with it
     return ""
 
 
