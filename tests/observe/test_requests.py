@@ -155,6 +155,19 @@ def test_what_was_seen_is_remembered_in_bounded_memory():
     assert seen._prints.nbytes == before <= 16 << 20
 
 
+@pytest.mark.parametrize("was_computed_here", [True, False])
+def test_a_request_is_seen_to_compute_what_it_did_not_find(was_computed_here, monkeypatch):
+    """Blocks of an earlier engine, which a disk or a store has kept, are new to this one."""
+    log = RequestLog()
+    blocks = keys("a", 12)
+    if was_computed_here:
+        log.finished("first", 1, blocks[:10])
+    added = []
+    monkeypatch.setattr(log._seen, "add", added.extend)
+    log.finished("second", 1, blocks, found=10)
+    assert added == (blocks[10:] if was_computed_here else blocks)
+
+
 class Lines:
     dropped = 0
 

@@ -258,6 +258,7 @@ class Session:
     def close(self, seconds: float | None = None) -> None:
         """``seconds``: how long the catalogs may take to end."""
         try:
+            self.finalize()
             self.observer.close()
         finally:  # else the next engine would miss the last blocks of the index
             if self.manager is not None:
@@ -494,6 +495,6 @@ class Session:
                         self.uses += 1
                 if self.observer.log.is_recording:
                     self.observer.log.told(name, turn, self._tenant_names[tenant])
-                self.observer.log.finished(name, output_tokens, keys)
+                self.observer.log.finished(name, output_tokens, keys, found)
             except Exception as error:
                 self._faults.record("the end of a request", error)

@@ -207,9 +207,11 @@ class RequestLog:
             kept = [(r.priority, None if r.seconds == inf else r.seconds, r.start, r.end) for r in turn.retention]
             entry.hints = HintsLine(turn.session, turn.is_final, kept)
 
-    def finished(self, request: str, output_tokens: int, keys: Sequence[bytes]) -> None:
-        """A request has ended. ``keys``: of all its full blocks, including those of its answer."""
-        self._seen.add(keys)
+    def finished(self, request: str, output_tokens: int, keys: Sequence[bytes], found: int = 0) -> None:
+        """A request has ended. ``keys``: of all its full blocks, including those of its answer. It has computed all but
+        the first ``found``, which an earlier request has computed, perhaps one of an earlier engine."""
+        was_here = 0 < found <= len(keys) and keys[found - 1] in self._seen
+        self._seen.add(keys[found:] if was_here else keys)
         entry = self._running.pop(request, None)
         if entry is None:
             return

@@ -466,6 +466,10 @@ class Leader:
     def loads_under_way(self) -> bool:
         return bool(self._loads)
 
+    def are_under_way(self, loads: Iterable[int]) -> bool:
+        """Whether any of these loads is."""
+        return any(load in self._loads for load in loads)
+
     @property
     def stores_under_way(self) -> bool:
         return bool(self._stores)

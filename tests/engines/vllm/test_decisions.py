@@ -9,7 +9,7 @@ from kvbm import gil
 from kvbm.core.cost import NEVER, RECOMPUTE
 from kvbm.core.match import Run
 from kvbm.engines.vllm import scheduler
-from kvbm.plans import LoadResult
+from kvbm.plans import LoadPlan, LoadResult
 from tiernames import DISK, HOST
 
 pytestmark = pytest.mark.engine
@@ -599,8 +599,10 @@ def test_what_is_not_worth_bringing_back_is_not_brought_back_for_being_the_next(
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def seen_off(engine, long, beside):
-    """Whether a request was seen off at once; else it is with the next step."""
+@pytest.mark.parametrize(("blocks", "beside"), [(30, True), (30, False), (5, True), (5, False)])
+def test_a_request_is_finalized_in_the_step_after_its_last_token(blocks, beside, make_engine):
+    """Tokens are not sent before vLLM has told the connector of all requests that have ended."""
+    engine = make_engine()
     logged = []
     log = engine.adapter.observer.log
     finished = log.finished
@@ -612,24 +614,45 @@ def seen_off(engine, long, beside):
     log.finished = watch
     if beside:
         engine.add("other", PROMPT, max_tokens=60)
-    engine.add("one", long, max_tokens=1)
+    engine.add("one", numbers(7, 4 * blocks + 1), max_tokens=1)
     while "one" in engine.scheduler.requests:
         engine.turn()
-    at_once = logged == ["one"]
+    assert not logged
+    assert engine.scheduler.has_requests()  # vLLM plans one more step also where nothing is left to compute
     engine.turn()
     assert logged == ["one"]
     engine.run()
     engine.check()
     engine.check_idle()
-    return at_once
 
 
-@pytest.mark.parametrize(("blocks", "beside", "at_once"), [(30, True, False), (30, False, True), (5, True, True)])
-def test_the_end_of_a_long_request_waits_for_the_next_step_of_others(blocks, beside, at_once, make_engine, monkeypatch):
-    """Their tokens are not sent before everything is done of those that have ended."""
-    monkeypatch.setattr(scheduler, "LONG_PROMPT", 20)
-    engine = make_engine()
-    assert seen_off(engine, numbers(7, 4 * blocks + 1), beside) is at_once
+@pytest.mark.parametrize("outside", [False, True], ids=["in the step", "outside of it"])
+def test_the_engine_pauses_only_for_loads_that_requests_wait_for(outside, make_engine, monkeypatch):
+    """A step without work that is planned before the end of a load in the step is reported costs the next request its
+    pause."""
+    pauses = []
+    monkeypatch.setattr(scheduler.gil, "give_turn", lambda others_notify: pauses.append(others_notify))
+    engine = make_engine({"load": "always"})
+    believe(engine, load_seconds=0.01)
+    engine.add("first", PROMPT)
+    engine.run()
+    engine.forget()
+    planned, pending = engine.adapter.plan_step, []
+
+    def plan_step(output):
+        if not output.num_scheduled_tokens:
+            loads = [plan for plan in engine.adapter.leader.under_way() if isinstance(plan, LoadPlan)]
+            pending.append(bool(loads))
+            if outside:
+                engine.adapter.unheard.update({plan.request: plan.id for plan in loads})
+        return planned(output)
+
+    monkeypatch.setattr(engine.adapter, "plan_step", plan_step)
+    engine.add("second", PROMPT, max_tokens=1)
+    engine.run()
+    assert engine.onboarded == 10
+    assert any(pending)
+    assert bool(pauses) is outside
 
 
 def test_at_its_end_what_a_request_has_used_is_recent_and_what_it_found_was_of_use(make_engine, monkeypatch):
@@ -658,9 +681,8 @@ def end_beside_another(engine, *names):
 
 
 @pytest.fixture
-def long_ends(make_engine, monkeypatch):
-    """An engine for which every request is a long one, and what its log was told of their ends."""
-    monkeypatch.setattr(scheduler, "LONG_PROMPT", 1)
+def ends(make_engine, monkeypatch):
+    """An engine, and what its log was told of the ends of requests."""
     engine = make_engine()
     told = []
     monkeypatch.setattr(
@@ -669,8 +691,8 @@ def long_ends(make_engine, monkeypatch):
     return engine, told
 
 
-def test_who_has_ended_is_seen_off_before_everything_is_forgotten(long_ends):
-    engine, told = long_ends
+def test_who_has_ended_is_seen_off_before_everything_is_forgotten(ends):
+    engine, told = ends
     end_beside_another(engine, "one")
     assert engine.adapter.reset()
     assert ("request", "one") in told
@@ -679,9 +701,9 @@ def test_who_has_ended_is_seen_off_before_everything_is_forgotten(long_ends):
     engine.check_idle()
 
 
-def test_an_end_that_fails_is_in_nobodys_way(long_ends, monkeypatch):
+def test_an_end_that_fails_is_in_nobodys_way(ends, monkeypatch):
     """Neither of others that have ended meanwhile, nor of who wants everything forgotten."""
-    engine, told = long_ends
+    engine, told = ends
     log, finished = engine.adapter.observer.log, engine.adapter.observer.log.finished
 
     def fail_once(name, *rest):
@@ -696,8 +718,8 @@ def test_an_end_that_fails_is_in_nobodys_way(long_ends, monkeypatch):
     assert engine.adapter._faults.counts == {"the end of a request: OSError": 1}
 
 
-def test_a_request_that_takes_the_name_of_one_that_has_just_ended_is_another(long_ends):
-    engine, told = long_ends
+def test_a_request_that_takes_the_name_of_one_that_has_just_ended_is_another(ends):
+    engine, told = ends
     for _ in range(2):
         end_beside_another(engine, "one")
     engine.run()
@@ -705,8 +727,8 @@ def test_a_request_that_takes_the_name_of_one_that_has_just_ended_is_another(lon
     assert not engine.adapter.observer.log._running
 
 
-def test_who_has_ended_is_seen_off_before_the_engine_stops(long_ends):
-    engine, told = long_ends
+def test_who_has_ended_is_seen_off_before_the_engine_stops(ends):
+    engine, told = ends
     end_beside_another(engine, "one")
     assert ("request", "one") not in told
     engine.close()

@@ -41,7 +41,6 @@ logger = logging.getLogger("kvbm")
 MAX_FAILURES = 3  # loads of a request that may fail before all that it lacks is computed
 # After so many steps without anything to compute, no step with work is under way, even with overlapping steps.
 STILL_STEPS = 10
-LONG_PROMPT = 256  # finalizing a request with so many blocks takes long enough to delay other requests
 
 
 class SchedulerAdapter:
@@ -311,8 +310,8 @@ class SchedulerAdapter:
         return plan
 
     def _is_waiting(self) -> bool:
-        """Whether a request waits for a load, or for a block that is looked for or written."""
-        loads = self.leader is not None and self.leader.loads_under_way
+        """Whether a request waits for a load outside of the step, or for a block that is looked for or written."""
+        loads = self.leader is not None and self.leader.are_under_way(self.unheard.values())
         return loads or any(state.deferred for state in self._requests.values())
 
     # -- keeping ------------------------------------------------------------------------------------------------------
@@ -457,13 +456,12 @@ class SchedulerAdapter:
             return
         keys = self._keys.of(request)
         self._keys.forget(request.request_id)
-        # Tokens of others wait to be sent meanwhile, and there is time when their next step is being computed.
-        later = len(keys) >= LONG_PROMPT and self._others_go_on(request.request_id)
         state = state or RequestState(request)
         state.turn = from_params(
             request.kv_transfer_params, getattr(request, "session_id", None), getattr(request, "priority", 0)
         )
-        self.session.finish(state, request.num_output_tokens, keys, later)
+        # vLLM sends the request's last token after this call, and then plans a step, if only to tell its workers.
+        self.session.finish(state, request.num_output_tokens, keys, later=True)
 
     def reset(self) -> bool:
         """Forget every block."""
