@@ -259,6 +259,8 @@ def test_a_killed_server_leaves_no_shared_memory(serve):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         memory = Path("/dev/shm", process.stdout.readline().strip())
         assert memory.is_file()
+        while not any(map(serve.is_resource_tracker, serve.processes_of(process.pid))):
+            time.sleep(0.01)  # it has been forked, and is not Python's tracker yet
         serve.end_group(process.pid)
     assert not memory.exists()
     assert serve.processes_of(process.pid) == []
