@@ -157,6 +157,9 @@ def main() -> int:
     parser.add_argument("--kvbm", default="null", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--raw", type=Path, help="of faults: add every request to this file, a line of JSON for a fault"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and end the servers
     options.decoding = options.decoding or (16 if options.gpu else 4)

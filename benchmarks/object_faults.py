@@ -404,14 +404,18 @@ def _measure(
         trouble.end()
     during = engine("loaded") - before
 
+    # Less than half of a side: the machine is too busy to leave any out.
+    count_all = min(sum(pair[used].counts for pair in pairs) for used in (True, False)) < len(pairs) / 2
+
     def counted(used: bool, pairs: list[dict[bool, Request]]) -> list[float]:
-        return [pair[used].seconds for pair in pairs if pair[used].counts]
+        return [pair[used].seconds for pair in pairs if pair[used].counts or count_all]
 
     groups = [pairs[at : at + _GROUP] for at in range(0, len(pairs), _GROUP)]
+    groups = [group for group in groups if counted(True, group) and counted(False, group)]
     sides = counted(True, pairs), counted(False, pairs)
     with_tier = [pair[True] for pair in pairs]
     loads = [number for number, each in enumerate(with_tier) if each.loaded]
-    alone = [each.seconds - each.waited for each in with_tier if each.counts]
+    alone = [each.seconds - each.waited for each in with_tier if each.counts or count_all]
     waits = [(each.waited, number) for number, each in enumerate(with_tier) if each.waited >= _MIN_WAIT]
     both = [(counted(True, group), counted(False, group)) for group in groups]
     rises = {name: rise(both, lambda times, at=at: percentile(times, at)) for name, at in (("p50", 50), ("p99", 99))}
@@ -422,6 +426,11 @@ def _measure(
         "wrong secret",
         "missing bucket",
     )
+    if options.raw:
+        with options.raw.open("a") as file:
+            file.write(
+                json.dumps({"fault": trouble.name, "with": with_tier, "without": [p[False] for p in pairs]}) + "\n"
+            )
     return {
         "fault": trouble.name, "requests": len(pairs),
         "p99_s": [percentile(side, 99) for side in sides], "p99_percent": rises["p99"],
