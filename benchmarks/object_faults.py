@@ -422,10 +422,10 @@ def _measure(
     slowest = [max(pair[used].seconds for pair in pairs) for used in (True, False)]
     is_met = trouble.met > 0 or trouble.name in ("off", "none")
     # An engine that has measured a slow load by chance computes instead, and does not meet the fault in loads.
-    is_met &= before >= known * (tokens // BLOCK_TOKENS - 1) * 3 // 4 or trouble.name in (
-        "wrong secret",
-        "missing bucket",
-    )
+    if trouble.name not in ("wrong secret", "missing bucket"):
+        is_met &= before >= known * (tokens // BLOCK_TOKENS - 1) * 3 // 4
+    if trouble.name in ("none", "killed and restarted") or trouble.name.startswith("one "):
+        is_met &= bool(loads)  # of the good objects, and once the store is back
     if options.raw:
         with options.raw.open("a") as file:
             file.write(
