@@ -44,7 +44,7 @@ def serve(options: argparse.Namespace) -> None:
         engine.ask(prompt(990 + i, options.tokens), 4)
     rows, loaded = [], []
     for i in range(options.prompts):
-        rows.append(engine.ask(prompt(i, options.tokens), 8))
+        rows.append(engine.ask(prompt(i, options.tokens), 8)[:3])
         loaded.append(dict(engine.counts.onboarded_blocks) if kvbm is not None else {})
     engine.drain()
     engine.close()
@@ -131,9 +131,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("ttft", "cache", "faults", "steps", "serve"))
     parser.add_argument("--model", default="", help="ttft: SmolLM2-135M; the others: tiny (scripts/models.py)")
-    parser.add_argument("--tokens", type=int, help="of a prompt (ttft: 512, faults: 1024)")
+    parser.add_argument("--tokens", type=int, help="of a prompt (ttft: 512, faults: 1024, with --gpu 4096)")
     parser.add_argument("--prompts", type=int, default=4, help="of ttft (4)")
     parser.add_argument("--requests", type=int, default=1000, help="of faults, with the tier and without (1000)")
+    parser.add_argument(
+        "--fault-seconds", type=float, default=3600.0, help="no further request begins after these, of each fault"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="of faults: engines that start together, and wait for their turn (1)"
+    )
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in faults (4)")
     parser.add_argument("--faults", nargs="*", help="only these; --json keeps the rows of the others")
     parser.add_argument("--rounds", type=int, default=0, help="of steps (20)")
@@ -143,12 +149,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=80, help="of a stretch (80)")
     parser.add_argument("--decoding", type=int, default=0, help="requests that decode in steps (4; --gpu: 16)")
     parser.add_argument("--rate", type=float, help="GB/s each way of the slower load in steps (0.1; --gpu: 1)")
-    parser.add_argument("--gpu", action="store_true", help="steps on a GPU, of Qwen3-8B's shape with random weights")
+    parser.add_argument(
+        "--gpu", action="store_true", help="steps, of Qwen3-8B's shape with random weights, and faults on a GPU"
+    )
     parser.add_argument("--graphs", action="store_true", help="with --gpu: CUDA graphs in place of eager steps")
     parser.add_argument("--blocks", type=int, default=16, help="of 2 MiB that the tier moves at a time (16)")
     parser.add_argument("--kvbm", default="null", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--raw", type=Path, help="of faults: add every request to this file, a line of JSON for a fault"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and end the servers
     options.decoding = options.decoding or (16 if options.gpu else 4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import os
 import random
 import subprocess
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -24,6 +26,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "tiers" / "objects"))
 
 BLOCK_TOKENS = 32
+
+
+class Answer(NamedTuple):
+    """What a request took, in seconds, and what it gave."""
+
+    first: float  # until the first token
+    seconds: float  # until the last
+    tokens: list[int]
+    margin: float = math.inf  # between the logarithms of the two likeliest tokens, the smallest of the answer
 
 
 class Engine:
@@ -64,7 +75,10 @@ class Engine:
     def queued(self) -> float:
         """Seconds that this thread could have run, while another program had the core."""
         if self._schedule is None:
-            self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
+            try:
+                self._schedule = open(f"/proc/self/task/{threading.get_native_id()}/schedstat")  # noqa: SIM115
+            except OSError:  # not every kernel tells
+                self._schedule = io.StringIO("0 0 0")
         self._schedule.seek(0)
         return int(self._schedule.read().split()[1]) / 1e9
 
@@ -72,14 +86,15 @@ class Engine:
         """A clock that stands still while another program has this thread's core."""
         return time.perf_counter() - self.queued()
 
-    def ask(self, tokens: list[int], answer: int) -> tuple[float, float, list[int]]:
-        """(seconds to the first token, seconds to the last, tokens). Without the time during which another program has
-        this thread's core."""
+    def ask(self, tokens: list[int], answer: int, has_margin: bool = False) -> Answer:
+        """Without the time during which another program has this thread's core."""
         from vllm import SamplingParams
 
         self._number += 1
-        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        first, found = 0.0, []
+        params = SamplingParams(
+            temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False, logprobs=2 if has_margin else None
+        )
+        first, found, margin = 0.0, [], math.inf
         queued = self.queued()
         began = now = self.seconds()
         self.waited = 0.0
@@ -88,6 +103,7 @@ class Engine:
             before = now
             for output in self.engine.step():
                 found = list(output.outputs[0].token_ids)
+                margin = _margin(output.outputs[0].logprobs) if has_margin else math.inf
                 if found and not first:
                     first = self.seconds() - began
             is_waiting = not self.scheduler.running and self.engine.has_unfinished_requests()
@@ -96,7 +112,7 @@ class Engine:
             now = self.seconds()
             self.waited += now - before if is_waiting else 0.0
         self.disturbed = self.queued() - queued
-        return first, now - began, found
+        return Answer(first, now - began, found, margin)
 
     def drain(self, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
@@ -107,8 +123,36 @@ class Engine:
         self.engine.engine_core.shutdown()
 
 
+def _margin(logprobs: Any) -> float:
+    """A greedy token is the likeliest one."""
+    pairs = [sorted((each.logprob for each in token.values()), reverse=True) for token in logprobs]
+    return min(pair[0] - pair[1] for pair in pairs)
+
+
 def model_path(name: str) -> str:
     return subprocess.check_output([sys.executable, str(HERE.parent / "scripts/models.py"), name], text=True).strip()
+
+
+def gpu_model(under: Path) -> str:
+    """The folder of a model whose KV is small beside what it takes to compute: 1 KiB and 2.8 GFLOP a token. A GPU loads
+    it from a store sooner than it computes it. Written in a process of its own, which uses the GPU meanwhile."""
+    script = (
+        "import sys; from pathlib import Path; from random_models import Dense, model_folder; "
+        "model_folder(Dense('wide', 2, 8192, 8, 1, 128, 28672, 4096, 'bfloat16', 32), Path(sys.argv[1]))"
+    )
+    paths = [str(HERE.parent / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", script, str(under)], env=environment, check=True)
+    return str(under / "wide")
+
+
+def gpu_settings() -> dict[str, Any]:
+    """Of an engine of :func:`gpu_model` that has others beside it."""
+    return {
+        "dtype": "bfloat16", "enforce_eager": True, "block_size": BLOCK_TOKENS, "skip_tokenizer_init": True,
+        "max_num_batched_tokens": 8192, "max_num_seqs": 16, "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 30,
+    }  # fmt: skip
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

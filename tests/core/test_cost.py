@@ -119,6 +119,48 @@ def test_a_disk_must_be_faster_than_computing_by_more_than_it_varies():
     assert decide(h200(HOST=51, DISK=4.6), (DISK, WHOLE)).blocks == WHOLE
 
 
+def noisy(factors: tuple[float, ...], rate: float = 4.6) -> CostModel:
+    """Loads that take these multiples of what they should, in turn."""
+    model = h200(HOST=51, DISK=rate)
+    for _ in range(20):
+        for factor in factors:
+            model.observe_load(DISK, 4_830_000_000, factor * 4.83 / rate)
+    return model
+
+
+def test_a_tier_that_varies_more_must_be_faster_by_more():
+    """The mean is the same; a third of the noisy loads take longer than computing does."""
+    steady, varied = noisy((1.0, 1.0, 1.0)), noisy((1.3, 1.0, 0.7))
+    assert varied.rate(DISK).bytes_per_second == pytest.approx(4.6e9, rel=0.1)
+    assert decide(steady, (DISK, WHOLE)).blocks == WHOLE
+    assert decide(varied, (DISK, WHOLE)).blocks == 0
+    assert decide(noisy((1.3, 1.0, 0.7), rate=12), (DISK, WHOLE)).blocks == WHOLE
+
+
+def test_a_tier_that_varies_wildly_is_used_where_it_is_clearly_faster():
+    assert decide(noisy((4.0, 1.0, 0.2), rate=12), (DISK, WHOLE)).blocks == WHOLE
+
+
+def test_a_tier_that_varied_for_a_while_is_used_again():
+    model = noisy((1.3, 1.0, 0.7))
+    for _ in range(20):
+        model.observe_load(DISK, 4_830_000_000, 4.83 / 4.6)
+    assert decide(model, (DISK, WHOLE)).blocks == WHOLE
+
+
+def test_a_request_does_not_wait_for_the_answer_of_a_tier_that_varies():
+    size = WHOLE * BLOCK
+    assert h200(HOST=51, DISK=4.6).is_worth_asking(DISK, 0.001, size, 0, PROMPT)
+    assert not noisy((1.3, 1.0, 0.7)).is_worth_asking(DISK, 0.001, size, 0, PROMPT)
+
+
+def test_a_simulation_with_the_prices_of_a_tier_that_varies_decides_the_same():
+    model, other = noisy((1.3, 1.0, 0.7), rate=12), noisy((0.2, 3.0))
+    other.assume(model.prices)
+    for blocks in range(100, WHOLE, 100):
+        assert decide(other, (HOST, 50), (DISK, blocks)) == decide(model, (HOST, 50), (DISK, blocks))
+
+
 def test_only_what_is_computed_in_that_step_hides_a_load():
     """0.5 s to load half a prompt, 0.5 s to compute the other half: in one step under each other, in many hardly."""
     seconds = {}
@@ -314,6 +356,39 @@ def test_a_step_with_few_prompt_tokens_teaches_nothing_about_prompts():
     for _ in range(100):
         model.observe_prefill(17, 0.012, 32_000)
     assert model.prefill_tokens_per_second == before
+
+
+def cpu_engine() -> CostModel:
+    """1,024 tokens in 27 ms, a decoding step in 6."""
+    model = CostModel(PRIORS, step_tokens=8192, attention_span=4 * 4096)
+    return taught(model, step=0.006, prefill=[(1024, 0.027, 0)])
+
+
+def test_interrupted_steps_of_requests_that_load_all_but_a_block_do_not_make_computing_look_expensive():
+    """Every tenth step takes three times as long, because another program had the core."""
+    model = cpu_engine()
+    before = model.compute_seconds(0, 1024)
+    for i in range(1000):
+        model.observe_prefill(32, 0.007 * (1 if i % 10 else 3), 992)
+    assert model.compute_seconds(0, 1024) == pytest.approx(before, rel=0.15)
+
+
+def test_an_engine_that_has_become_slower_is_found_out_by_whole_prompts_and_by_short_ones_in_the_end():
+    for tokens, most in ((1024, 10), (600, 40), (200, 400)):
+        model = cpu_engine()
+        prompts = 0
+        while model.compute_seconds(0, 1024) < 0.8 * (0.006 + 4 * 0.021) and prompts <= most:
+            model.observe_prefill(tokens, 0.006 + max(0.006, 4 * 0.021 * tokens / 1024), 0)
+            prompts += 1
+        assert prompts <= most, tokens
+
+
+def test_an_engine_whose_prompts_are_all_short_is_measured_by_them():
+    model = CostModel(PRIORS, step_tokens=8192)
+    for _ in range(10):
+        model.observe_step(0.001)
+        model.observe_prefill(32, 0.001 + 32 * 1e-3)
+    assert model.prefill_tokens_per_second == pytest.approx(1000, rel=0.3)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

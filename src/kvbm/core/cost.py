@@ -52,9 +52,14 @@ Load = Literal["auto", "always", "never"]
 # the computation, their tokens come at most this much later.
 HOLD_UP = 0.2
 
-# Staged tiers are expected to take so many times what they took so far: they vary, and a load that turns out slower
-# than computing is worse than one that was not taken.
+# Staged tiers are expected to take at least so many times what they took so far: they vary, and a load that turns out
+# slower than computing is worse than one that was not taken.
 CAUTION = 1.15
+# And what they took so far plus so many mean deviations, as far as loads have shown how much they vary: in normal noise
+# one load in a hundred takes longer. TCP waits four for a packet. Up to a bound: loads that are under way together take
+# longer than alone, and so would computing them.
+MAX_DEVIATIONS = 3.0
+MAX_CAUTION = 1.5
 
 # Ends of runs at which a load may stop. Looking at one takes 2.5 µs, and a prefix may change tiers at every block.
 _MAX_ENDS = 64
@@ -69,6 +74,8 @@ _MIN_WEIGHT = 0.2
 # A sample is limited to this many times the present estimate, or this part of it. A first load that waits for a kernel
 # to be compiled, or a step in which the machine did other work, is noise; a tier that is really slow is slow again.
 _MAX_OUTLIER = 4.0
+# How fast the longest step is forgotten, with every step that computes prompts.
+_SHRINK = 0.9998
 # How far a refusal moves a tier's estimate back to its prior: a disk that was slow once is tried again after a hundred
 # refusals or so, and a disk that is always slow costs one request in a hundred some time.
 _FORGET = 1 / 256
@@ -100,7 +107,8 @@ class Decision(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """All estimates of a cost model, in seconds: equal prices give equal decisions."""
+    """All estimates of a cost model, in seconds: equal prices give equal decisions. Those of staged tiers include how
+    much more they vary than all are expected to."""
 
     step: float
     token: float  # at position 0
@@ -147,6 +155,7 @@ class CostModel:
         self._near = next(iter(priors))
         self._token = _Average(1 / tokens_per_second)  # seconds of a token at position 0
         self._step = _Average(PRIOR_STEP_SECONDS)
+        self._most_work = 0.0  # of a step, of the last thousands: see observe_prefill
 
     # -- measurements -------------------------------------------------------------------------------------------------
 
@@ -164,13 +173,22 @@ class CostModel:
 
         With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
         took longer than one which only decodes bounds the price of its tokens from above, and does not give it.
+
+        A step is never exactly as long as the last, and the fewer tokens it computes, the more of that difference each
+        of them seems to cost. So a short step counts for little beside longer ones, by the square of its work as in a
+        least-squares fit. Otherwise requests that load all but one block, and whose steps are interrupted now and then,
+        would make computing look ever more expensive.
         """
         step = self._step.value
         if not tokens > 0 or not 0 < seconds < inf:
             return
-        at_most = max(seconds - step, step) / self._work(computed_tokens, tokens)
-        if seconds >= 2 * step or at_most < self._token.value:
+        work = self._work(computed_tokens, tokens)
+        self._most_work = max(work, self._most_work * _SHRINK)
+        at_most = max(seconds - step, step) / work
+        if at_most < self._token.value:
             self._token.observe(at_most)
+        elif seconds >= 2 * step:
+            self._token.observe(at_most, (work / self._most_work) ** 2)
 
     def observe_step(self, seconds: float) -> None:
         """A step that only decoded took this long."""
@@ -187,7 +205,7 @@ class CostModel:
         self._step.value, self._token.value = prices.step, prices.token
         for tier, (byte, fixed) in prices.tiers.items():
             if (known := self._tiers.get(tier)) is not None:
-                known.byte.value, known.fixed.value = byte, fixed
+                known.byte.value, known.fixed.value, known.deviation.value = byte, fixed, 0.0
 
     # -- expectations -------------------------------------------------------------------------------------------------
 
@@ -203,7 +221,7 @@ class CostModel:
 
     @property
     def prices(self) -> Prices:
-        tiers = {tier: (known.byte.value, known.fixed.value) for tier, known in self._tiers.items()}
+        tiers = {tier: known.prices(tier == self._near) for tier, known in self._tiers.items()}
         return Prices(self._step.value, self._token.value, tiers)
 
     def load_seconds(self, tier: TierName, size: int) -> float:
@@ -216,8 +234,7 @@ class CostModel:
 
     def is_measured(self, tier: TierName) -> bool:
         """Whether :meth:`rate` comes from loads that were seen."""
-        known = self._tiers[tier]
-        return known.byte.count > 1 or known.fixed.count > 1
+        return self._tiers[tier].is_measured
 
     @property
     def prefill_is_measured(self) -> bool:
@@ -245,7 +262,7 @@ class CostModel:
         computing ``tokens`` after ``computed`` others."""
         if self._load != "auto":
             return self._load == "always"
-        loaded = answer_seconds + CAUTION * self.load_seconds(tier, size) + self._step.value
+        loaded = answer_seconds + self._tiers[tier].cautious_seconds(size) + self._step.value
         return loaded < self.compute_seconds(computed, tokens)
 
     def decide(
@@ -288,8 +305,8 @@ class CostModel:
     ) -> tuple[bool, str, float]:
         """(in the step, why, expected seconds) of a load that leaves ``rest`` tokens behind ``computed`` ones."""
         near = self._tiers[self._near].seconds(sizes.get(self._near, 0))
-        slow = sum(self._tiers[tier].seconds(size) for tier, size in sizes.items() if tier != self._near)
-        outside = near + CAUTION * slow + self._step.value + self.compute_seconds(computed, rest)
+        slow = sum(self._tiers[tier].cautious_seconds(size) for tier, size in sizes.items() if tier != self._near)
+        outside = near + slow + self._step.value + self.compute_seconds(computed, rest)
         # Only this step's share of the rest is computed while the layers come in.
         now = min(rest, self._step_tokens)
         step = self.compute_seconds(computed, now)
@@ -321,11 +338,12 @@ class _Average:
         self.prior = self.value = prior
         self.count = 1
 
-    def observe(self, sample: float) -> None:
+    def observe(self, sample: float, weight: float = 1.0) -> None:
+        """``weight``: beside that of others, at most 1."""
         self.count += 1
         if self.value > 0:
             sample = min(max(sample, self.value / _MAX_OUTLIER), self.value * _MAX_OUTLIER)
-        self.value += (sample - self.value) * max(1 / self.count, _MIN_WEIGHT)
+        self.value += (sample - self.value) * max(1 / self.count, _MIN_WEIGHT) * weight
 
     def forget(self) -> None:
         """Go back a little towards the prior, if that is the more hopeful number."""
@@ -333,20 +351,38 @@ class _Average:
 
 
 class _TierRate:
-    """Fixed seconds and seconds a byte of one tier, told apart by the size of the loads."""
+    """Fixed seconds and seconds a byte of one tier, told apart by the size of the loads, and how far loads are from
+    them: the mean deviation, as a part of what was expected."""
 
-    __slots__ = ("byte", "fixed")
+    __slots__ = ("byte", "deviation", "fixed")
 
     def __init__(self, prior: Rate) -> None:
         if not (0 < prior.bytes_per_second < inf and 0 <= prior.fixed_seconds < inf):
             raise ValueError(f"{prior} is no rate: expected a bandwidth above 0 and fixed seconds of at least 0")
         self.byte = _Average(1 / prior.bytes_per_second)
         self.fixed = _Average(prior.fixed_seconds)
+        self.deviation = _Average((CAUTION - 1) / MAX_DEVIATIONS)
 
     def seconds(self, size: int) -> float:
         return self.fixed.value + size * self.byte.value if size else 0.0
 
+    def cautious_seconds(self, size: int) -> float:
+        """What a load hardly ever exceeds."""
+        byte, fixed = self.prices()
+        return CAUTION * (fixed + size * byte) if size else 0.0
+
+    def prices(self, is_near: bool = False) -> tuple[float, float]:
+        caution = min(max(CAUTION, 1 + MAX_DEVIATIONS * self.deviation.value), MAX_CAUTION)
+        more = 1.0 if is_near else caution / CAUTION
+        return self.byte.value * more, self.fixed.value * more
+
+    @property
+    def is_measured(self) -> bool:
+        return self.byte.count > 1 or self.fixed.count > 1
+
     def observe(self, size: int, seconds: float) -> None:
+        if self.is_measured:
+            self.deviation.observe(abs(seconds / self.seconds(size) - 1))
         # A load teaches what it mostly consists of: a large one the bandwidth, a small one the fixed part.
         if size * self.byte.value >= self.fixed.value:
             self.byte.observe(max(seconds - self.fixed.value, seconds / 2) / size)
@@ -356,3 +392,4 @@ class _TierRate:
     def forget(self) -> None:
         self.byte.forget()
         self.fixed.forget()
+        self.deviation.forget()
