@@ -247,7 +247,8 @@ class Servers:
                         servers.remove(server)
                         if len(group) > 1:
                             groups.append([server.kind])  # it may have been the company
-                self._measure_group(servers, LATER_START * len(groups), sum(map(len, groups)))
+                if servers:
+                    self._measure_group(servers, LATER_START * len(groups), sum(map(len, groups)))
                 for server in servers:
                     server.process.end()
 
