@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ NAMES = (
     "agents",
     "suite",
     "report",
+    "sglang_prompts",
 )
 SCRIPTS = ("copies", "ttft", "disk", "qps", "agents", "interference", "throughput", "suite")
 
@@ -88,7 +90,7 @@ def test_without_torch_there_is_a_sentence_too(gpu, monkeypatch):
     assert "torch cannot be imported" in gpu.records.why_no_device()
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "report", "sglang_prompts"])
 def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
     assert call(monkeypatch, getattr(gpu, name), "--help") == 0
     help_text = capsys.readouterr().out
@@ -119,6 +121,8 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("agents", ["--think", "0"]),
         ("throughput", ["--repeats", "0"]),
         ("report", []),
+        ("sglang_prompts", []),  # without --directory
+        ("sglang_prompts", ["--directory", "x", "--count", "1"]),
     ],
 )
 def test_what_makes_no_sense_is_refused(gpu, monkeypatch, capsys, name, arguments):
@@ -1032,6 +1036,60 @@ def test_a_first_context_that_cannot_be_computed_is_told(gpu):
 
     with pytest.raises(gpu.child.ChildError, match="4 of 4 first requests failed: too long"):
         gpu.agents.Loop(Refusing(), gpu.agents.Shape(**LOOP)).fill()
+
+
+# -- prompts of SGLang ------------------------------------------------------------------------------------------------
+
+
+def sglang_rows(**changed):
+    """Milliseconds, tokens from the storage and whether tokens are the same, of three prompts each."""
+    said = {
+        ("hicache", "cold"): (500, 0, True), ("hicache", "returned"): (90, 0, True),
+        ("file", "cold"): (505, 0, True), ("file", "returned"): (900, 960, True),
+        ("kvbm", "cold"): (505, 0, True), ("kvbm", "returned"): (300, 960, True),
+        ("kvbm", "restarted"): (310, 960, True), ("kvbm", "flipped"): (520, 0, True),
+        ("slow", "cold"): (505, 0, True), ("slow", "returned"): (507, 0, True),
+    }  # fmt: skip
+    said |= {tuple(name.split("_")): what for name, what in changed.items()}
+    return [
+        {"kind": kind, "what": what, "ms": ms + i, "from_storage": stored, "same": same, "tokens": [i]}
+        for (kind, what), (ms, stored, same) in said.items() for i in range(3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, None),
+        ({"slow_returned": (520, 0, True)}, r"slow: returned prompts take 1\.030 of the time"),
+        ({"kvbm_returned": (500, 960, True)}, r"kvbm: 1\.80 times as fast as SGLang's file backend"),
+        ({"kvbm_returned": (300, 960, False)}, "kvbm: 0 of 3 answers that were returned are as before"),
+        ({"kvbm_returned": (300, 960, False), "hicache_returned": (90, 0, False)}, None),  # no fault of the storage
+        ({"kvbm_flipped": (520, 0, False)}, "kvbm: 0 of 3 answers that were flipped"),
+        ({"kvbm_flipped": (520, 960, True)}, "pages with a flipped bit were loaded"),
+        ({"kvbm_restarted": (310, 0, True)}, "after the restart only"),
+        ({"kvbm_returned": (300, 0, True)}, "hardly anything has come from the storage"),
+    ],
+)
+def test_what_sglang_and_kvbm_do_is_judged(gpu, changed, text):
+    wrong = gpu.sglang_prompts.verdict(sglang_rows(**changed), 1024, dry=False)
+    assert len(wrong) == (text is not None)
+    assert text is None or re.search(text, wrong[0])
+
+
+def test_a_dry_run_of_sglang_judges_no_times(gpu):
+    rows = sglang_rows(slow_returned=(900, 0, True), file_returned=(10, 960, True))
+    assert gpu.sglang_prompts.verdict(rows, 1024, dry=True) == []
+    loaded = sglang_rows(slow_returned=(100, 960, True))
+    assert gpu.sglang_prompts.verdict(loaded, 1024, dry=True) == ["slow: pages were loaded that are computed sooner"]
+
+
+def test_every_page_gets_a_flipped_bit(gpu, tmp_path):
+    (tmp_path / "cache").mkdir()
+    slab = tmp_path / "cache" / "rank-0.slab"
+    slab.write_bytes(bytes(4 * 4096))
+    assert gpu.sglang_prompts.flip(tmp_path, 4096) == 4
+    assert [page.count(1) for page in (slab.read_bytes()[at : at + 4096] for at in range(0, 4 * 4096, 4096))] == [1] * 4
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
