@@ -403,7 +403,7 @@ def main() -> int:
     if options.count < 2 or options.at_once < 1 or options.length < 8 * options.page or options.slow_gbps <= 0:
         parser.error("--count takes at least 2, --at-once at least 1, --length 8 pages, --slow-gbps more than 0")
     if options.dry:
-        options.length, options.slow_gbps = 1024, min(options.slow_gbps, 0.001)
+        options.length, options.slow_gbps = 4096, min(options.slow_gbps, 0.001)
     else:
         leave_without_device()
     shape = shape_of(options.dry)

@@ -45,19 +45,27 @@ def test_the_time_in_which_a_server_is_idle_does_not_count(clock):
 
 
 def test_a_batch_of_which_nothing_is_known_says_nothing(clock):
-    clock.end_batch([], 100)
-    clock.end_batch(requests(99.0), 0)
+    clock.end_batch([], 4096)
     assert clock.take() == []
     clock.set(101.0)
-    clock.end_batch([], 100)  # the one before has ended at 100
-    assert clock.take() == [(100, 1.0)]
+    clock.end_batch([], 4096)  # the one before has ended at 100
+    assert clock.take() == [(4096, 1.0)]
+
+
+def test_a_short_batch_is_no_measure_of_a_long_prompt(clock):
+    """The page that is computed after 32,000 tokens have been loaded takes as long as a thousand others."""
+    clock.set(100.05)
+    clock.end_batch(requests(100.0), 64)
+    clock.set(100.35)
+    clock.end_batch(requests(100.0), 8192)
+    assert clock.take() == [(8192, pytest.approx(0.3))]
 
 
 def test_batches_that_nobody_asks_for_are_forgotten(clock):
     for number in range(1000):
         clock.set(100.0 + number)
-        clock.end_batch(requests(99.0), number + 1)
-    assert [tokens for tokens, _ in clock.take()] == list(range(937, 1001))
+        clock.end_batch(requests(99.0), 5000 + number)
+    assert [tokens for tokens, _ in clock.take()] == list(range(5936, 6000))
 
 
 def test_pages_are_refused_once_computing_was_seen_to_be_faster(stores):

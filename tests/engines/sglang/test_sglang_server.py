@@ -18,7 +18,7 @@ pytest.importorskip("sglang")
 pytestmark = [pytest.mark.sglang, pytest.mark.engine]
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu" / "sglang_prompts.py"
-LENGTH, COUNT, PAGE = 1024, 3, 64
+LENGTH, COUNT, PAGE = 4096, 3, 64
 WHOLE = LENGTH - PAGE  # of a prompt, the page with the last token is computed
 
 

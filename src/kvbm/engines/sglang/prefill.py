@@ -18,6 +18,9 @@ from typing import Any
 logger = logging.getLogger("kvbm")
 
 MAX_BATCHES = 64  # not taken yet
+# A shorter batch takes most of its time for launching kernels, or for attention to a prefix that was loaded, and would
+# make tokens look many times as expensive as those of a long prompt.
+MIN_TOKENS = 2048
 
 
 class PrefillClock:
@@ -34,7 +37,7 @@ class PrefillClock:
         scheduled = max((request.time_stats.last_forward_entry_time for request in requests), default=0.0)
         began = max(self._ended, scheduled)
         self._ended = now
-        if began > 0 and tokens > 0:
+        if began > 0 and tokens >= MIN_TOKENS:
             self._batches.append((tokens, now - began))
 
     def take(self) -> list[tuple[int, float]]:
