@@ -16,8 +16,11 @@ HOME_URL ?=
 # How many processes run tests side by side; 0 runs them in pytest's own, for a debugger.
 WORKERS ?= 2
 
-# Of `make test-gpu`: cuda, or cpu to try the tests themselves without one.
+# Of `make test-gpu` and `make test-gpu-sglang`: cuda, or cpu to try the tests themselves without one.
 DEVICE ?= cuda
+
+# Of `make test-gpu-sglang`: where SGLang's pages go. A folder in memory stands for a disk that is faster than computing.
+PAGES ?= /dev/shm/kvbm-sglang-pages
 
 # Of `make serve`; an empty MODEL is SmolLM2-135M-Instruct. Variables such as DYN_KVBM_CPU_CACHE_GB count too.
 MODEL ?=
@@ -146,6 +149,11 @@ test-gpu: ## run the tests that need a CUDA device, with the vLLM that PYTHON ha
 	if [ $$status = 0 ]; then \
 	  $(PYTHON) -m pytest -m gpu tests/gpu tests/transfer/test_copiers.py tests/runtime/test_replicas.py $(PYTEST); \
 	elif [ $$status != 3 ]; then exit $$status; fi
+
+test-gpu-sglang: ## run KVBM under a serving SGLang on a CUDA device, beside SGLang's own storage, with the SGLang that PYTHON has
+	@export PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	$(PYTHON) benchmarks/gpu/sglang_prompts.py --directory $(PAGES) --at-once 4 --check $(if $(filter cpu,$(DEVICE)),--dry); \
+	status=$$?; if [ $$status != 3 ]; then exit $$status; fi
 
 bench-core: env ## measure the bookkeeping: lookups, evictions, hashing
 	$(python) benchmarks/core.py

@@ -1,14 +1,16 @@
 """Agents in a closed loop: contexts of 20,000 to 50,000 tokens that grow with every turn, with a real server.
 
-    python benchmarks/gpu/agents.py --mode decode-graphs --at-once 2 --budget 570 --json results/agents.json
+    python benchmarks/gpu/agents.py --kinds kvbm native base --at-once 1 2 --budget 400 --json results/agents.json
 
 A turn of an agent: what its tool has said, 1,000 to 3,000 tokens, joins the context; the model answers with 100 tokens,
 which join it too; the tool works for some seconds. An agent whose context reaches 50,000 tokens ends, and another
 begins with 20,000. At the start the agents are spread over these lengths, as they are later on. The engine's own cache
 holds a third of all contexts, the host tier all of them.
 
-The kinds are those of qps.py, and so is the order in which they are started and asked. Every kind gets the same agents,
-the same tools' outputs and the same times of work; only the tokens of the answers are its own. The contexts that agents
+The kinds are those of qps.py. One that has a host tier needs 91 GB for it, so two of them rarely fit a machine at once:
+start each beside those that have none (--at-once 1 2). Kinds are measured one after the other, also where they stand
+side by side. Every kind gets the same agents, the same tools' outputs and the same times of work; only the tokens of
+the answers are its own. The contexts that agents
 start with are computed beforehand and not measured. An agent that begins later has to compute its first turn: those
 turns are counted, and left out of the times.
 
@@ -221,14 +223,14 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=10, metavar="S", help="to wait for the last answers (10)")
     parser.add_argument("--cache-tokens", type=int, metavar="N", help="of the engine's own cache (a third of all)")
     parser.add_argument("--gb", type=float, metavar="GB", help="size of the host tier (all contexts and a tenth)")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers to start at the same time (1)")
+    parser.add_argument("--at-once", **qps.AT_ONCE)
     parser.add_argument("--budget", type=float, metavar="S", help="seconds for everything (no limit)")
     parser.add_argument("--mode", choices=vllm_kinds.MODES, default="decode-graphs", help="as suite.py's")
     began = time.monotonic()
     options = parser.parse_args()
     # Whoever ends this ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    least = min(options.agents, options.answer, options.at_once, *options.tool)
+    least = min(options.agents, options.answer, *options.at_once, *options.tool)
     if least < 1 or not 0 < options.first < options.last or options.tool[0] > options.tool[1]:
         parser.error("--agents, --answer, --at-once and --tool take at least 1, --first less than --last")
     if min(options.seconds, options.think, 1 if options.budget is None else options.budget) <= 0:
@@ -239,7 +241,8 @@ def main() -> int:
         vars(options).update(dry, mode="eager")
     shape = Shape(options.agents, options.first, options.last, *options.tool, options.answer, options.think)
     model = vllm_kinds.shape_of(options.dry)
-    length = shape.last + shape.answer + 64
+    # Contexts are computed beforehand up to the last length; the first tool adds to that.
+    length = shape.last + shape.most_tool + shape.answer + 64
     if options.cache_tokens is None:
         # Room for the longest context in any case.
         options.cache_tokens = max(shape.contexts // 3, length + 4 * model.block_size)

@@ -1,7 +1,7 @@
 """Time to first token over the rate of requests: the benchmark that guides to KVBM name, with a real server.
 
     python benchmarks/gpu/qps.py --json results/qps.json
-    python benchmarks/gpu/qps.py --mode eager --at-once 2 --budget 450 --json results/qps.json
+    python benchmarks/gpu/qps.py --mode decode-graphs --at-once 3 --users 10 --cache-tokens 165000 --gb 45 --least 20
     python benchmarks/gpu/qps.py --kinds kvbm --rates 0.25 0.5 1 2 --seconds 100
 
 A `vllm serve` of each kind: vLLM with its own prefix cache only (base), with its own offloading (native), with KVBM
@@ -15,8 +15,13 @@ will ask, and a rate lasts for whole rounds of all users. So short runs measure 
 users come back from one rate to the next. For the published form of the benchmark, in which every rate has users of its
 own for 100 seconds, use `kvbm bench` itself.
 
-Rates are taken in the order given. Once a kind has let a mean of --enough seconds pass it is not asked any faster. A
-result is written as soon as it is there. With --budget, what no longer fits is left out, and said.
+Kinds that stand side by side (--at-once) take turns at every rate, in another order each time, so that a machine that
+gets slower does so for all. Rates are taken in the order given. Once a kind has let a mean of --enough seconds pass it
+is not asked any faster. A result is written as soon as it is there. With --budget, a rate that no longer fits for all
+kinds of a group is left out for all of them, and said.
+
+Every kind is asked the same questions at the same times, so kinds are compared question by question too. With ten
+questions the 99th percentile is the slowest of them; --least asks for more where a rate is low.
 """
 
 from __future__ import annotations
@@ -24,19 +29,23 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import runpy
 import signal
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import vllm_kinds
 from child import Child, ChildError, Emit, run_child, wait_for_memory
 from records import SOURCE, Record, Row, arguments
+from ttft import packing_in
 
 sys.path.insert(0, str(SOURCE))
 from kvbm.bench.client import Answer, Endpoint, EndpointError, Prompt
@@ -49,8 +58,9 @@ WORDS = (
     "Here is what everybody told User has said before Question please tell me one more long story and let it end well "
     "Just to warm up user says are"
 )
-# Seconds that are kept for the start of servers that come later, and for the end.
-LATER_START, END = 45.0, 12.0
+# Seconds that are kept for the start of servers that come later, for the end, and for a rate's last answers.
+LATER_START, END, LAST_ANSWERS = 45.0, 12.0, 5.0
+MAX_REQUESTS = 64  # at once. vLLM's own default is 1,024, whose warm-up takes gigabytes that servers side by side lack.
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -103,6 +113,7 @@ def serve(task: Row, shape: vllm_kinds.Dense, model: Path, tokenizer: Path) -> N
     command = ["serve", "--model", str(model), "--tokenizer", str(tokenizer), "--served-model-name", "model"]
     command += ["--host", "127.0.0.1", "--port", str(task["port"]), "--dtype", shape.dtype, "--seed", "0"]
     command += ["--max-model-len", str(task["length"]), "--max-num-batched-tokens", str(vllm_kinds.STEP_TOKENS)]
+    command += ["--max-num-seqs", str(MAX_REQUESTS)]
     command += ["--num-gpu-blocks-override", str(task["cache_tokens"] // shape.block_size)]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--generation-config", "vllm"]
     if task["mode"] == "eager":
@@ -112,9 +123,10 @@ def serve(task: Row, shape: vllm_kinds.Dense, model: Path, tokenizer: Path) -> N
     if task["dry"]:
         command += ["--block-size", str(shape.block_size)]
     else:
-        # Said outright: a server that looks at what is free would count what another takes meanwhile as its own.
+        # Said outright: a server that looks at what is free would count what another takes meanwhile as its own. The
+        # other number only says how much must be free when it looks.
         command += ["--kv-cache-memory-bytes", str(task["cache_tokens"] * shape.token_bytes)]
-        command += ["--gpu-memory-utilization", "0.3"]
+        command += ["--gpu-memory-utilization", "0.1"]
     transfer = vllm_kinds.connector(task["kind"], task["gigabytes"])
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -143,10 +155,11 @@ def wait_until_healthy(endpoint: Endpoint, server: Child, seconds: float) -> Non
     raise ChildError(f"the server was not ready within {seconds:.0f} s; it printed last:\n{server.tail()}")
 
 
-def whole_rounds(shape: Shape, qps: float) -> Shape:
-    """As long as the shape says or a little longer: until every user has asked equally often."""
+def whole_rounds(shape: Shape, qps: float, least: int = 0) -> Shape:
+    """As long as the shape says, and ``least`` requests take, or a little longer: until every user has asked equally
+    often."""
     turn = shape.num_users / qps
-    return shape._replace(time=math.ceil(shape.time / turn - 1e-9) * turn)
+    return shape._replace(time=math.ceil(max(shape.time, least / qps) / turn - 1e-9) * turn)
 
 
 def askers(shape: Shape, qps: float) -> list[int]:
@@ -162,10 +175,10 @@ def askers(shape: Shape, qps: float) -> list[int]:
     return list(order)
 
 
-def filling_order(shape: Shape, rates: list[float]) -> list[int]:
+def filling_order(shape: Shape, rates: list[float], least: int = 0) -> list[int]:
     """All users of all rates. Those of the first rate come last, in the order in which they will ask."""
-    first = askers(whole_rounds(shape, rates[0]), rates[0])
-    every = {user for qps in rates for user in askers(whole_rounds(shape, qps), qps)}
+    first = askers(whole_rounds(shape, rates[0], least), rates[0])
+    every = {user for qps in rates for user in askers(whole_rounds(shape, qps, least), qps)}
     return [*sorted(every - set(first)), *first]
 
 
@@ -193,6 +206,22 @@ class Server(NamedTuple):
     began: float
 
 
+AT_ONCE: Any = {
+    "type": int, "nargs": "+", "default": [1], "metavar": "N",
+    "help": "servers to start at the same time (1): in the first group, in the second, in all others",
+}  # fmt: skip
+
+
+def grouped(kinds: list[str], sizes: list[int]) -> list[list[str]]:
+    """Kinds in groups of these sizes, the last of which counts for all others."""
+    groups, left = [], list(kinds)
+    while left:
+        size = sizes[min(len(groups), len(sizes) - 1)]
+        groups.append(left[:size])
+        left = left[size:]
+    return groups
+
+
 class Servers:
     """All kinds, in groups that are started at once; within a group one is asked after the other."""
 
@@ -205,8 +234,7 @@ class Servers:
         self.failures = 0
 
     def run(self) -> None:
-        kinds, size = list(self._options.kinds), self._options.at_once
-        groups = [kinds[i : i + size] for i in range(0, len(kinds), size)]
+        groups = grouped(self._options.kinds, self._options.at_once)
         while groups:
             group = groups.pop(0)
             wait_for_memory()
@@ -219,15 +247,29 @@ class Servers:
                         servers.remove(server)
                         if len(group) > 1:
                             groups.append([server.kind])  # it may have been the company
-                for i, server in enumerate(servers):
-                    later = len(servers) - i - 1 + sum(map(len, groups))
-                    left = self._deadline - time.monotonic() - LATER_START * len(groups)
-                    try:
-                        self._measure(server, time.monotonic() + left / (1 + later))
-                    except (ChildError, EndpointError) as error:
-                        self.failures += 1
-                        self._failed(server, "failed", error)
+                if servers:
+                    self._measure_group(servers, LATER_START * len(groups), sum(map(len, groups)))
+                for server in servers:
                     server.process.end()
+
+    def _measure_group(self, servers: list[Server], kept: float, others: int) -> None:
+        """All that is asked of servers that stand side by side. ``kept``: seconds for the start of later groups, which
+        have so many ``others``."""
+        for i, server in enumerate(servers):
+            now = time.monotonic()
+            end = now + (self._deadline - now - kept) / (len(servers) - i + others)
+            self._guarded(server, partial(self._measure, server, end))
+            server.process.end()
+
+    def _guarded(self, server: Server, measure: Callable[[], None]) -> bool:
+        """Whether it went well. A failure is a row, and the others go on."""
+        try:
+            measure()
+        except (ChildError, EndpointError) as error:
+            self.failures += 1
+            self._failed(server, "failed", error)
+            return False
+        return True
 
     def _measure(self, server: Server, end: float) -> None:
         """All that is asked of one kind, over at this time."""
@@ -250,6 +292,8 @@ class Servers:
             self.failures += last_chance
             return False
         self._record.add({"kind": server.kind, "what": "start", "s": round(time.monotonic() - server.began, 1)})
+        for row in packing_in(server.process.lines_with("packed")):
+            self._record.add({"kind": server.kind, **row})
         return True
 
     def _failed(self, server: Server, what: str, error: Exception) -> None:
@@ -263,37 +307,48 @@ class Sweep(Servers):
     def __init__(self, options: Any, common: Row, shape: Shape, record: Record, deadline: float) -> None:
         super().__init__(options, common, record, deadline)
         self._shape = shape
-        self._users = filling_order(shape, options.rates)
+        self._users = filling_order(shape, options.rates, options.least)
 
-    def _measure(self, server: Server, end: float) -> None:
-        """Fill, and every rate that ends in time."""
-        kind, enough = server.kind, math.inf
+    def _measure_group(self, servers: list[Server], kept: float, others: int) -> None:
+        """Fill all, and take turns at every rate that ends in time."""
+        options, now = self._options, time.monotonic()
+        end = now + (self._deadline - now - kept) * len(servers) / (len(servers) + others)
+        enough = {server: math.inf for server in servers if self._guarded(server, partial(self._fill, server))}
+        for turn, qps in enumerate(options.rates):
+            shape = whole_rounds(self._shape, qps, options.least)
+            least = min(LAST_ANSWERS, options.patience)
+            asked = [server for server in enough if qps <= enough[server]]
+            why = "no time left" if time.monotonic() + len(asked) * (shape.time + least) > end else ""
+            for server in enough:
+                if server not in asked:
+                    self._left_out(server.kind, qps, f"slower than --enough at {enough[server]:g} requests/s already")
+                elif why:
+                    self._left_out(server.kind, qps, why)
+            if why or not asked:
+                continue
+            first = turn % len(asked)
+            for i, server in enumerate(asked[first:] + asked[:first]):
+                spare = end - time.monotonic() - (len(asked) - i) * (shape.time + least)
+                mean = self._rate(server, shape, qps, min(options.patience, least + max(0.0, spare)))
+                if mean is None or mean > options.enough:
+                    enough[server] = min(enough[server], qps)
+
+    def _fill(self, server: Server) -> None:
         server.endpoint.ask(Prompt(messages=[{"role": "user", "content": "hi " * 200}]), 16, 0, 0, 0.0)
         took = fill(server.endpoint, self._shape, self._users)
-        self._record.add({"kind": kind, "what": "fill", "s": round(took, 1), "users": len(self._users)})
-        for qps in self._options.rates:
-            shape = whole_rounds(self._shape, qps)
-            if qps > enough:
-                self._left_out(kind, qps, f"slower than --enough at {enough:g} requests/s already")
-                continue
-            patience = min(self._options.patience, end - time.monotonic() - shape.time)
-            if patience < min(5.0, self._options.patience):
-                self._left_out(kind, qps, "no time left")
-                continue
-            mean = self._rate(server, shape, qps, patience)
-            if mean is None or mean > self._options.enough:
-                enough = min(enough, qps)
+        self._record.add({"kind": server.kind, "what": "fill", "s": round(took, 1), "users": len(self._users)})
 
     def _rate(self, server: Server, shape: Shape, qps: float, patience: float) -> float | None:
         """One rate; the mean time to first token."""
         outcome = run(Target(server.kind, server.endpoint), MultiRound(shape, qps), qps, patience)
-        times = [s.ttft for s in outcome.samples if s.ttft is not None and not s.error]
+        timed = [s for s in outcome.samples if s.ttft is not None and not s.error]
         row = {
             "kind": server.kind,
             "what": "rate",
             "qps": qps,
             **{name: getattr(outcome.summary, name) for name in outcome.summary.__struct_fields__},
-            "ttfts": [round(value, 4) for value in times],
+            "ttfts": [round(s.ttft or 0.0, 4) for s in timed],
+            "questions": [f"{s.user}.{s.round}" for s in timed],
             "cached": [s.cached_tokens for s in outcome.samples if not s.error],
             "server": outcome.server,
         }
@@ -317,6 +372,32 @@ def summarise(rows: list[Row]) -> list[Row]:
         faster = against / row["ttft_mean"] if against and row["ttft_mean"] else None
         lines.append({**row, "faster": faster})
     return lines
+
+
+def pairs(rows: list[Row], ours: str, theirs: str) -> list[Row]:
+    """For every rate, two kinds question by question: how many ours answers sooner, by how much on average, and the
+    interval that holds 95 % of the averages of such questions drawn again."""
+    answers: dict[tuple[float, str], dict[str, float]] = {}
+    for row in rows:
+        if row["what"] == "rate" and "questions" in row:
+            answers[row["qps"], row["kind"]] = dict(zip(row["questions"], row["ttfts"], strict=True))
+    found = []
+    for (qps, kind), mine in answers.items():
+        other = answers.get((qps, theirs), {})
+        less = [other[question] - mine[question] for question in mine if question in other]
+        if kind == ours != theirs and less:
+            source = random.Random(0)
+            means = sorted(statistics.fmean(source.choices(less, k=len(less))) for _ in range(2000))
+            line = {"qps": qps, "kind": ours, "other": theirs, "of": len(less), "sooner": sum(s > 0 for s in less)}
+            found.append({**line, "mean": statistics.fmean(less), "low": means[50], "high": means[-51]})
+    return sorted(found, key=lambda line: line["qps"])
+
+
+def show_pair(line: Row) -> str:
+    return (
+        f"{line['qps']:>6g} {line['kind']:<8} sooner than {line['other']} in {line['sooner']} of {line['of']} answers, "
+        f"by {line['mean'] * 1e3:.0f} ms ({line['low'] * 1e3:.0f} to {line['high'] * 1e3:.0f})"
+    )
 
 
 # Gaps are between two tokens of a request, in seconds as the others.
@@ -368,14 +449,17 @@ def main() -> int:
     parser.add_argument(
         "--enough", type=float, default=3, metavar="S", help="a kind whose mean is above this is asked no faster (3)"
     )
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers to start at the same time (1)")
+    parser.add_argument(
+        "--least", type=int, default=0, metavar="N", help="questions at every rate, at least (no limit)"
+    )
+    parser.add_argument("--at-once", **AT_ONCE)
     parser.add_argument("--budget", type=float, metavar="S", help="seconds for everything (no limit)")
     parser.add_argument("--mode", choices=vllm_kinds.MODES, default="graphs", help="as suite.py's (graphs)")
     began = time.monotonic()
     options = parser.parse_args()
     # Whoever ends this ends the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    least = min(options.users, options.rounds, options.answer, options.at_once)
+    least = min(options.users, options.rounds, options.answer, *options.at_once)
     if least < 1 or min(*options.rates, options.seconds, 1 if options.budget is None else options.budget) <= 0:
         parser.error("--users, --rounds, --answer and --at-once take at least 1, the others more than 0")
     vllm_kinds.check(options)
@@ -399,6 +483,9 @@ def main() -> int:
     print("\n" + HEADER)
     for line in sorted(summarise(record.rows), key=lambda line: line["qps"]):
         print(show(line))
+    for other in ("base", "native"):
+        for line in pairs(record.rows, "kvbm", other):
+            print(show_pair(line))
     return 1 if sweep.failures else 0
 
 

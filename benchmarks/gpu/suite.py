@@ -51,6 +51,8 @@ def child(task: Row, emit: Emit) -> None:
         length=task["longest"] + 256,
         blocks=int(2.5 * task["longest"]) // shape.block_size,
         disable_log_stats=False,
+        # vLLM's own default is 1,024, whose warm-up takes gigabytes that engines side by side lack.
+        max_num_seqs=max(128, task["requests"]),
         **({"load_format": "dummy"} if task["dummy"] else {}),
         **({} if task["dry"] else vllm_kinds.beside_others(shape, int(2.5 * task["longest"]))),
     )

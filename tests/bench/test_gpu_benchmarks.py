@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ NAMES = (
     "agents",
     "suite",
     "report",
+    "sglang_prompts",
 )
 SCRIPTS = ("copies", "ttft", "disk", "qps", "agents", "interference", "throughput", "suite")
 
@@ -88,7 +90,7 @@ def test_without_torch_there_is_a_sentence_too(gpu, monkeypatch):
     assert "torch cannot be imported" in gpu.records.why_no_device()
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "report", "sglang_prompts"])
 def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
     assert call(monkeypatch, getattr(gpu, name), "--help") == 0
     help_text = capsys.readouterr().out
@@ -111,7 +113,7 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("interference", ["--rounds", "0"]),
         ("qps", ["--rates", "0"]),
         ("qps", ["--users", "0"]),
-        ("qps", ["--at-once", "0"]),
+        ("qps", ["--at-once", "1", "0"]),
         ("qps", ["--budget", "0"]),
         ("agents", ["--agents", "0"]),
         ("agents", ["--first", "50000"]),
@@ -119,6 +121,8 @@ def test_every_script_explains_itself(gpu, monkeypatch, capsys, name):
         ("agents", ["--think", "0"]),
         ("throughput", ["--repeats", "0"]),
         ("report", []),
+        ("sglang_prompts", []),  # without --directory
+        ("sglang_prompts", ["--directory", "x", "--count", "1"]),
     ],
 )
 def test_what_makes_no_sense_is_refused(gpu, monkeypatch, capsys, name, arguments):
@@ -737,7 +741,7 @@ class FakeServers:
     """Servers that start in 30 s and take what is said for each rate; time passes only when they say so."""
 
     def __init__(self, gpu, monkeypatch, means, sick=()):
-        self.now, self.running, self.most, self.tried = 0.0, set(), 0, []
+        self.now, self.running, self.most, self.tried, self.asked = 0.0, set(), 0, [], []
         fake = self
 
         class Child:
@@ -756,6 +760,9 @@ class FakeServers:
             def kill(self):
                 fake.running.discard(self.kind)
 
+            def lines_with(self, text):
+                return ["kvbm: blocks are packed to 77 %: it is faster"] if self.kind == "kvbm" else []
+
             end = kill
 
         def ready(endpoint, server, seconds):
@@ -766,6 +773,7 @@ class FakeServers:
         def run(target, workload, qps, patience):
             assert target.name in fake.running
             fake.now += workload.seconds
+            fake.asked.append((qps, target.name))
             summary = msgspec.structs.replace(results_of.summarise([]), ttft_mean=means[target.name](qps))
             return results_of.Run(target=target.name, url="", qps=qps, summary=summary, samples=[])
 
@@ -780,8 +788,8 @@ class FakeServers:
 
 def sweep(gpu, deadline, **more):
     options = SimpleNamespace(
-        **{"kinds": ["base", "native", "kvbm"], "rates": [1.0, 1.5, 2.0, 3.0], "at_once": 2, "enough": 3.0, **more},
-        limit=600.0, patience=20.0,
+        **{"kinds": ["base", "native", "kvbm"], "rates": [1.0, 1.5, 2.0, 3.0], "at_once": [2], "enough": 3.0, **more},
+        limit=600.0, patience=20.0, least=0,
     )  # fmt: skip
     record = gpu.records.Record("qps", {}, None)
     sweep = gpu.qps.Sweep(options, {}, gpu.qps.Shape(time=15), record, deadline)
@@ -812,6 +820,73 @@ def test_no_more_time_is_spent_than_there_is(gpu, monkeypatch, budget):
     assert not failures
     assert {row["why"] for row in rows if row["what"] == "left out"} <= {"no time left"}
     assert bool(done["base"] and done["native"] and done["kvbm"]) == (budget > 150)
+
+
+def test_servers_side_by_side_take_turns_at_every_rate(gpu, monkeypatch):
+    servers = FakeServers(gpu, monkeypatch, {**FAST, "base": lambda qps: 5.0 if qps > 1 else 1.0})
+    failures, _, rows = sweep(gpu, 1e9, at_once=[3])
+    assert (failures, servers.most) == (0, 3)
+    assert servers.asked == [
+        (1.0, "base"), (1.0, "native"), (1.0, "kvbm"), (1.5, "native"), (1.5, "kvbm"), (1.5, "base"),
+        (2.0, "native"), (2.0, "kvbm"), (3.0, "kvbm"), (3.0, "native"),
+    ]  # fmt: skip
+    assert [row["ratio"] for row in rows if row["what"] == "packing"] == [0.77]
+
+
+@pytest.mark.parametrize("budget", [200, 240, 280])
+def test_a_rate_that_does_not_fit_for_all_is_left_out_for_all(gpu, monkeypatch, budget):
+    servers = FakeServers(gpu, monkeypatch, FAST)
+    _, done, rows = sweep(gpu, budget, at_once=[3])
+    assert servers.now <= budget
+    assert done["base"] == done["native"] == done["kvbm"]
+    assert 0 < len(done["kvbm"]) < 4
+    assert {row["why"] for row in rows if row["what"] == "left out"} == {"no time left"}
+
+
+def test_a_server_that_cannot_be_filled_costs_the_others_nothing(gpu, monkeypatch):
+    servers = FakeServers(gpu, monkeypatch, FAST)
+
+    def fill(endpoint, shape, users):
+        if len(servers.filled) == 1:
+            servers.filled.append("failed")
+            raise gpu.child.ChildError("first requests failed")
+        servers.filled.append("filled")
+        return 1.0
+
+    servers.filled = []
+    monkeypatch.setattr(gpu.qps, "fill", fill)
+    failures, done, _ = sweep(gpu, 1e9, at_once=[3])
+    assert (failures, done["native"]) == (1, [])
+    assert done["base"] == done["kvbm"] == [1.0, 1.5, 2.0, 3.0]
+
+
+def test_groups_have_the_sizes_that_are_given(gpu):
+    grouped = gpu.qps.grouped
+    assert grouped(["a", "b", "c"], [1]) == [["a"], ["b"], ["c"]]
+    assert grouped(["a", "b", "c"], [1, 2]) == [["a"], ["b", "c"]]
+    assert grouped(["a", "b", "c", "d"], [2]) == [["a", "b"], ["c", "d"]]
+
+
+def test_a_low_rate_lasts_until_enough_is_asked(gpu):
+    shape = gpu.qps.Shape(num_users=10, time=10)
+    assert [gpu.qps.whole_rounds(shape, qps, 20).time for qps in (0.5, 1, 2, 4)] == [40, 20, 10, 10]
+
+
+def test_kinds_are_compared_question_by_question(gpu):
+    def rate(kind, qps, ttfts):
+        return {"what": "rate", "kind": kind, "qps": qps, "ttfts": list(ttfts.values()), "questions": list(ttfts)}
+
+    rows = [
+        rate("native", 2.0, {"1.1": 0.3, "2.1": 0.4, "3.1": 9.0}),
+        rate("kvbm", 2.0, {"2.1": 0.2, "1.1": 0.35, "4.1": 0.1}),
+        rate("kvbm", 1.0, {"1.1": 0.1}),
+    ]
+    (line,) = gpu.qps.pairs(rows, "kvbm", "native")
+    assert (line["qps"], line["of"], line["sooner"]) == (2.0, 2, 1)
+    assert line["mean"] == pytest.approx(0.075)
+    assert (line["low"], line["high"]) == pytest.approx((-0.05, 0.2))
+    assert "in 1 of 2 answers, by 75 ms (-50 to 200)" in gpu.qps.show_pair(line)
+    assert gpu.qps.pairs(qps_rows(), "kvbm", "base") == []  # of before questions were written down
 
 
 def test_servers_are_started_side_by_side_and_nobody_stays(gpu, monkeypatch):
@@ -927,6 +1002,33 @@ def test_all_agents_live_until_the_end_and_their_first_turns_are_left_out(gpu):
     assert all(len(gpu.agents.show(line)) == len(gpu.agents.HEADER) for line in lines)
 
 
+def test_no_context_is_longer_than_the_server_takes(gpu, monkeypatch):
+    """The longest is one that was computed beforehand and has had its first tool."""
+    monkeypatch.setattr(gpu.vllm_kinds, "draw", lambda source, length: [0] * length)
+    seen = {}
+
+    class StopError(Exception):
+        pass
+
+    def prepare(script, task, name):
+        seen.update(task)
+        raise StopError
+
+    monkeypatch.setattr(gpu.agents, "Child", prepare)
+    monkeypatch.setattr(gpu.vllm_kinds, "check", lambda options: None)
+    with pytest.raises(StopError):
+        call(monkeypatch, gpu.agents)
+    shape = gpu.agents.Shape(16, 20_000, 50_000, 1000, 3000, 100, 4.0)
+    longest = 0
+    for place in range(16):
+        agent = gpu.agents.Agent(place, shape)
+        agent._source = SimpleNamespace(randint=lambda least, most: most)
+        agent.known()
+        longest = max(longest, len(agent.context))
+    assert longest > shape.last
+    assert longest + shape.answer <= seen["length"]
+
+
 def test_a_first_context_that_cannot_be_computed_is_told(gpu):
     class Refusing:
         def ask(self, *what):
@@ -934,6 +1036,60 @@ def test_a_first_context_that_cannot_be_computed_is_told(gpu):
 
     with pytest.raises(gpu.child.ChildError, match="4 of 4 first requests failed: too long"):
         gpu.agents.Loop(Refusing(), gpu.agents.Shape(**LOOP)).fill()
+
+
+# -- prompts of SGLang ------------------------------------------------------------------------------------------------
+
+
+def sglang_rows(**changed):
+    """Milliseconds, tokens from the storage and whether tokens are the same, of three prompts each."""
+    said = {
+        ("hicache", "cold"): (500, 0, True), ("hicache", "returned"): (90, 0, True),
+        ("file", "cold"): (505, 0, True), ("file", "returned"): (900, 960, True),
+        ("kvbm", "cold"): (505, 0, True), ("kvbm", "returned"): (300, 960, True),
+        ("kvbm", "restarted"): (310, 960, True), ("kvbm", "flipped"): (520, 0, True),
+        ("slow", "cold"): (505, 0, True), ("slow", "returned"): (507, 0, True),
+    }  # fmt: skip
+    said |= {tuple(name.split("_")): what for name, what in changed.items()}
+    return [
+        {"kind": kind, "what": what, "ms": ms + i, "from_storage": stored, "same": same, "tokens": [i]}
+        for (kind, what), (ms, stored, same) in said.items() for i in range(3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, None),
+        ({"slow_returned": (520, 0, True)}, r"slow: returned prompts take 1\.030 of the time"),
+        ({"kvbm_returned": (500, 960, True)}, r"kvbm: 1\.80 times as fast as SGLang's file backend"),
+        ({"kvbm_returned": (300, 960, False)}, "kvbm: 0 of 3 answers that were returned are as before"),
+        ({"kvbm_returned": (300, 960, False), "hicache_returned": (90, 0, False)}, None),  # no fault of the storage
+        ({"kvbm_flipped": (520, 0, False)}, "kvbm: 0 of 3 answers that were flipped"),
+        ({"kvbm_flipped": (520, 960, True)}, "pages with a flipped bit were loaded"),
+        ({"kvbm_restarted": (310, 0, True)}, "after the restart only"),
+        ({"kvbm_returned": (300, 0, True)}, "hardly anything has come from the storage"),
+    ],
+)
+def test_what_sglang_and_kvbm_do_is_judged(gpu, changed, text):
+    wrong = gpu.sglang_prompts.verdict(sglang_rows(**changed), 1024, dry=False)
+    assert len(wrong) == (text is not None)
+    assert text is None or re.search(text, wrong[0])
+
+
+def test_a_dry_run_of_sglang_judges_no_times(gpu):
+    rows = sglang_rows(slow_returned=(900, 0, True), file_returned=(10, 960, True))
+    assert gpu.sglang_prompts.verdict(rows, 1024, dry=True) == []
+    loaded = sglang_rows(slow_returned=(100, 960, True))
+    assert gpu.sglang_prompts.verdict(loaded, 1024, dry=True) == ["slow: pages were loaded that are computed sooner"]
+
+
+def test_every_page_gets_a_flipped_bit(gpu, tmp_path):
+    (tmp_path / "cache").mkdir()
+    slab = tmp_path / "cache" / "rank-0.slab"
+    slab.write_bytes(bytes(4 * 4096))
+    assert gpu.sglang_prompts.flip(tmp_path, 4096) == 4
+    assert [page.count(1) for page in (slab.read_bytes()[at : at + 4096] for at in range(0, 4 * 4096, 4096))] == [1] * 4
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

@@ -188,8 +188,8 @@ class Config(FleetSettings, frozen=True, kw_only=True):
     )] = "auto"
     prefill_tokens_per_second: Annotated[int, Setting(
         "KVBM_PREFILL_TOKENS_PER_SECOND", MOVING, Number(unit="tokens per second", low=1, example="20000"),
-        "SGLang only: speed of prefill, against which the cost model compares a load. SGLang reports no speed to its "
-        "storage backend. The other engines are measured.",
+        "SGLang only: speed of prefill, against which the cost model compares a load. Without it KVBM begins with this "
+        "default and measures the batches of SGLang's scheduler. The other engines are always measured.",
     )] = 10_000
     offload_decode: Annotated[bool, Setting(
         "KVBM_OFFLOAD_DECODE", MOVING, _SWITCH,

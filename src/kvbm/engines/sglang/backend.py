@@ -34,7 +34,8 @@ from kvbm.engines import weights
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.adapters import refuse_adapters
 from kvbm.engines.sglang.pages import Page, page_bytes, pages_of, shape_of
-from kvbm.engines.sglang.settings import awaits_prefetch, warn_of_unused
+from kvbm.engines.sglang.prefill import watch_prefill
+from kvbm.engines.sglang.settings import awaits_prefetch, is_given, warn_of_unused
 from kvbm.engines.sglang.store import PageStore
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.snapshot import Identity
@@ -66,6 +67,8 @@ class KvbmStorage(HiCacheStorage):
         for warning in self._config.warnings:
             logger.warning("%s", warning)
         warn_of_unused(self._config)
+        # A speed that is given is taken as it is.
+        self._prefill = None if is_given(self._config, "prefill_tokens_per_second") else watch_prefill()
         self._rank = 0 if storage_config.is_mla_model else storage_config.tp_rank
         # Where all ranks have the same bytes, one writes for all.
         shares = storage_config.is_mla_model and storage_config.tp_size > 1
@@ -135,6 +138,7 @@ class KvbmStorage(HiCacheStorage):
             is_awaited=awaits_prefetch(),
             log=self._observer.log if is_kv else None,
             note=self._faults.note,
+            prefill=self._prefill.take if is_kv and self._prefill is not None else None,
         )
         logger.info(
             "KVBM is ready on rank %d: pages of %d bytes of pool %s, %s", self._said.tp_rank, size, name,

@@ -21,9 +21,14 @@ UNUSED = frozenset(
 )  # fmt: skip
 
 
+def is_given(config: Config, key: str) -> bool:
+    """Whether a setting was set, and is not the default of itself."""
+    return config.sources[key] != DEFAULT
+
+
 def warn_of_unused(config: Config) -> None:
     """One warning that names every setting that is set and has no effect under SGLang."""
-    given = [row.env for row in SETTINGS if row.key in UNUSED and config.sources[row.key] != DEFAULT]
+    given = [row.env for row in SETTINGS if row.key in UNUSED and is_given(config, row.key)]
     if given:
         logger.warning("Settings without effect under SGLang: %s. Remove them.", ", ".join(given))
 

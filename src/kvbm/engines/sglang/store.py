@@ -54,7 +54,8 @@ class PageStore:
 
     ``context``: the rank, with the size of a page as that of a block. ``page_tokens``: of a page; 0 where that is not
     known, and the cost model has no say. ``is_awaited``: requests wait for their pages; False where SGLang starts them
-    with those that have come by then. ``log`` receives lookups and loads, ``note`` the reasons of failures.
+    with those that have come by then. ``log`` receives lookups and loads, ``note`` the reasons of failures. ``prefill``
+    returns tokens and seconds of the batches that were computed since it was last asked.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class PageStore:
         is_awaited: bool = True,
         log: RequestLog | None = None,
         note: Callable[[str, int], None] | None = None,
+        prefill: Callable[[], Sequence[tuple[int, float]]] | None = None,
     ) -> None:
         context, self._slab, self._stores, self._manager, hello = open_tiers(context)
         config = context.config
         self.page_bytes = context.block_bytes
         self.page_tokens = page_tokens
         self._is_reader = context.access == "reader"
-        self._log, self._note = log, note
+        self._log, self._note, self._prefill = log, note, prefill
         self.cost = CostModel(
             registry.priors(),
             layers_from=inf,
@@ -128,6 +130,8 @@ class PageStore:
                 self._changed.wait(_ANSWER_SECONDS)
                 match = self._find(keys)
             pages, why = match.blocks, ""
+            for tokens, seconds in self._prefill() if self._prefill is not None else ():
+                self.cost.observe_prefill(tokens, seconds)
             if pages and self.page_tokens:
                 asked = len(keys) * self.page_tokens
                 decision = self.cost.decide(match, self.page_bytes, self.page_tokens, 0, asked, others_running=True)
