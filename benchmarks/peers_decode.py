@@ -2,12 +2,12 @@
 
     python benchmarks/peers_decode.py [--seconds 20] [--pin] [--check] [--gpu DIR] [--json FILE]
 
-Starts a real vLLM in this process, on the CPU with a tiny model or on a GPU with Qwen3-8B's shape and random weights
-(``--gpu``), and a reader in another process. Windows of three kinds take turns: no reads; reads; and, for comparison, a
-process that copies memory in a bare loop. ``--pin`` gives the engine a core of its own, as it has in production;
-without it the engine, its server and the reader share all cores. Ratios have an interval of 95 %, by a bootstrap over
-windows. Before that nothing runs for a while: the CPU time of this process and of the server is that of an idle peer
-tier.
+Starts a real vLLM in this process, on the CPU with a tiny model or on a GPU with Qwen3-8B's shape, vLLM's dummy weights
+and graphs of decode steps (``--gpu``), and a reader in another process. Windows of three kinds take turns: no reads;
+reads; and, for comparison, a process that copies memory in a bare loop. ``--pin`` gives the engine a core of its own,
+as it has in production; without it the engine, its server and the reader share all cores. Ratios have an interval of
+95 %, by a bootstrap over windows. Before that nothing runs for a while: the CPU time of this process and of the server
+is that of an idle peer tier.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ def engine_arguments(gpu: Path | None) -> tuple[dict, int]:
     import vllm_kinds
 
     shape = vllm_kinds.QWEN3_8B
-    model = str(vllm_kinds.model_folder(shape, gpu))
-    arguments = {"model": model, "dtype": shape.dtype, "block_size": shape.block_size, "max_model_len": 10240}
-    return arguments | {"num_gpu_blocks_override": 4096, "gpu_memory_utilization": 0.5}, 8192
+    model = str(vllm_kinds.config_folder(shape, gpu))
+    arguments = {"model": model, "load_format": "dummy", "dtype": shape.dtype, "block_size": shape.block_size}
+    arguments |= {"enforce_eager": False, "compilation_config": vllm_kinds.DECODE_GRAPHS}
+    return arguments | {"max_model_len": 10240, "num_gpu_blocks_override": 4096, "gpu_memory_utilization": 0.5}, 8192
 
 
 def main() -> int:
@@ -117,7 +118,7 @@ def main() -> int:
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--gpu", type=Path, metavar="DIR", help="run on a GPU; the model is or is put here (16 GB)")
+    parser.add_argument("--gpu", type=Path, metavar="DIR", help="run on a GPU; the model's configuration is put here")
     options = parser.parse_args()
     if options.gpu is not None:
         os.environ["KVBM_TEST_DEVICE"] = "cuda"
