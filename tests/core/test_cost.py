@@ -6,6 +6,7 @@ from kvbm.core.cost import (
     ALONE,
     CAUTION,
     FORCED,
+    MAX_CAUTION,
     NEVER,
     NO_TIME_TO_WAIT,
     NOTHING_FOUND,
@@ -146,6 +147,32 @@ def test_a_tier_that_varied_for_a_while_is_used_again():
     for _ in range(20):
         model.observe_load(DISK, 4_830_000_000, 4.83 / 4.6)
     assert decide(model, (DISK, WHOLE)).blocks == WHOLE
+
+
+def test_a_first_load_that_is_not_like_the_prior_is_no_variation():
+    model = CostModel(PRIORS)
+    model.observe_load(DISK, 4_830_000_000, 4.83e9 / PRIORS[DISK].bytes_per_second * 3)
+    assert model.prices.tiers[DISK][0] * model.rate(DISK).bytes_per_second == pytest.approx(1)
+
+
+def test_a_tier_that_varied_wildly_is_tried_again_like_one_that_was_slow_once():
+    """However far loads were from what was expected: some hundreds of refusals, and not thousands."""
+    model = noisy((9.0, 0.1))
+
+    def caution():
+        return CAUTION * model.prices.tiers[DISK][0] * model.rate(DISK).bytes_per_second
+
+    assert caution() == pytest.approx(MAX_CAUTION, rel=0.02)
+    for _ in range(400):
+        model.observe_refusal(match((DISK, WHOLE)))
+    assert caution() < 1.25
+
+
+def test_a_tier_that_was_steady_for_long_is_found_to_vary_as_soon_as_any_other():
+    model = noisy((1.0,) * 100)
+    for factor in (1.3, 1.0, 0.7) * 3:
+        model.observe_load(DISK, 4_830_000_000, factor * 4.83 / 4.6)
+    assert decide(model, (DISK, WHOLE)).blocks == 0
 
 
 def test_a_request_does_not_wait_for_the_answer_of_a_tier_that_varies():
@@ -368,9 +395,45 @@ def test_interrupted_steps_of_requests_that_load_all_but_a_block_do_not_make_com
     """Every tenth step takes three times as long, because another program had the core."""
     model = cpu_engine()
     before = model.compute_seconds(0, 1024)
-    for i in range(1000):
+    for i in range(30_000):
         model.observe_prefill(32, 0.007 * (1 if i % 10 else 3), 992)
     assert model.compute_seconds(0, 1024) == pytest.approx(before, rel=0.15)
+
+
+def test_the_fixed_costs_of_a_step_that_computes_a_block_do_not_make_computing_look_expensive():
+    """With graphs for decoding steps only, any step that computes prompt tokens takes three times as long."""
+    model = h200()
+    before = model.compute_seconds(0, PROMPT)
+    for _ in range(30_000):
+        model.observe_prefill(16, 0.030, PROMPT - 16)
+    assert model.compute_seconds(0, PROMPT) == before
+
+
+def test_interrupted_steps_of_a_fifth_of_a_prompt_move_the_price_little():
+    model = cpu_engine()
+    before = model.compute_seconds(0, 1024)
+    for i in range(30):
+        model.observe_prefill(200, 0.010 * (1 if i % 10 else 3), 824)
+    assert model.compute_seconds(0, 1024) == pytest.approx(before, rel=0.1)
+
+
+def test_prompts_that_add_nothing_to_a_step_do_not_make_computing_look_expensive():
+    model = CostModel(PRIORS)
+    before = model.prefill_tokens_per_second
+    for _ in range(30):
+        model.observe_step(0.010)
+        model.observe_prefill(32, 0.012)
+    assert model.prefill_tokens_per_second == before
+
+
+def test_short_prompts_are_measured_by_themselves_in_the_end():
+    """One long prompt, and then shorter ones on an engine that has become half as fast."""
+    model = CostModel(PRIORS, step_tokens=8192, attention_span=4 * 4096)
+    prefill = [(8192, 0.020 + 0.41 * (1 + (8192 * i + 4096) / 16384), 8192 * i) for i in range(16)]
+    model = taught(model, step=0.020, prefill=prefill)
+    for _ in range(2000):
+        model.observe_prefill(2048, 0.020 + 0.218, 0)
+    assert model.prefill_seconds(0, 2048) == pytest.approx(0.218, rel=0.1)
 
 
 def test_an_engine_that_has_become_slower_is_found_out_by_whole_prompts_and_by_short_ones_in_the_end():

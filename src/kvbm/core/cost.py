@@ -52,14 +52,12 @@ Load = Literal["auto", "always", "never"]
 # the computation, their tokens come at most this much later.
 HOLD_UP = 0.2
 
-# Staged tiers are expected to take at least so many times what they took so far: they vary, and a load that turns out
-# slower than computing is worse than one that was not taken.
-CAUTION = 1.15
-# And what they took so far plus so many mean deviations, as far as loads have shown how much they vary: in normal noise
-# one load in a hundred takes longer. TCP waits four for a packet. Up to a bound: loads that are under way together take
-# longer than alone, and so would computing them.
-MAX_DEVIATIONS = 3.0
-MAX_CAUTION = 1.5
+# Staged tiers are expected to take longer than their estimate: loads vary, and a load that turns out slower than
+# computing is worse than one that was not taken. The factor is one and so many mean deviations of the loads so far: in
+# normal noise one load in a hundred takes longer. TCP waits four for a packet. The upper bound is there because loads
+# that are under way together take longer than alone, and so would computing them.
+DEVIATIONS = 3.0
+CAUTION, MAX_CAUTION = 1.15, 1.5
 
 # Ends of runs at which a load may stop. Looking at one takes 2.5 µs, and a prefix may change tiers at every block.
 _MAX_ENDS = 64
@@ -74,8 +72,10 @@ _MIN_WEIGHT = 0.2
 # A sample is limited to this many times the present estimate, or this part of it. A first load that waits for a kernel
 # to be compiled, or a step in which the machine did other work, is noise; a tier that is really slow is slow again.
 _MAX_OUTLIER = 4.0
-# How fast the longest step is forgotten, with every step that computes prompts.
-_SHRINK = 0.9998
+# A step whose work is below this part of the longest step's says nothing about how expensive tokens are.
+_MIN_SHARE = 1 / 8
+# How fast the longest step is forgotten, with every step that consists of computing prompts.
+_SHRINK = 0.998
 # How far a refusal moves a tier's estimate back to its prior: a disk that was slow once is tried again after a hundred
 # refusals or so, and a disk that is always slow costs one request in a hundred some time.
 _FORGET = 1 / 256
@@ -107,8 +107,8 @@ class Decision(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """All estimates of a cost model, in seconds: equal prices give equal decisions. Those of staged tiers include how
-    much more they vary than all are expected to."""
+    """All estimates of a cost model, in seconds: equal prices give equal decisions. Those of a staged tier are larger
+    than its estimates where its loads vary by more than ``CAUTION`` covers."""
 
     step: float
     token: float  # at position 0
@@ -155,7 +155,7 @@ class CostModel:
         self._near = next(iter(priors))
         self._token = _Average(1 / tokens_per_second)  # seconds of a token at position 0
         self._step = _Average(PRIOR_STEP_SECONDS)
-        self._most_work = 0.0  # of a step, of the last thousands: see observe_prefill
+        self._most_work = 0.0  # of a step, of the last hundreds: see observe_prefill
 
     # -- measurements -------------------------------------------------------------------------------------------------
 
@@ -174,20 +174,23 @@ class CostModel:
         With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
         took longer than one which only decodes bounds the price of its tokens from above, and does not give it.
 
-        A step is never exactly as long as the last, and the fewer tokens it computes, the more of that difference each
-        of them seems to cost. So a short step counts for little beside longer ones, by the square of its work as in a
-        least-squares fit. Otherwise requests that load all but one block, and whose steps are interrupted now and then,
-        would make computing look ever more expensive.
+        A step that computes prompts has fixed costs that a decoding step lacks, and is sometimes interrupted. The fewer
+        tokens it computes, the more of that each of them seems to cost. So a short step counts for little beside longer
+        ones, by the square of its work as in a least-squares fit, and a very short one for nothing. Otherwise requests
+        that load all but one block would make computing look ever more expensive. The longest step is forgotten only
+        while steps are expected to take more than twice the time of one that only decodes: such steps tell the price.
         """
         step = self._step.value
         if not tokens > 0 or not 0 < seconds < inf:
             return
         work = self._work(computed_tokens, tokens)
-        self._most_work = max(work, self._most_work * _SHRINK)
+        if self._token.value * work >= 2 * step:
+            self._most_work *= _SHRINK
+        self._most_work = max(work, self._most_work)
         at_most = max(seconds - step, step) / work
         if at_most < self._token.value:
             self._token.observe(at_most)
-        elif seconds >= 2 * step:
+        elif seconds >= 2 * step and work >= _MIN_SHARE * self._most_work:
             self._token.observe(at_most, (work / self._most_work) ** 2)
 
     def observe_step(self, seconds: float) -> None:
@@ -205,7 +208,7 @@ class CostModel:
         self._step.value, self._token.value = prices.step, prices.token
         for tier, (byte, fixed) in prices.tiers.items():
             if (known := self._tiers.get(tier)) is not None:
-                known.byte.value, known.fixed.value, known.deviation.value = byte, fixed, 0.0
+                known.byte.value, known.fixed.value, known.caution.value = byte, fixed, CAUTION
 
     # -- expectations -------------------------------------------------------------------------------------------------
 
@@ -221,7 +224,9 @@ class CostModel:
 
     @property
     def prices(self) -> Prices:
-        tiers = {tier: known.prices(tier == self._near) for tier, known in self._tiers.items()}
+        near = self._tiers[self._near]
+        tiers = {tier: known.cautious_prices for tier, known in self._tiers.items()}
+        tiers[self._near] = near.byte.value, near.fixed.value
         return Prices(self._step.value, self._token.value, tiers)
 
     def load_seconds(self, tier: TierName, size: int) -> float:
@@ -351,29 +356,28 @@ class _Average:
 
 
 class _TierRate:
-    """Fixed seconds and seconds a byte of one tier, told apart by the size of the loads, and how far loads are from
-    them: the mean deviation, as a part of what was expected."""
+    """Fixed seconds and seconds a byte of one tier, told apart by the size of the loads, and the factor that hardly any
+    load exceeds."""
 
-    __slots__ = ("byte", "deviation", "fixed")
+    __slots__ = ("byte", "caution", "fixed")
 
     def __init__(self, prior: Rate) -> None:
         if not (0 < prior.bytes_per_second < inf and 0 <= prior.fixed_seconds < inf):
             raise ValueError(f"{prior} is no rate: expected a bandwidth above 0 and fixed seconds of at least 0")
         self.byte = _Average(1 / prior.bytes_per_second)
         self.fixed = _Average(prior.fixed_seconds)
-        self.deviation = _Average((CAUTION - 1) / MAX_DEVIATIONS)
+        self.caution = _Average(CAUTION)
 
     def seconds(self, size: int) -> float:
         return self.fixed.value + size * self.byte.value if size else 0.0
 
     def cautious_seconds(self, size: int) -> float:
-        """What a load hardly ever exceeds."""
-        byte, fixed = self.prices()
+        byte, fixed = self.cautious_prices  # as the prices of a record give it, to the last bit
         return CAUTION * (fixed + size * byte) if size else 0.0
 
-    def prices(self, is_near: bool = False) -> tuple[float, float]:
-        caution = min(max(CAUTION, 1 + MAX_DEVIATIONS * self.deviation.value), MAX_CAUTION)
-        more = 1.0 if is_near else caution / CAUTION
+    @property
+    def cautious_prices(self) -> tuple[float, float]:
+        more = self.caution.value / CAUTION
         return self.byte.value * more, self.fixed.value * more
 
     @property
@@ -382,7 +386,8 @@ class _TierRate:
 
     def observe(self, size: int, seconds: float) -> None:
         if self.is_measured:
-            self.deviation.observe(abs(seconds / self.seconds(size) - 1))
+            caution = 1 + DEVIATIONS * abs(seconds / self.seconds(size) - 1)
+            self.caution.observe(min(max(caution, CAUTION), MAX_CAUTION))
         # A load teaches what it mostly consists of: a large one the bandwidth, a small one the fixed part.
         if size * self.byte.value >= self.fixed.value:
             self.byte.observe(max(seconds - self.fixed.value, seconds / 2) / size)
@@ -392,4 +397,4 @@ class _TierRate:
     def forget(self) -> None:
         self.byte.forget()
         self.fixed.forget()
-        self.deviation.forget()
+        self.caution.forget()
