@@ -15,12 +15,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -31,8 +29,9 @@ from typing import IO
 import models
 
 from kvbm import config as settings
-from kvbm.engines.vllm.start_signals import is_resource_tracker, stat
+from kvbm.engines.vllm.sockets import give_directory, remove_directory
 from kvbm.engines.vllm.transfer_config import EXAMPLE
+from kvbm.processes import is_resource_tracker, running, stat
 
 BLOCK_SIZE = 32  # the CPU attention kernel takes multiples of 32 only
 MAX_MODEL_LEN = 2048
@@ -67,7 +66,7 @@ class Server:
         self.metrics_port = metrics_port  # 0: no page of its own
         self._process: subprocess.Popen[bytes] | None = None
         self._healthy = False
-        self._sockets = ""  # vLLM leaves its sockets where they are
+        self._environment: dict[str, str] = {}  # of the running server
 
     def command(self) -> list[str]:
         command = [str(Path(sys.executable).parent / "vllm"), "serve", self.model]
@@ -83,7 +82,6 @@ class Server:
 
     def environment(self) -> dict[str, str]:
         variables = {
-            "VLLM_RPC_BASE_PATH": self._sockets,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": compute_cpus(),
             "VLLM_NO_USAGE_STATS": "1",
@@ -105,13 +103,14 @@ class Server:
         self.require_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
-        self._sockets = tempfile.mkdtemp(prefix="vllm-")
+        self._environment = self.environment()
+        give_directory(self._environment)
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(self.command())}\n".encode())
             log.flush()
             # A separate process group: one signal reaches the engine and its workers. Ctrl-C reaches this script first.
             self._process = subprocess.Popen(
-                self.command(), env=self.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self.command(), env=self._environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
             self._wait_until_healthy()
@@ -139,7 +138,7 @@ class Server:
             end_group(process.pid)
             process.wait()
         self._process = None
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        remove_directory(self._environment)
         atexit.unregister(self.stop)
 
     def wait(self) -> int:
@@ -218,8 +217,7 @@ def end_group(group: int) -> None:
 
 def processes_of(group: int) -> list[int]:
     """The running processes of a group."""
-    numbers = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()]
-    return [pid for pid in numbers if (fields := stat(pid)) and int(fields[2]) == group and fields[0] not in "ZX"]
+    return [pid for pid in running() if (fields := stat(pid)) and int(fields[2]) == group and fields[0] not in "ZX"]
 
 
 class Progress:

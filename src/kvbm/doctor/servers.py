@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.engines.vllm.transfer_config import on_command_line
-
-PROCESSES = Path("/proc")
+from kvbm.processes import PARENT, STARTED, command_line, running, stat
 
 
 class Server(NamedTuple):
@@ -22,15 +21,15 @@ class Server(NamedTuple):
 
 def servers() -> list[Server]:
     """The youngest first."""
-    uptime = float((PROCESSES / "uptime").read_text().split()[0])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
     found = {}
-    for folder in PROCESSES.iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):  # no process, or one that has ended
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    for pid in running():
+        with contextlib.suppress(ValueError, IndexError):  # not `vllm serve`, or it has ended
+            words = command_line(pid)
             model = words[words.index("serve") + 1]
             if "kvbm" in (on_command_line(words) or ""):
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()  # from the state on
-                age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-                found[int(folder.name)] = Server(int(folder.name), int(fields[1]), model, age)
+                fields = stat(pid)
+                age = uptime - int(fields[STARTED]) / os.sysconf("SC_CLK_TCK")
+                found[pid] = Server(pid, int(fields[PARENT]), model, age)
     # A process that vLLM forks has the same command line for a while.
     return sorted((each for each in found.values() if each.parent not in found), key=lambda each: each.seconds)

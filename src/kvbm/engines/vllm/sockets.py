@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import stat
 import tempfile
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from kvbm.engines.vllm.transfer_config import on_command_line
@@ -32,9 +32,9 @@ def remove_directory_at_exit(argv: Sequence[str]) -> None:
         atexit.register(remove_directory)
 
 
-def remove_directory() -> None:
+def remove_directory(environment: Mapping[str, str] = os.environ) -> None:
     """The sockets of this user in a directory of ours, and the directory if nothing else is in it."""
-    folder = Path(os.environ.get(VARIABLE, ""))
+    folder = Path(environment.get(VARIABLE, ""))
     if not folder.name.startswith(_PREFIX):
         return
     with contextlib.suppress(OSError):

@@ -16,12 +16,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from kvbm.engines.vllm.sockets import remove_directory
 from kvbm.engines.vllm.transfer_config import on_command_line
+from kvbm.processes import PARENT, STARTED, is_resource_tracker, running, stat
 
 GRACE_SECONDS = 5.0  # for vLLM's own way to end
 
@@ -83,12 +83,8 @@ def _is_in_uvicorn(frame: FrameType | None) -> bool:
 
 
 def _processes_below(pid: int) -> dict[int, str]:
-    """Number -> start time of the processes below this one, without Python's resource tracker: that one removes shared
-    memory which the others leave, and then ends."""
-    parents: dict[int, int] = {}
-    for each in Path("/proc").iterdir():
-        if each.name.isdecimal() and (fields := stat(int(each.name))):
-            parents[int(each.name)] = int(fields[1])
+    """Number -> start time of the processes below this one, without Python's resource tracker, which ends by itself."""
+    parents = {each: int(fields[PARENT]) for each in running() if (fields := stat(each))}
     found: dict[int, str] = {}
     front = {pid}
     while front:
@@ -99,19 +95,4 @@ def _processes_below(pid: int) -> dict[int, str]:
 
 def _began(pid: int) -> str:
     fields = stat(pid)
-    return fields[19] if fields else ""
-
-
-def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, and so on; empty for a process that has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def is_resource_tracker(pid: int) -> bool:
-    try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return fields[STARTED] if fields else ""
