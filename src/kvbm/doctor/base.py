@@ -7,12 +7,13 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import metadata
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from kvbm.config import Config, ConfigError, load
 from kvbm.doctor.servers import Server, servers
 from kvbm.engines.vllm.transfer_config import extra_config
+from kvbm.observe.findings import bad
 from kvbm.observe.remote import NotReachableError, fetch
 from kvbm.observe.snapshot import Finding, Snapshot
 
@@ -115,19 +116,3 @@ def examine(case: Examination, checks: Iterable[Check]) -> Iterator[tuple[str, F
         except Exception as error:
             text = f"The check itself failed: {type(error).__name__}: {error}"
             yield check.name, bad("check-failed", text, "Please report this as a bug, with this line.")
-
-
-def good(name: str, text: str) -> Finding:
-    return _finding(name, "good", text, "")
-
-
-def note(name: str, text: str, cure: str = "") -> Finding:
-    return _finding(name, "note", text, cure)
-
-
-def bad(name: str, text: str, cure: str) -> Finding:
-    return _finding(name, "bad", text, cure)
-
-
-def _finding(name: str, level: Literal["good", "note", "bad"], text: str, cure: str) -> Finding:
-    return Finding(name=name, level=level, text=text, cure=cure)

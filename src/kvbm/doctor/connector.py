@@ -9,8 +9,9 @@ from typing import Any
 
 from kvbm.config import SETTINGS
 from kvbm.config.kinds import closest
-from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.base import Examination
 from kvbm.engines.vllm.transfer_config import CLASS, EXAMPLE, MODULE, MODULES, children_of, our_part
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.snapshot import Finding
 
 # The fields of vLLM's KVTransferConfig. vLLM refuses any other, with an error that names none of them.

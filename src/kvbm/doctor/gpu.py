@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from kvbm.doctor.base import Examination, bad, good, installed_version, note
+from kvbm.doctor.base import Examination, installed_version
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.format import printable, size
 from kvbm.observe.snapshot import Finding
 

@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvbm.doctor.base import Examination, bad, installed_version, note
+from kvbm.doctor.base import Examination, installed_version
 from kvbm.doctor.tiers import mount_of
+from kvbm.observe.findings import bad, note
 from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvbm.config import Config
-from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.base import Examination
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.format import gigabytes, seconds, size
 from kvbm.observe.snapshot import Finding
 from kvbm.tiers.directory import open_trusted

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbm.doctor.base import Examination, bad, good, installed_version, note
+from kvbm.doctor.base import Examination, installed_version
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.format import size
 from kvbm.observe.snapshot import Finding
 

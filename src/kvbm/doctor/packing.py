@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbm.doctor.base import Examination, note
+from kvbm.doctor.base import Examination
+from kvbm.observe.findings import note
 from kvbm.observe.snapshot import Finding
 from kvbm.runtime.packing_notes import notes
 

@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Iterator
 
 import kvbm
-from kvbm.doctor.base import Examination, bad, good, note, refusal
+from kvbm.doctor.base import Examination, refusal
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.snapshot import Finding
 from kvbm.tiers.peers import doctor as fleet
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvbm.control import discovery
-from kvbm.doctor.base import Examination, bad, good
+from kvbm.doctor.base import Examination
+from kvbm.observe.findings import bad, good
 from kvbm.observe.format import printable
 from kvbm.observe.snapshot import Finding
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvbm.doctor.base import Examination, bad, note
+from kvbm.doctor.base import Examination
+from kvbm.observe.findings import bad, note
 from kvbm.observe.format import printable
 from kvbm.observe.remote import NotReachableError
 from kvbm.observe.snapshot import Finding

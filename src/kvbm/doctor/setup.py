@@ -11,10 +11,11 @@ from pathlib import Path
 
 import kvbm
 from kvbm.config import DEFAULT, SETTINGS, Config, ConfigError, require_tier
-from kvbm.doctor.base import Examination, bad, good, installed_version, note, refusal
+from kvbm.doctor.base import Examination, installed_version, refusal
 from kvbm.doctor.gpu import gpus
 from kvbm.engines.supported import RELEASES, is_supported, is_too_old
 from kvbm.engines.vllm import shortcuts
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.format import printable, size
 from kvbm.observe.snapshot import Finding
 from kvbm.runtime.channel import local

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.config import Config
-from kvbm.doctor.base import Examination, bad, good, note
+from kvbm.doctor.base import Examination
 from kvbm.doctor.gpu import gpus
+from kvbm.observe.findings import bad, good, note
 from kvbm.observe.format import gigabytes, size
 from kvbm.observe.snapshot import Finding
 from kvbm.tiers.directory import CacheRefused, open_trusted
