@@ -221,17 +221,11 @@ class Index:
                 first = used_in(self._turn, 0)
                 numbers = range(first, first - len(keys) * POSITION_STEP, -POSITION_STEP)
                 self._expect(dict(zip(keys, numbers, strict=True)))
-                for key, used in zip(reversed(keys), reversed(numbers), strict=True):
-                    slot = self._slots.get(key)
-                    if slot is not None:
-                        self._move(key, slot)
-                        self._waiting.used[slot] = used + key[0]
-            else:
-                for key in reversed(keys):
-                    slot = self._slots.get(key)
-                    if slot is not None:
-                        self._move(key, slot)
-                        self._waiting.used[slot] = self._tick()
+            for key in reversed(keys):
+                slot = self._slots.get(key)
+                if slot is not None:
+                    self._move(key, slot)
+                    self._waiting.used[slot] = self._expected_use(key) if is_prefix else self._tick()
             self._wake()
 
     def groups(self, size: int) -> list[list[tuple[Key, int]]]:
