@@ -140,7 +140,7 @@ class Trial:
     def __call__(self, device, layout, if_it_wins):
         if if_it_wins and not self.wins:
             raise ValueError("the GPU is slow")
-        return pack_layout(layout)
+        return pack_layout(layout), ": measured"
 
 
 @pytest.fixture
@@ -267,10 +267,13 @@ def of_two_ranks(caplog, gather, **values):
 
 def test_all_ranks_pack_or_none(home, caplog):
     gather = Gathering("")
-    assert of_two_ranks(caplog, gather)[0]
+    packed, text = of_two_ranks(caplog, gather)
+    assert packed
+    assert "blocks are packed to 77 %: measured" in text
     assert gather.said == [""]
     packed, text = of_two_ranks(caplog, Gathering("the trial on the GPU failed"))
     assert not packed
+    assert "blocks are packed" not in text
     assert "not packed: of another rank: the trial on the GPU failed" in text
 
 

@@ -106,9 +106,9 @@ class Rank:
         mode = self._config.pack
         if mode == "off":
             return layout
-        packed, reason = layout, ""
+        packed, measured, reason = layout, "", ""
         try:
-            packed = self._try_to_pack(layout)
+            packed, measured = self._try_to_pack(layout)
         except ValueError as error:
             reason = str(error)
         except Exception as error:  # packing is the default, and raw blocks always work
@@ -116,6 +116,7 @@ class Rank:
         if mode == "auto" and self.ranks > 1 and not self._is_on_cpu:
             reason = self._agree_on_packing(reason)
         if not reason:
+            logger.info("blocks are packed to %.0f %%%s", 100 * packed.block_bytes / packed.raw_bytes, measured)
             return packed
         self._packing_note = ""
         if self.rank == 0:
@@ -127,8 +128,8 @@ class Rank:
     def _is_on_cpu(self) -> bool:
         return self._device.startswith("cpu")
 
-    def _try_to_pack(self, layout: BlockLayout) -> BlockLayout:
-        """Raises, with the reason, where the blocks of this rank are not to be packed."""
+    def _try_to_pack(self, layout: BlockLayout) -> tuple[BlockLayout, str]:
+        """As :func:`pack_slots`. Raises, with the reason, where the blocks of this rank are not to be packed."""
         mode = self._config.pack
         packed = pack_layout(layout)
         if self._replicas is not None and self._replicas.size > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ from kvbm.transfer.packing import pack_layout
 
 if TYPE_CHECKING:
     from kvbm.transfer.broadcast import Passing
-
-logger = logging.getLogger("kvbm")
 
 _MIN_SLOT_BYTES = 16 << 10  # of packed blocks on a GPU: the copy engine takes a microsecond for each
 
@@ -62,14 +59,15 @@ def open_copier(
     return copier
 
 
-def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> BlockLayout:
-    """The layout with packed slots. Raises ValueError, with the reason, where blocks cannot be packed.
+def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> tuple[BlockLayout, str]:
+    """(the layout with packed slots, for the log: what a trial on the GPU has measured). Raises ValueError, with the
+    reason, where blocks cannot be packed.
 
-    ``if_it_wins``: raise as well where packing makes a GPU's loads no faster. A GPU is tried.
+    ``if_it_wins``: raise as well where packing makes a GPU's loads no faster.
     """
     packed = pack_layout(layout)
     if device.split(":")[0] != "cuda":
-        return packed
+        return packed, ""
     import torch
 
     from kvbm.transfer.cuda_calls import batch_function
@@ -90,11 +88,7 @@ def pack_slots(device: str, layout: BlockLayout, if_it_wins: bool = False) -> Bl
     rates = f"the GPU unpacks {trial.unpacked / 1e9:.0f} GB/s, the bus carries {trial.bus / 1e9:.0f} GB/s"
     if if_it_wins and not trial.wins(packed):
         raise ValueError(rates)
-    logger.info(
-        "blocks are packed to %.0f %%: %s, found in %.1f s", 100 * packed.block_bytes / packed.raw_bytes, rates,
-        time.monotonic() - began,
-    )  # fmt: skip
-    return packed
+    return packed, f": {rates}, found in {time.monotonic() - began:.1f} s"
 
 
 def _faulty(copier: Copier, rules: list[Fault], rank: int) -> Copier:
