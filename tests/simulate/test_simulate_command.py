@@ -37,7 +37,7 @@ def simulate(*arguments):
 
 def test_a_sweep_writes_a_table_a_page_and_advice(trace, tmp_path, capsys):
     sizes = ["--host-blocks", 20, 80, 320, "--disk-blocks", 0, 300]
-    assert simulate(trace, *sizes, "--policy", "lru", "session", "--jobs", 2, "--out", tmp_path) == 0
+    assert simulate(trace, *sizes, "--policy", "lru", "session", "--disk-gbps", 4, "--jobs", 2, "--out", tmp_path) == 0
     printed, said = capsys.readouterr()
     assert re.search(r"^replay +\d+%  [\d,]+ of [\d,]+ requests$", said, re.M)
     result = from_json((tmp_path / "simulate.json").read_bytes())
@@ -49,6 +49,8 @@ def test_a_sweep_writes_a_table_a_page_and_advice(trace, tmp_path, capsys):
         assert one.prefix_hit_rate <= bound.prefix_hit_rate + 1e-9
     assert "of what is possible; double gives" in result.advice[0]
     assert all(sentence in printed for sentence in result.advice)
+    assert printed.startswith("For blocks of 67.1 MB, prefill of 10,000 tokens/s, ")
+    assert result.machine["disk_gbps"] == 4
     html = (tmp_path / "simulate.html").read_text()
     assert html == page(result)
     assert html.count("<svg") == 3

@@ -3,7 +3,8 @@
 MODEL comes first. KVBM's options may stand anywhere after it; every other argument goes to `vllm serve` as it is. The
 command checks the settings, the port and the machine, prints the command line and then becomes `vllm serve`. It stops
 where `kvbm doctor --quick` finds a fault: too little memory, a misspelt setting, an unusable disk directory. With
---print it reports these faults on standard error, and prints the command all the same.
+--print it reports these faults on standard error, and prints the command all the same, with exit status 0: the command
+may be meant for another machine. `kvbm doctor --quick` has a status for this one.
 
 examples:
   kvbm serve Qwen/Qwen3-8B --cpu-gb 100

@@ -137,6 +137,9 @@ def _simulate(args: argparse.Namespace) -> int:
         machine={
             "block_bytes": machine.block_bytes, "prefill_tokens_per_second": machine.prefill_tokens_per_second,
             "gpu_blocks": machine.device_blocks,
+            **{
+                f"{tier.name}_gbps": machine.rates.get(tier.name, tier.prior).bytes_per_second / 1e9 for tier in _SIZED
+            },
         },
         possible_prefix_hit_rate=most,
         outcomes=outcomes[: len(cases)],

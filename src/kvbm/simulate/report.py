@@ -31,7 +31,7 @@ class Result(msgspec.Struct):
     taken: str
     command: list[str]
     trace: dict[str, int | float | str]
-    machine: dict[str, int | float | str]
+    machine: dict[str, int | float]
     possible_prefix_hit_rate: float
     outcomes: list[Outcome]
     optimum: list[Bound]
@@ -82,10 +82,19 @@ def text(result: Result) -> str:
             "–" if bound is None else f"{bound:.3f}", f"{one.token_hit_rate:.3f}", seconds(one.mean_ttft_seconds),
             *(size(one.tiers[tier].written_bytes) if tier in one.slots else "–" for tier in tiers[1:]),
         ])  # fmt: skip
-    lines = columns(rows, right=range(1, len(header)))
+    lines = [f"For {_machine(result)}:", "", *columns(rows, right=range(1, len(header)))]
     if result.replayed_lookups:
         lines += ["", _agreement(result)]
     return "\n".join([*lines, "", *result.advice])
+
+
+def _machine(result: Result) -> str:
+    about = result.machine
+    parts = [
+        f"blocks of {size(about['block_bytes'])}", f"prefill of {about['prefill_tokens_per_second']:,.0f} tokens/s",
+        *(f"{about[f'{tier}_gbps']:g} GB/s from {tier}" for tier in _tiers(result.outcomes)),
+    ]  # fmt: skip
+    return ", ".join(parts)
 
 
 def _agreement(result: Result) -> str:
