@@ -12,7 +12,8 @@ from kvbm.core.cost import MAX_LATENESS, MIN_PATIENCE_SECONDS, NEVER, RECOMPUTE,
 from kvbm.core.match import Match, Run
 from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults
-from kvbm.engines.session import OUTSIDE_ONLY, Completed, RequestState, Session
+from kvbm.engines.request import Completed, RequestState
+from kvbm.engines.session import OUTSIDE_ONLY, Session
 from kvbm.observe.snapshot import LOADED, ON_DEVICE, REFUSED, TOO_SHORT
 from kvbm.plans import Hello, LoadResult, Report, StoreResult, TierHello
 from kvbm.runtime.packing_notes import notes
@@ -301,6 +302,16 @@ def test_a_name_that_comes_back_ends_its_first_request_first(monkeypatch):
     here.session.admit(state)
     assert order == ["finished"]
     assert "r" in here.log._running
+
+
+def test_requests_that_have_just_ended_are_recorded_before_the_engine_ends(monkeypatch):
+    """Those that end after the flush, for example."""
+    here, order = Here(), []
+    monkeypatch.setattr(here.log, "finished", lambda name, *about: order.append(name))
+    monkeypatch.setattr(here.session.observer, "close", lambda: order.append("closed"))
+    here.session.finish(here.request("r"), 0, keys("ab"), later=True)
+    here.session.close()
+    assert order == ["r", "closed"]
 
 
 def test_after_a_reset_nothing_is_found_and_requests_keep_nothing_more():

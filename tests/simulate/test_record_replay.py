@@ -11,7 +11,8 @@ from kvbm.core.clock import OperationClock
 from kvbm.core.manager import BlockManager
 from kvbm.core.policy import COMMON
 from kvbm.engines.guard import Faults
-from kvbm.engines.session import Completed, RequestState, Session
+from kvbm.engines.request import Completed, RequestState
+from kvbm.engines.session import Session
 from kvbm.plans import Hello, LoadResult, MoveResult, Report, StoreResult, TierHello
 from kvbm.simulate.engine import SimulatedEngine
 from kvbm.simulate.sweep import machine_of, settings_of

@@ -25,7 +25,8 @@ from kvbm.core.match import Match
 from kvbm.core.pool import Pool
 from kvbm.core.rate import Rate
 from kvbm.engines.guard import Faults
-from kvbm.engines.session import Completed, RequestState, Session
+from kvbm.engines.request import Completed, RequestState
+from kvbm.engines.session import Session
 from kvbm.observe.record import LookupLine, StoreLine, seconds
 from kvbm.plans import (
     DEVICE,

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from kvbm.config import Config
 from kvbm.core.keys import KeyChain, Namespace, Scope
-from kvbm.engines import session
 from kvbm.engines.guard import Faults
 from kvbm.engines.hints import from_priorities, from_retention
-from kvbm.engines.session import Completed, Session
+from kvbm.engines.request import Completed, RequestState
+from kvbm.engines.session import Session
 from kvbm.engines.trtllm import compat
 from kvbm.engines.trtllm.keys import scope_of
 from kvbm.engines.trtllm.services import Services
@@ -50,7 +50,7 @@ def find_local(url: str) -> LeaderAdapter | None:
     return _local.get(url)
 
 
-class _Request(session.RequestState):
+class _Request(RequestState):
     """The leader's state of a request that the engine has not finished."""
 
     __slots__ = ("blocks", "chain", "limit", "load", "offered", "prompt", "scope", "start", "tokens")

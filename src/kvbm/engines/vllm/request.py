@@ -7,11 +7,11 @@ from typing import Any
 
 from kvbm.core.catalog import Hint
 from kvbm.core.policy import COMMON
-from kvbm.engines import session
+from kvbm.engines import request as requests
 from kvbm.engines.vllm.groups import Offer
 
 
-class RequestState(session.RequestState):
+class RequestState(requests.RequestState):
     """Of a request that vLLM is working on."""
 
     __slots__ = (

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvbm.core.keys import Key
 from kvbm.engines.guard import Faults
-from kvbm.engines.session import Completed, Session
+from kvbm.engines.request import Completed
+from kvbm.engines.session import Session
 from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.keys import RequestKeys
