@@ -135,3 +135,21 @@ def test_a_source_that_is_not_reached_is_no_read_under_way():
     assert reader.read([1]).bad == [0]
     assert reader.store._table._flows == {}
     reader.close()
+
+
+def test_a_read_that_fails_half_way_is_over_for_the_rate_of_its_source(member, monkeypatch):
+    """Otherwise all time until the next read would count as that of a read."""
+    reader = Reader([member.unix])
+    member.store(1)
+
+    def fail(peer, tags, addresses, given_up, begin):
+        begin()
+        raise OSError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client.Peer, "read", fail)
+        operation = reader.read([1])
+    assert (operation.bad, operation.reason) == ([0], "OSError: broken on purpose")
+    assert reader.store._table._flows[0].reads == 0
+    assert reader.read([1]).bad == []
+    reader.close()
