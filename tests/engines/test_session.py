@@ -266,10 +266,13 @@ def test_blocks_of_a_request_that_has_ended_are_recent_and_its_last_go_first(mon
     touched, used = [], []
     monkeypatch.setattr(here.leader, "touch", lambda keys, turn, is_prefix: touched.append(keys))
     monkeypatch.setattr(here.leader, "used", used.append)
+    logged = []
+    monkeypatch.setattr(here.log, "finished", lambda *about: logged.append(about))
     state.stored, state.found = 3, 2
     here.session.finish(state, 1, keys("abcd"), later=True)
-    assert (touched, used) == ([], [])
+    assert (touched, used, logged) == ([], [], [])
     here.session.finalize()
+    assert logged == [(state.name, 1, keys("abcd"), 2)]  # the first two were computed by another
     assert (touched, used, here.session.uses) == ([keys("abc")], [keys("ab")], 1)
     here.session.finalize()
     assert len(touched) == 1

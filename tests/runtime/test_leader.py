@@ -61,7 +61,7 @@ def test_a_block_is_found_only_after_every_rank_has_written_it(ranks):
     plan = offload(leader, "ab")
     for rank in reversed(range(ranks)):
         assert found(leader, "ab") == ""
-        assert leader.stores_under_way
+        assert leader.unconfirmed_store_blocks
         leader.apply(stored(plan, rank))
     assert found(leader, "ab") == "ab"
     assert leader.counts.offloaded_blocks == 2
@@ -244,7 +244,7 @@ def test_a_store_waits_for_the_load_its_step_computed_on():
     load, store = onboard(leader, "a", in_step=True), offload(leader, "b")
     leader.apply(stored(store, 0, 1) + loaded(load, 0))
     assert found(leader, "b") == ""
-    assert leader.stores_under_way
+    assert leader.unconfirmed_store_blocks
     leader.apply(loaded(load, 1))
     assert found(leader, "ab") == "ab"
     assert quiet(leader)
@@ -342,7 +342,7 @@ def test_stores_that_every_rank_has_confirmed_are_not_in_flight():
     assert leader.stores_in_flight() == [first.id, second.id]
     leader.apply(stored(first, 0))  # waits for the load
     assert leader.stores_in_flight() == [second.id]
-    assert leader.stores_under_way
+    assert leader.unconfirmed_store_blocks
 
 
 def test_a_fence_falls_when_every_rank_has_read_the_block():

@@ -726,7 +726,7 @@ class LeaderMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_leader_knows_what_is_under_way(self):
-        assert self.leader.stores_under_way == bool(self.stores)
+        assert bool(self.leader.unconfirmed_store_blocks) == bool(self.stores)
         assert self.manager.busy == bool(self.stores or self.all_loads or self.spills)
         assert self.leader.busy == (self.manager.busy or any(edge._waiting for edge in self.edges))
         assert self.leader.fences(range(ENGINE_BLOCKS)) == self.fences(range(ENGINE_BLOCKS))

@@ -466,14 +466,6 @@ class Leader:
     def loads_under_way(self) -> bool:
         return bool(self._loads)
 
-    def are_under_way(self, loads: Iterable[int]) -> bool:
-        """Whether any of these loads is."""
-        return any(load in self._loads for load in loads)
-
-    @property
-    def stores_under_way(self) -> bool:
-        return bool(self._stores)
-
     @property
     def unconfirmed_store_blocks(self) -> int:
         return sum(len(store.plan.copy.blocks) for store in self._stores.values())

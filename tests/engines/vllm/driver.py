@@ -290,7 +290,7 @@ class Scenario:
     def drain_stores(self, seconds: float = 60) -> None:
         """Steps until no store is under way, while requests run."""
         deadline = time.monotonic() + seconds
-        while self.adapter.leader.stores_under_way:
+        while self.adapter.leader.unconfirmed_store_blocks:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"stores are under way after {seconds} s")
             self.step()

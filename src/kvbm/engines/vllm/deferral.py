@@ -39,15 +39,14 @@ class Deferrals:
         """
         patience = PATIENCE_SECONDS
         awaited = self._awaited(found)
-        computed = (found.start + found.blocks) * self._block_size
+        end = found.start + found.blocks
+        computed, left = end * self._block_size, (len(found.keys) - end) * self._block_bytes
         if (answer := self._manager.awaited_answer(awaited)) is not None:
-            left = (len(found.keys) - found.start - found.blocks) * self._block_bytes
             return self._cost.is_worth_asking(*answer, left, computed, tokens - computed)
         if (tier := self._manager.coming_from(awaited)) is not None:
             if tier in self._manager.suspended:
                 return False  # its read is late
             compute = self._cost.compute_seconds(computed, tokens - computed)
-            left = (len(found.keys) - found.start - found.blocks) * self._block_bytes
             # A fetch ahead of its load has no deadline of its own, as a load has. A store that stalls must not cost the
             # request the time of computing twice.
             is_remote = self._manager.catalogs[tier].is_remote

@@ -311,8 +311,7 @@ class SchedulerAdapter:
 
     def _is_waiting(self) -> bool:
         """Whether a request waits for a load outside of the step, or for a block that is looked for or written."""
-        loads = self.leader is not None and self.leader.are_under_way(self.unheard.values())
-        return loads or any(state.deferred for state in self._requests.values())
+        return bool(self.unheard) or any(state.deferred for state in self._requests.values())
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class WorkerAdapter:
             self.load_adapters(plan.wanted)
 
     def prefetch(self, slots: list[int], tokens: int) -> bool:
-        if self._worker is None or threading.get_ident() != self._thread:
+        if self._worker is None or not self.shares_thread():
             return False
         return self._worker.prefetch(slots, tokens)
 
@@ -167,7 +167,7 @@ class WorkerAdapter:
 
     def start_early(self, plan: LoadPlan) -> bool:
         """Begin a load before its step. False when that cannot be done from this thread; nothing has happened then."""
-        if self._worker is None or threading.get_ident() != self._thread:
+        if self._worker is None or not self.shares_thread():
             return False
         self._worker.start_early(plan)
         return True
