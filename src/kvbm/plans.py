@@ -8,7 +8,8 @@ place in the engine's own KV cache, and the same number means the same place on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import msgspec
@@ -59,6 +60,15 @@ class LoadPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def blocks(self) -> list[int]:
         return [block for copy in self.copies for block in copy.blocks]
+
+    def by_tier(self, positions: Collection[int] | None = None) -> Counter[TierName]:
+        """How many of its blocks come from each tier; only of those at these positions, if they are given."""
+        found: Counter[TierName] = Counter()
+        end = 0
+        for copy in self.copies:
+            first, end = end, end + len(copy.blocks)
+            found[copy.tier] += end - first if positions is None else sum(first <= at < end for at in positions)
+        return found
 
 
 class StorePlan(msgspec.Struct, frozen=True, array_like=True):

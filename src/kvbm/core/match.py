@@ -30,6 +30,14 @@ class Match(NamedTuple):
     def blocks(self) -> int:
         return sum(len(run.slots) for run in self.runs)
 
+    @property
+    def by_tier(self) -> dict[TierName, int]:
+        """How many of its blocks lie in each tier, in the order in which they are first met."""
+        found: dict[TierName, int] = {}
+        for tier, slots in self.runs:
+            found[tier] = found.get(tier, 0) + len(slots)
+        return found
+
     def cut(self, blocks: int) -> Match:
         """The first ``blocks`` blocks of the match."""
         pending = self.pending and blocks >= self.blocks

@@ -30,7 +30,7 @@ from kvbm.engines.request import Completed, Ended, Lookup, RequestState
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
-from kvbm.plans import Hello, LoadPlan, Report, StorePlan, TierName
+from kvbm.plans import Hello, LoadPlan, Report, StorePlan
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import agreed_weights, connect, open_manager
@@ -276,11 +276,9 @@ class Session:
         assert self.leader is not None
         if self._config.load != "auto":
             return 0.0
-        sizes: dict[TierName, int] = {}
-        for tier, slots in match.runs:
-            sizes[tier] = sizes.get(tier, 0) + len(slots) * self.block_bytes
-        sizes.pop(self.leader.manager.near_tier, None)
-        return sum(self.cost.patience_seconds(tier, max(size, Store.chunk_bytes)) for tier, size in sizes.items())
+        staged = ((tier, blocks) for tier, blocks in match.by_tier.items() if tier != self.leader.manager.near_tier)
+        sizes = ((tier, max(blocks * self.block_bytes, Store.chunk_bytes)) for tier, blocks in staged)
+        return sum(self.cost.patience_seconds(*each) for each in sizes)
 
     def withdraw(self, state: RequestState) -> None:
         """The offer has become a load, or is void: let its slots be evicted again."""

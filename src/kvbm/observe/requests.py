@@ -69,10 +69,7 @@ def looked_up(
     request: str, prompt_tokens: int, device_tokens: int, limit: int, found: Match, loaded: int, block_tokens: int
 ) -> Admission:
     """The admission of a request whose blocks were looked up as far as block ``limit``."""
-    tiers: dict[TierName, int] = {}
-    for tier, slots in found.runs:
-        tiers[tier] = tiers.get(tier, 0) + len(slots)
-    end = found.start + sum(tiers.values())
+    tiers, end = found.by_tier, found.start + found.blocks
     return Admission(
         request=request,
         prompt_tokens=prompt_tokens,
@@ -244,14 +241,8 @@ class RequestLog:
 
     def loaded(self, plan: LoadPlan, seconds: float, bad: set[int]) -> None:
         self.changes += 1
-        blocks: Counter[TierName] = Counter()
-        at = 0
-        for copy in plan.copies:
-            blocks[copy.tier] += len(copy.slots)
-            if bad:
-                self.failed_loads[copy.tier] += sum(position in bad for position in range(at, at + len(copy.slots)))
-            at += len(copy.slots)
-        named = dict(blocks)
+        named = dict(plan.by_tier())
+        self.failed_loads += plan.by_tier(bad)
         self.record.add(
             "load", plan=plan.id, request=plan.request, blocks=named, seconds=seconds, bad=len(bad),
             lost=sorted(bad), order=self._next(),

@@ -295,20 +295,12 @@ class Leader:
         """Count a load's blocks, and how long each tier took if nothing went wrong."""
         self.counts.failed_load_blocks += len(flight.absent)
         self.counts.missed_load_blocks += len(flight.absent - flight.bad)
-        blocks: dict[TierName, int] = {}
-        arrived: dict[TierName, int] = {}
-        bad: dict[TierName, int] = {}
-        at = 0
-        for copy in flight.plan.copies:
-            end = at + len(copy.slots)
-            add(blocks, copy.tier, len(copy.slots))
-            add(arrived, copy.tier, len(copy.slots) - sum(at <= position < end for position in flight.absent))
-            add(bad, copy.tier, sum(at <= position < end for position in flight.bad))
-            at = end
-        for tier, good in arrived.items():
+        blocks, absent, bad = map(flight.plan.by_tier, (None, flight.absent, flight.bad))
+        for tier, count in blocks.items():
+            good = count - absent[tier]
             add(self.counts.onboarded_blocks, tier, good)
             if (breaker := self.breakers.get(tier)) is not None:
-                if bad[tier] == blocks[tier]:
+                if bad[tier] == count:
                     breaker.failed(time.monotonic())
                 elif good:
                     breaker.succeeded()

@@ -261,9 +261,7 @@ class SimulatedEngine:
 
     def _count(self, match: Match, keys: Sequence[Key]) -> dict[TierName, int]:
         """Blocks of a match by tier; and blocks that lie in a tier, with those behind a gap, which are of no use."""
-        found: dict[TierName, int] = {}
-        for tier, slots in match.runs:
-            found[tier] = found.get(tier, 0) + len(slots)
+        found = match.by_tier
         tiers = self.totals.tiers
         for tier, blocks in found.items():
             tiers[tier].prefix_blocks += blocks

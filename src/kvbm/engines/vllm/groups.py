@@ -28,7 +28,6 @@ from kvbm.core.catalog import Hint
 from kvbm.core.keys import Key, in_group
 from kvbm.core.manager import BlockManager
 from kvbm.core.match import Match, Run
-from kvbm.plans import TierName
 
 Tables = Sequence[Sequence[int]]  # block 0 stands where there is none
 
@@ -115,9 +114,7 @@ class SeveralGroups(Groups):
         # A hint counts blocks of the prompt, and the lookups below are for one group each.
         anywhere = None if hint is None else hint._replace(blocks=0)
         end, awaited = self._reach(manager, wanted, start, wait_for_writers, anywhere)
-        pieces: Counter[TierName] = Counter()
-        for tier, slots in manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).runs:
-            pieces[tier] += len(slots)
+        pieces = Counter(manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).by_tier)
         nearest, *slower = manager.catalogs
         left = end - start
         runs: list[Run] = []
