@@ -16,8 +16,9 @@ import pytest
 
 from kvbm.cli.main import main
 from kvbm.tiers.disk import inspect as caches
+from kvbm.tiers.disk.cache_dir import cache_directory, slab_path
 from kvbm.tiers.disk.file import DiskFile
-from kvbm.tiers.disk.index import DATABASE, Index, cache_directory, slab_path
+from kvbm.tiers.disk.index import DATABASE, Index
 
 SLOT = 8192
 SLOTS = 32

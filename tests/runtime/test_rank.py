@@ -8,7 +8,7 @@ from kvbm.plans import Copy, LoadPlan, StepPlan, StorePlan
 from kvbm.runtime.packing_notes import Note, write_note
 from kvbm.runtime.rank import Rank, _spec
 from kvbm.tiers.base import fingerprint
-from kvbm.tiers.disk.index import DESCRIPTION, cache_directory
+from kvbm.tiers.disk.cache_dir import DESCRIPTION, cache_directory
 from kvbm.transfer.layout import describe
 from kvbm.transfer.packing import pack_layout
 from tiernames import HOST

@@ -24,8 +24,9 @@ from kvbm.runtime.channel import ChannelError, local
 from kvbm.runtime.rank import Rank
 from kvbm.tiers import directory
 from kvbm.tiers.directory import CacheRefused, open_trusted, private_directory
+from kvbm.tiers.disk.cache_dir import slab_path
 from kvbm.tiers.disk.file import ALIGNMENT, DiskFile
-from kvbm.tiers.disk.index import Index, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.disk.open import DiskDirectoryError
 from tiernames import HOST
 

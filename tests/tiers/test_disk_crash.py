@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 
 from kvbm.tiers.disk import index as index_module
+from kvbm.tiers.disk.cache_dir import slab_path
 from kvbm.tiers.disk.file import SUMS_SUFFIX, DiskFile
-from kvbm.tiers.disk.index import DATABASE, Index, slab_path
+from kvbm.tiers.disk.index import DATABASE, Index
 
 CRASHES = int(os.environ.get("KVBM_TEST_CRASHES", "20"))
 SLOTS = 96

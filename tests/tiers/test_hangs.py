@@ -34,7 +34,8 @@ from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import open_manager
 from kvbm.tiers import bounded
 from kvbm.tiers.base import fingerprint
-from kvbm.tiers.disk.index import Index, cache_directory, slab_path
+from kvbm.tiers.disk.cache_dir import cache_directory, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.registry import TIERS
 HOST, DISK, *_ = TIERS
 CACHE = {"model": "some-model", "block_size": 16}

@@ -17,8 +17,9 @@ import pytest
 from kvbm.cli.main import main
 from kvbm.observe.format import printable
 from kvbm.tiers.disk import inspect as caches
+from kvbm.tiers.disk.cache_dir import DESCRIPTION, KEY_MAP, LOCK, cache_directory, slab_path
 from kvbm.tiers.disk.file import DiskFile
-from kvbm.tiers.disk.index import DATABASE, DESCRIPTION, KEY_MAP, LOCK, Index, cache_directory, slab_path
+from kvbm.tiers.disk.index import DATABASE, Index
 
 SLOT, SLOTS = 4096, 4
 STRANGER = 65534

@@ -18,7 +18,8 @@ import pytest
 from kvbm.tiers.directory import CacheRefused
 from kvbm.tiers.disk import database as database_module
 from kvbm.tiers.disk import index as index_module
-from kvbm.tiers.disk.index import DATABASE, DESCRIPTION, Index, cache_directory
+from kvbm.tiers.disk.cache_dir import DESCRIPTION, cache_directory
+from kvbm.tiers.disk.index import DATABASE, Index
 from kvbm.tiers.lock import CacheInUse
 
 WHAT = {"model": "Org/Some Model-8B", "dtype": "bfloat16", "layout": "2*[1:16]", "block_size": 16, "ranks": 2}

@@ -22,8 +22,9 @@ import pytest
 from kvbm.tiers.bounded import DiskHangs
 from kvbm.tiers.disk import database
 from kvbm.tiers.disk import index as index_module
+from kvbm.tiers.disk.cache_dir import DESCRIPTION, cache_directory
 from kvbm.tiers.disk.database import IndexUnavailable
-from kvbm.tiers.disk.index import DATABASE, DESCRIPTION, Index, cache_directory
+from kvbm.tiers.disk.index import DATABASE, Index
 
 WHAT = {"model": "some-model", "block_size": 16}
 SLOTS = 300

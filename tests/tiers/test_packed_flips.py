@@ -12,7 +12,7 @@ import torch
 from kvbm import config as settings
 from kvbm.plans import Copy, LoadPlan, MovePlan, StepPlan, StorePlan
 from kvbm.runtime.rank import Rank
-from kvbm.tiers.disk.index import slab_path
+from kvbm.tiers.disk.cache_dir import slab_path
 from kvbm.transfer.packing import GROUP, Tile
 from tiernames import DISK, HOST
 

@@ -25,7 +25,8 @@ from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import open_manager
 from kvbm.tiers.base import fingerprint
-from kvbm.tiers.disk.index import LOCK, Index, cache_directory
+from kvbm.tiers.disk.cache_dir import LOCK, cache_directory
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.host.persistent_slab import digest, rows_of
 from kvbm.tiers.lock import CacheInUse, FileLock
 from kvbm.transfer import open_copier

@@ -18,8 +18,9 @@ import pytest
 from kvbm.tiers import bounded
 from kvbm.tiers.disk import file as disk
 from kvbm.tiers.disk import inspect as caches
+from kvbm.tiers.disk.cache_dir import slab_path
 from kvbm.tiers.disk.file import DiskSpaceError
-from kvbm.tiers.disk.index import Index, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.host import persistent_slab as kept
 from kvbm.tiers.host.persistent_slab import PersistentSlab
 from kvbm.tiers.host.slab import HostMemoryError

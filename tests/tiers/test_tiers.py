@@ -15,7 +15,7 @@ from kvbm.runtime.leader import Leader
 from kvbm.runtime.tiers import agreed_weights, connect, measured, open_manager
 from kvbm.tiers import disk
 from kvbm.tiers.base import RankContext, fingerprint
-from kvbm.tiers.disk.index import cache_directory
+from kvbm.tiers.disk.cache_dir import cache_directory
 from tiernames import DISK, HOST
 
 CACHE = {"model": "m", "pipeline_parallel": 1}

@@ -37,7 +37,7 @@ def outlives_engine(config: Config) -> bool:
 
 def has_cache(config: Config, cache: Fingerprint) -> bool:
     """Whether an engine with this fingerprint has left blocks on this machine."""
-    from kvbm.tiers.disk.index import is_cache  # the command line needs no index
+    from kvbm.tiers.disk.cache_dir import is_cache  # most commands need no database
 
     roots = [root for tier in TIERS.values() if (root := tier.cache_root(config)) is not None]
     return any(is_cache(root, cache) for root in roots)

@@ -21,7 +21,7 @@ from kvbm.engines.sglang.pages import gather, scatter
 from kvbm.observe.findings import explain
 from kvbm.observe.requests import RequestLog
 from kvbm.tiers.disk import inspect as caches
-from kvbm.tiers.disk.index import KEY_MAP, cache_directory
+from kvbm.tiers.disk.cache_dir import KEY_MAP, cache_directory
 from kvbm.tiers.disk.shared import KeyMap
 from tiernames import DISK, HOST
 

@@ -14,7 +14,7 @@ from object_servers import ACCESS_KEY, SECRET_KEY
 from test_object_tools import make_cache, read_cache
 
 from kvbm.cli.main import main
-from kvbm.tiers.disk.index import cache_directory
+from kvbm.tiers.disk.cache_dir import cache_directory
 from kvbm.tiers.objects.client import Client
 
 CIPHER = "a-cipher-secret"

@@ -7,8 +7,9 @@ from object_blocks import BLOCK, WAIT_SECONDS, Blocks, ended, group_places, open
 
 from kvbm.core.catalog import PENDING
 from kvbm.tiers.disk import inspect
+from kvbm.tiers.disk.cache_dir import cache_directory, slab_path
 from kvbm.tiers.disk.file import DiskFile
-from kvbm.tiers.disk.index import Index, cache_directory, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.objects import tools
 from kvbm.tiers.objects.client import Client
 from kvbm.tiers.objects.format import MIN_OBJECT_BYTES, group_bits, object_of

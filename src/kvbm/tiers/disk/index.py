@@ -4,15 +4,6 @@ The leader owns the index. It hands changes to a thread, which writes them in ba
 A crash loses the changes that the thread has not written. A stale index is harmless: a slot's checksum matches only the
 block that was written last (:mod:`kvbm.tiers.disk.file`).
 
-A directory holds one cache::
-
-    kvbm-llama-3.1-8b-9f86d081884c7d65/
-      cache.json      what the cache is of, for people, for `kvbm cache ls` and to be compared at start
-      index.sqlite    one row a block
-      lock            held by the engine that uses the cache
-      rank-0.slab     the blocks of rank 0, and rank-0.slab.sums their checksums
-      keys.map        under SGLang, where all ranks have the same KV: which block lies where, for those that only read
-
 SQLite and not LMDB: it comes with Python, its file can be read beside a running engine, and a file that was truncated
 gives an error where a mapped one would kill the process. benchmarks/disk.py --index measures both.
 """
@@ -22,10 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import json
 import logging
 import os
-import stat
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +25,8 @@ import msgspec
 from kvbm.core.keys import Key
 from kvbm.tiers import bounded
 from kvbm.tiers.base import Fingerprint
-from kvbm.tiers.directory import private_directory, readable_name
+from kvbm.tiers.directory import private_directory
+from kvbm.tiers.disk.cache_dir import LOCK, compare, describe
 from kvbm.tiers.disk.database import DATABASE as DATABASE
 from kvbm.tiers.disk.database import (
     DELETE_SLOTS,
@@ -46,7 +36,6 @@ from kvbm.tiers.disk.database import (
     Opened,
     connect,
     execute,
-    make_way,
     position_of,
     row_sum,
     set_aside,
@@ -57,11 +46,6 @@ from kvbm.tiers.lock import FileLock
 
 logger = logging.getLogger("kvbm")
 
-FORMAT = 1
-DESCRIPTION = "cache.json"
-LOCK = "lock"
-MAX_DESCRIPTION_BYTES = 1 << 20  # an engine writes about one thousand
-KEY_MAP = "keys.map"  # the index, for ranks that read the slab of another rank
 
 MAX_EXPECTED = 1 << 16  # blocks; about 200 bytes each
 _LAST_SECONDS = 5.0  # that the end of a process waits for a disk
@@ -74,28 +58,6 @@ WITH fresh (slot, used) AS (VALUES {})
 INSERT OR REPLACE INTO blocks (slot, key, used, sum)
 SELECT slot, key, fresh.used, sum FROM fresh JOIN blocks USING (slot)
 """
-
-
-def cache_directory(root: Path, fingerprint: Fingerprint) -> Path:
-    """Where the cache of ``fingerprint`` lies: readable, and different for everything that is not exchangeable.
-
-    The fingerprint holds every property by which the bytes of two blocks of one key can differ (model, dtype, layout,
-    block size, ranks) and the scheme of the keys; the version of the format is added here.
-    """
-    return root / readable_name(_canonical(fingerprint), fingerprint.get("model", ""))
-
-
-def is_cache(root: Path, fingerprint: Fingerprint) -> bool:
-    """Whether an engine with this fingerprint has left a cache there."""
-    return (cache_directory(root, fingerprint) / DESCRIPTION).exists()
-
-
-def slab_path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.slab"
-
-
-def _canonical(fingerprint: Fingerprint) -> bytes:
-    return json.dumps({"format": FORMAT, **fingerprint}, sort_keys=True).encode()
 
 
 class Index:
@@ -143,7 +105,7 @@ class Index:
         what: str = "disk tier",
         setting: str = "DYN_KVBM_DISK_CACHE_DIR",
     ) -> Index:
-        """Take the cache in ``directory`` (see :func:`cache_directory`) into use, or make one.
+        """Take the cache in ``directory`` (see :mod:`~kvbm.tiers.disk.cache_dir`) into use, or make one.
 
         Raises :class:`~kvbm.tiers.lock.CacheInUse` when another engine uses it, and OSError when the directory or the
         index cannot be used now: nothing is lost then. An index that is damaged is started clean, and
@@ -154,7 +116,7 @@ class Index:
         lock = FileLock(directory / LOCK, patience, setting)
         opened = None
         try:
-            why = _compare(directory, fingerprint)
+            why = compare(directory, fingerprint)
             if not why and os.path.lexists(directory / DATABASE):
                 try:
                     opened = connect(directory, slots, what)
@@ -164,7 +126,7 @@ class Index:
                 logger.warning("%s: starting clean in %s, because %s", what, directory, why)
                 set_aside(directory)
             # Before there is an index: an index without a description looks like another engine's.
-            _describe(directory, fingerprint, slots, about or {})
+            describe(directory, fingerprint, slots, about or {})
             if opened is None:
                 try:
                     opened = connect(directory, slots, what)
@@ -419,49 +381,3 @@ class _Changes(msgspec.Struct, eq=False):
             self.keys[slot] = key
         self.used |= later.used
         return self
-
-
-def _compare(directory: Path, fingerprint: Fingerprint) -> str:
-    """Why the cache in the directory cannot be used; empty when it can."""
-    path = directory / DESCRIPTION
-    try:
-        found = json.loads(_read(path))["fingerprint"]
-    except FileNotFoundError:
-        return "" if not os.path.lexists(directory / DATABASE) else f"its {DESCRIPTION} is missing"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        return f"its {DESCRIPTION} cannot be read ({error})"
-    wanted = json.loads(_canonical(fingerprint))
-    if found != wanted:
-        keys = sorted(set(found) | set(wanted)) if isinstance(found, dict) else []
-        differing = ", ".join(key for key in keys if found.get(key) != wanted.get(key))
-        return f"it is of another cache ({differing or 'not described'} differ)"
-    return ""
-
-
-def _read(description: Path) -> bytes:
-    """Raises ValueError for what no engine has written, and reads none of it: a device never ends."""
-    status = os.lstat(description)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_DESCRIPTION_BYTES:
-        raise ValueError(f"expected a file of at most {MAX_DESCRIPTION_BYTES:,} bytes")
-    return description.read_bytes()
-
-
-def _describe(directory: Path, fingerprint: Fingerprint, slots: int, about: Mapping[str, str | int]) -> None:
-    text = json.dumps({"fingerprint": json.loads(_canonical(fingerprint)), "slots": slots, **about}, indent=2)
-    path, new = directory / DESCRIPTION, directory / f"{DESCRIPTION}.new"
-    with contextlib.suppress(OSError, ValueError):
-        if _read(path) == f"{text}\n".encode():
-            return  # a disk without room for a copy of it is no reason to go without the cache
-    if path.is_dir():
-        make_way(path)
-    make_way(new)  # left by a crash
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(fd)
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from kvbm.tiers.directory import CacheRefused, distrust_file, open_private, open_trusted
+from kvbm.tiers.disk.cache_dir import DESCRIPTION, KEY_MAP, LOCK, MAX_DESCRIPTION_BYTES
 from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum, read_sums
 from kvbm.tiers.disk.database import DATABASE, SUFFIXES
-from kvbm.tiers.disk.index import DESCRIPTION, KEY_MAP, LOCK, MAX_DESCRIPTION_BYTES
 from kvbm.tiers.disk.prealloc import ALIGNMENT
 from kvbm.tiers.lock import FileLock, is_locked
 

@@ -14,8 +14,9 @@ from kvbm.tiers.base import LeaderContext, RankContext, Store
 from kvbm.tiers.bounded import Call, DiskHangs, reason_of
 from kvbm.tiers.directory import SETTING, CacheRefused, private_directory
 from kvbm.tiers.disk import gds
+from kvbm.tiers.disk.cache_dir import cache_directory, slab_path
 from kvbm.tiers.disk.file import DiskFile, DiskSpaceError
-from kvbm.tiers.disk.index import Index, cache_directory, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.disk.shared import MappedIndex, SharedCatalog, SharedFile
 from kvbm.tiers.lock import PATIENCE_SECONDS
 

@@ -26,8 +26,9 @@ from kvbm.core.keys import Key
 from kvbm.tiers.base import Operation, Store
 from kvbm.tiers.bounded import Call, DaemonThreads, reason_of
 from kvbm.tiers.directory import CacheRefused, private_directory
+from kvbm.tiers.disk.cache_dir import KEY_MAP, slab_path
 from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum
-from kvbm.tiers.disk.index import KEY_MAP, Index, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.disk.prealloc import ALIGNMENT
 
 logger = logging.getLogger("kvbm")

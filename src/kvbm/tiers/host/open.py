@@ -9,7 +9,7 @@ from kvbm.tiers import host
 from kvbm.tiers.base import RankContext
 from kvbm.tiers.bounded import Call, reason_of
 from kvbm.tiers.directory import private_directory
-from kvbm.tiers.disk.index import cache_directory, slab_path
+from kvbm.tiers.disk.cache_dir import cache_directory, slab_path
 from kvbm.tiers.host.persistent_slab import DIRECTORY_SETTING, PersistentSlab, rows_of
 from kvbm.tiers.host.shared import MappableSlab
 from kvbm.tiers.host.slab import HostMemoryError, HostSlab, available_memory

@@ -18,7 +18,8 @@ from kvbm.core.pool import Pool
 from kvbm.tiers import host
 from kvbm.tiers.base import Fingerprint, LeaderContext
 from kvbm.tiers.bounded import Call, reason_of
-from kvbm.tiers.disk.index import Index, cache_directory
+from kvbm.tiers.disk.cache_dir import cache_directory
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.host.persistent_slab import DIRECTORY_SETTING, digest, rows_of
 from kvbm.tiers.lock import PATIENCE_SECONDS
 

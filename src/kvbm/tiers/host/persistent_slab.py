@@ -31,9 +31,9 @@ import numpy as np
 
 from kvbm.tiers.base import Operation
 from kvbm.tiers.bounded import DaemonThreads, keep_until_exit
+from kvbm.tiers.disk.cache_dir import LOCK
 from kvbm.tiers.disk.checksums import SUMS_SUFFIX, checksum, open_sums, write_sums
 from kvbm.tiers.disk.database import DATABASE, explain
-from kvbm.tiers.disk.index import LOCK
 from kvbm.tiers.disk.prealloc import DiskSpaceError
 from kvbm.tiers.host.slab import SETTING, HostSlab, Shared, mapped_bytes, refuse_if_too_large
 from kvbm.tiers.lock import PATIENCE_SECONDS, FileLock

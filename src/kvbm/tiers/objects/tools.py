@@ -23,8 +23,9 @@ from typing import NamedTuple
 from kvbm.core.keys import KEY_BYTES, Key
 from kvbm.tiers.base import Operation
 from kvbm.tiers.disk import inspect
+from kvbm.tiers.disk.cache_dir import cache_directory, slab_path
 from kvbm.tiers.disk.file import DiskFile
-from kvbm.tiers.disk.index import Index, cache_directory, slab_path
+from kvbm.tiers.disk.index import Index
 from kvbm.tiers.objects.client import Client, MissingError, ObjectStoreError
 from kvbm.tiers.objects.format import (
     DESCRIPTION,
