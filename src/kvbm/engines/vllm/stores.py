@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvbm.core.keys import Key
@@ -22,30 +23,23 @@ FEW_BLOCKS = 4
 Grown = list[tuple[RequestState, Completed]]
 
 
+@dataclass(frozen=True)
 class Stores:
     """``told``: is called with a request, its keys and the first and the end of its blocks that are now on their
     way."""
 
-    def __init__(
-        self,
-        session: Session,
-        keys: RequestKeys,
-        groups: Groups,
-        told: Callable[[Any, Sequence[Key], int, int], None],
-        faults: Faults,
-    ) -> None:
-        self._session = session
-        self._keys = keys
-        self._groups = groups
-        self._told = told
-        self._faults = faults
+    session: Session
+    keys: RequestKeys
+    groups: Groups
+    told: Callable[[Any, Sequence[Key], int, int], None]
+    faults: Faults
 
     def plan(
         self, output: Any, requests: Mapping[str, RequestState], stores: list[StorePlan], uses: list[AdapterUse]
     ) -> None:
         """Add plans for all blocks that this step completes, and the adapters that they depend on. A failure
         leaves the plans made before it in the lists: the caller must deliver them."""
-        computed, size = computed_of(output), self._session.block_size
+        computed, size = computed_of(output), self.session.block_size
         offers = compat.offered_states(output)
         together: Grown = []  # an order to the copier costs as much for one block as for many
         adapted: Grown = []  # as well, and refused as one
@@ -59,7 +53,7 @@ class Stores:
             try:
                 grown = self._completed(state, before, scheduled)
             except Exception as error:
-                self._faults.record("planning stores", error)  # of this request
+                self.faults.record("planning stores", error)  # of this request
                 continue
             if grown is None:
                 continue
@@ -80,10 +74,10 @@ class Stores:
         step.
         """
         assert state.tables is not None
-        end = self._session.completed(state, computed, scheduled, state.request.num_prompt_tokens)
+        end = self.session.completed(state, computed, scheduled, state.request.num_prompt_tokens)
         if end <= state.stored:
             return None
-        keys = self._keys.of(state.request)
+        keys = self.keys.of(state.request)
         end = min(end, len(keys), *map(len, state.tables))
         return Completed(state, keys, state.stored, end, computed) if end > state.stored else None
 
@@ -96,17 +90,17 @@ class Stores:
         counts: list[int] = []
         for state, (_, known, first, end, computed) in grown:
             assert state.tables is not None
-            fresh, places = self._groups.completed(known, state.tables, first, end, computed, state.offers)
+            fresh, places = self.groups.completed(known, state.tables, first, end, computed, state.offers)
             keys += fresh
             blocks += places
             counts.append(len(fresh))
-        plan = self._session.store([part for _, part in grown], keys, blocks, counts)
+        plan = self.session.store([part for _, part in grown], keys, blocks, counts)
         for state, (_, known, first, end, _) in grown:
-            self._told(state.request, known, first, end)
+            self.told(state.request, known, first, end)
         if plan is None:
             return []
         if getattr(grown[0][0].request, "lora_request", None) is None:
             return [plan]  # none of them has an adapter
-        adapters = {self._keys.bound_weights(state.request) for state, _ in grown}
+        adapters = {self.keys.bound_weights(state.request) for state, _ in grown}
         uses += [weights.used_by(stores=[plan.id]) for weights in adapters if weights is not None]
         return [plan]
