@@ -19,7 +19,7 @@ from math import inf
 import kvbm
 from kvbm.config import Config, split_shares
 from kvbm.core.clock import OperationClock
-from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision
+from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, Amount, CostModel, Decision
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
@@ -30,7 +30,7 @@ from kvbm.engines.request import Completed, Ended, Lookup, RequestState
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
-from kvbm.plans import Hello, LoadPlan, Report, StorePlan
+from kvbm.plans import Hello, LoadPlan, Report, StorePlan, TierName
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import agreed_weights, connect, open_manager
@@ -273,12 +273,14 @@ class Session:
     def stall(self, match: Match) -> float:
         """Seconds without a block from the staged tiers of a match after which its load is given up; 0: as the stores
         say. A store reads a chunk at a time, and not only for this load."""
-        assert self.leader is not None
-        if self._config.load != "auto":
+        if self._config.load != "auto" or self.leader is None:
             return 0.0
-        staged = ((tier, blocks) for tier, blocks in match.by_tier.items() if tier != self.leader.manager.near_tier)
-        sizes = ((tier, max(blocks * self.block_bytes, Store.chunk_bytes)) for tier, blocks in staged)
-        return sum(self.cost.patience_seconds(*each) for each in sizes)
+        found: dict[TierName, Amount] = {}
+        for tier, slots, alone in match.runs:
+            found[tier] = found.get(tier, Amount()).plus(len(slots), self.block_bytes, alone)
+        found.pop(self.leader.manager.near_tier, None)
+        wait, least = self.cost.patience_seconds, Store.chunk_bytes
+        return sum(wait(tier, max(size, least), alone) for tier, (size, alone) in found.items())
 
     def withdraw(self, state: RequestState) -> None:
         """The offer has become a load, or is void: let its slots be evicted again."""

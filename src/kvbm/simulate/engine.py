@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvbm.config import Config
 from kvbm.core.clock import OperationClock
-from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms
+from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms, TierPrices
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.core.match import Match
@@ -86,9 +86,9 @@ class SimulatedEngine:
         ]
         hello = Hello(0, machine.block_bytes, "", tiers)
         self._leader = self.session.begin([hello], None, BlockManager(catalogs, clock=clock))
-        tiers_seconds = {name: (1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}
+        prices = {name: TierPrices(1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}
         token = 1 / machine.prefill_tokens_per_second
-        self.session.cost.assume(Prices(PRIOR_STEP_SECONDS, token, tiers_seconds))
+        self.session.cost.assume(Prices(PRIOR_STEP_SECONDS, token, prices))
         self._device = Pool(machine.device_blocks) if machine.device_blocks else None
         self._engine_blocks = 0  # handed out so far: each is used once, so no copy waits for another
         self._loads: dict[int, LoadPlan] = {}
