@@ -168,8 +168,9 @@ class CostModel:
         if size > 0 and 0 < seconds < inf:
             self._tiers[tier].observe(size, seconds)
 
-    def observe_prefill(self, tokens: int, seconds: float, computed_tokens: int = 0) -> None:
-        """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others.
+    def observe_prefill(self, tokens: int, seconds: float, computed_tokens: int = 0, is_bound: bool = False) -> None:
+        """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others. ``is_bound``: the
+        seconds are the most that they took, because the step did other work too.
 
         With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
         took longer than one which only decodes bounds the price of its tokens from above, and does not give it.
@@ -183,11 +184,12 @@ class CostModel:
         if not tokens > 0 or not 0 < seconds < inf:
             return
         work = self._work(computed_tokens, tokens)
-        self._most_work = max(work, self._most_work * _SHRINK)
+        if not is_bound:
+            self._most_work = max(work, self._most_work * _SHRINK)
         at_most = max(seconds - step, step) / work
         if at_most < self._token.value:
             self._token.observe(at_most)
-        elif seconds >= 2 * step:
+        elif seconds >= 2 * step and not is_bound:
             self._token.observe(at_most, (work / self._most_work) ** 2)
 
     def observe_step(self, seconds: float) -> None:

@@ -35,7 +35,7 @@ from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.adapters import refuse_adapters
 from kvbm.engines.sglang.pages import Page, page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.prefill import watch_prefill
-from kvbm.engines.sglang.settings import awaits_prefetch, is_given, warn_of_unused
+from kvbm.engines.sglang.settings import is_given, read_hidden_size, read_prefetch, warn_of_unused
 from kvbm.engines.sglang.store import PageStore
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.snapshot import Identity
@@ -135,10 +135,11 @@ class KvbmStorage(HiCacheStorage):
         store = PageStore(
             self._context(name, shape, size),
             page_tokens=int(self._pools[KV].page_size) if is_kv else 0,
-            is_awaited=awaits_prefetch(),
+            prefetch=read_prefetch(),
+            hidden_size=read_hidden_size(),
             log=self._observer.log if is_kv else None,
             note=self._faults.note,
-            prefill=self._prefill.take if is_kv and self._prefill is not None else None,
+            prefill=self._prefill if is_kv else None,
         )
         logger.info(
             "KVBM is ready on rank %d: pages of %d bytes of pool %s, %s", self._said.tp_rank, size, name,
@@ -251,7 +252,7 @@ class KvbmStorage(HiCacheStorage):
     @guarded(None)
     def _count_v2(self, keys: list[str], transfers: Sequence[Any]) -> Any:
         names = self._keys(keys)
-        pages = self._store(KV).count(names)
+        pages = self._store(KV).count(names, sum(self._bytes_a_page(transfer, len(keys)) for transfer in transfers))
         hits: dict[str, int] = {KV: pages} if pages else {}
         usable = list(range(1, pages + 1))
         for transfer in transfers:
@@ -272,6 +273,13 @@ class KvbmStorage(HiCacheStorage):
         if hasattr(result, "restorable_prefix_pages"):
             result.restorable_prefix_pages = usable
         return result
+
+    def _bytes_a_page(self, transfer: Any, pages: int) -> int:
+        """Of a pool, that are loaded with so many pages of KV, divided by them."""
+        size = self._store(str(transfer.name)).page_bytes
+        if transfer.hit_policy == hicache_storage.PoolHitPolicy.ALL_PAGES:
+            return size
+        return size * min(pages, max(1, len(transfer.keys or ()))) // max(1, pages)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {transfer.name: self._transfer(self._get, transfer) for transfer in transfers}
