@@ -204,7 +204,7 @@ def test_a_rank_that_leaves_its_start_keeps_no_other_waiting(engine, tmp_path, m
     good, bad = here.workers
     if why == "an error":
         monkeypatch.setattr(bad._adapter._rank, "register", lambda *_: 1 / 0)
-        monkeypatch.setattr(bad._adapter, "_describe", lambda: {})
+        monkeypatch.setattr(bad._adapter, "_describe", dict)
     elif why == "a directory":
         bad.shutdown()
         bad._adapter = None
