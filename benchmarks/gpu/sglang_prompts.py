@@ -63,7 +63,9 @@ QUIET_SECONDS = 1.5  # without a byte that was written: nothing is on its way to
 SHAPE = vllm_kinds.QWEN3_8B._replace(
     name="qwen3-wide-6-layers-random", layers=6, hidden=8192, heads=64, mlp=28672, vocab=32768
 )
-TINY = vllm_kinds.TINY._replace(name="qwen3-tiny-bf16-random", dtype="bfloat16", vocab=4096)
+TINY = vllm_kinds.TINY._replace(
+    name="qwen3-tiny-bf16-random", dtype="bfloat16", vocab=4096, hidden=128, heads=4, kv_heads=2
+)
 DRY = "KVBM_SGLANG_ON_A_CPU"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONHASHSEED": "0", "FLASHINFER_DISABLE_VERSION_CHECK": "1",
@@ -125,9 +127,10 @@ def open_engine(task: Row) -> Any:
         "context_length": length + 256, "max_running_requests": 8, "chunked_prefill_size": min(8192, length),
         "mem_fraction_static": 0.1 if dry else 0.85, "random_seed": 0, "log_level": "info",
         "attention_backend": "torch_native" if dry else task["attention"], "sampling_backend": "pytorch",
-        "grammar_backend": "none", "disable_cuda_graph": True, "device": "cpu" if dry else "cuda",
-        "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first", "hicache_io_backend": "kernel",
-        "hicache_write_policy": "write_through", "port": 30000 + 2000 * KINDS.index(kind),
+        "grammar_backend": "none", "disable_cuda_graph": True, "tp_size": task["ranks"],
+        "device": "cpu" if dry else "cuda", "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel", "hicache_write_policy": "write_through",
+        "port": 30000 + 2000 * KINDS.index(kind),
     }  # fmt: skip
     # Host memory: for all prompts without a storage, with one for a few more than the GPU has. With less than the GPU
     # nothing comes back from any storage.
@@ -246,7 +249,7 @@ def written() -> int:
 def flip(directory: Path, page_bytes: int) -> int:
     """Flip a bit in the middle of every page of KVBM's slabs; how many there are."""
     flipped = 0
-    for slab in directory.glob("*/rank-0.slab"):
+    for slab in directory.glob("*/rank-*.slab"):
         with open(slab, "r+b") as file:
             for at in range(page_bytes // 2, slab.stat().st_size, page_bytes):
                 file.seek(at)
@@ -341,8 +344,8 @@ def restart(options: Any, task: Row, record: Record) -> bool:
         engine = Engine("kvbm", task, options, record, running)
         engine.start()
         engine.order(do="ask", what="restarted", prompts=references[:-1])
-        pages = flip(Path(options.directory) / "kvbm", options.page * shape_of(options.dry).token_bytes)
-        record.add({"kind": "kvbm", "what": "flip", "pages": pages})
+        page_bytes = options.page * shape_of(options.dry).token_bytes // options.ranks
+        record.add({"kind": "kvbm", "what": "flip", "pages": flip(options.directory / "kvbm", page_bytes)})
         engine.order(do="ask", what="flipped", prompts=references[-1:])
         return not engine.has_failed
 
@@ -421,8 +424,7 @@ def verdict(rows: list[Row], length: int, dry: bool) -> list[str]:
 def with_room(directory: Path, gigabytes: float) -> Path:
     """The directory, or another where it has no room for so much."""
     directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free / 1e9
-    if free > gigabytes:
+    if (free := shutil.disk_usage(directory).free / 1e9) > gigabytes:
         return directory
     other = Path(tempfile.gettempdir()) / "kvbm-sglang-pages"
     print(f"{directory} has {free:.1f} GB left, of {gigabytes:.1f}: pages go to {other}", flush=True)
@@ -445,6 +447,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=3, metavar="N", help="prompts (3), at least 2")
     parser.add_argument("--page", type=int, default=64, metavar="N", help="tokens of a page (64)")
     parser.add_argument("--slow-gbps", type=float, default=0.4, metavar="GB/S", help="of the slow disk (0.4)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="tensor parallel (1)")
     parser.add_argument("--attention", default="fa3", metavar="NAME", help="SGLang's attention backend (fa3)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="engines to start at the same time (1)")
     parser.add_argument(
@@ -470,7 +473,7 @@ def main() -> int:
     options.directory = with_room(options.directory.expanduser(), gigabytes * len(STORED))
     settings = {
         name: getattr(options, name)
-        for name in ("kinds", "length", "count", "page", "slow_gbps", "at_once", "dry", "attention")
+        for name in ("kinds", "length", "count", "page", "slow_gbps", "at_once", "dry", "attention", "ranks")
     }
     record = Record("sglang", {**settings, "model": shape.name}, options.json)
     task = {
