@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost as Pool
 
 
@@ -29,6 +30,7 @@ def install() -> None:
             self.k_data_refs[layer][host] = self.device_k_buffers[layer][device]
             self.v_data_refs[layer][host] = self.device_v_buffers[layer][device]
 
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GB, which a small machine may not have
     Pool.__init__ = unpinned
     Pool.load_to_device_per_layer = load
     Pool.backup_from_device_all_layer_physical = back_up

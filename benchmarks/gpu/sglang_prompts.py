@@ -10,18 +10,22 @@ Four engines, each with SGLang's hierarchical cache (HiCache):
     kvbm     KVBM as the storage backend
     slow     the same with a disk that reads no faster than --slow-gbps, which is slower than computing
 
-Each prompt is computed (`cold`) and asked once more with its prefix on the GPU (`on_gpu`): those eight tokens are the
-reference. Other prompts then push it out of the GPU's cache and, where there is a storage, out of host memory, and it
-comes back (`returned`), twice. The engine with KVBM is then killed with SIGKILL. The next one has to find the pages
-(`restarted`), and a bit is flipped in every page on disk before the last prompt is asked (`flipped`), which has to be
-computed again.
+Each prompt is computed (`cold`) and asked once more with its prefix on the GPU (`on_gpu`). The first eight tokens of
+both are references: in bf16 they may differ, because the shapes of the computation do. Other prompts then push it out
+of the GPU's cache and, where there is a storage, out of host memory, and it comes back (`returned`), twice. It is
+`same` if its tokens are those of the computation, where it was computed, and those with the prefix on the GPU
+otherwise. The engine with KVBM is then killed with SIGKILL. The next one has to find the pages (`restarted`), and a bit
+is flipped in every page on disk before the last prompt is asked (`flipped`), which has to be computed again.
 
 KVBM measures the disk and SGLang's prefill, and loads what comes back sooner than it is computed. Whether a disk does
-depends on the model, so --directory in memory (/dev/shm) stands for a fast disk, and `slow` for a slow one.
+depends on the model. This one has a few layers of the width of a model of 70 billion parameters, whose KV is small for
+what it costs to compute. --directory in memory (/dev/shm) stands for a fast disk, and `slow` for a slow one.
+
+A kind that fails is reported and does not end the others. Nothing is waited for longer than --minutes altogether.
 
 --check fails unless: no returned prompt of `slow` is later than 1.02 times computing it (medians), those of `kvbm` take
-half of the time of `file` at most, tokens equal the reference as often as with `hicache`, the restarted engine has
-found its pages, and no flipped page was loaded.
+half of the time of `file` at most, tokens are the same as often as with `hicache`, KVBM expects computing to take half
+to twice as long as it takes, the restarted engine has found its pages, and no flipped page was loaded.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +53,19 @@ KINDS = ("hicache", "file", "kvbm", "slow")
 STORED = KINDS[1:]
 REFERENCE_TOKENS = 8
 MAX_RATIO, MIN_TIMES = 1.02, 2.0
-METRICS = ("kvbm_prefill_tokens_per_second", "kvbm_refused_load_blocks_total", "kvbm_onboard_blocks_d2d")
+MAX_ERROR = 2.0  # of the expected time of a prompt
+METRICS = (
+    "kvbm_prefill_tokens_per_second", "kvbm_refused_load_blocks_total", "kvbm_onboard_blocks_d2d",
+    "kvbm_transfer_failed_blocks_total",
+)  # fmt: skip
 QUIET_SECONDS = 1.5  # without a byte that was written: nothing is on its way to the storage any more
-# 12 layers of Qwen3-8B: SGLang's kernels of that shape, a start in less time, and KV that three engines have room for.
-SHAPE = vllm_kinds.QWEN3_8B._replace(name="qwen3-12-layers-random", layers=12)
-TINY = vllm_kinds.TINY._replace(name="qwen3-tiny-bf16-random", dtype="bfloat16", vocab=4096)
+# Heads as in Qwen3-8B, for which SGLang has its kernels ready; 12 GB of weights, and 24,576 bytes of KV a token.
+SHAPE = vllm_kinds.QWEN3_8B._replace(
+    name="qwen3-wide-6-layers-random", layers=6, hidden=8192, heads=64, mlp=28672, vocab=32768
+)
+TINY = vllm_kinds.TINY._replace(
+    name="qwen3-tiny-bf16-random", dtype="bfloat16", vocab=4096, hidden=128, heads=4, kv_heads=2
+)
 DRY = "KVBM_SGLANG_ON_A_CPU"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONHASHSEED": "0", "FLASHINFER_DISABLE_VERSION_CHECK": "1",
@@ -113,10 +126,11 @@ def open_engine(task: Row) -> Any:
         "dtype": "bfloat16", "page_size": task["page"], "max_total_tokens": task["cache_tokens"],
         "context_length": length + 256, "max_running_requests": 8, "chunked_prefill_size": min(8192, length),
         "mem_fraction_static": 0.1 if dry else 0.85, "random_seed": 0, "log_level": "info",
-        "attention_backend": "torch_native" if dry else "fa3", "sampling_backend": "pytorch",
-        "grammar_backend": "none", "disable_cuda_graph": True, "device": "cpu" if dry else "cuda",
-        "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first", "hicache_io_backend": "kernel",
-        "hicache_write_policy": "write_through", "port": 30000 + 2000 * KINDS.index(kind),
+        "attention_backend": "torch_native" if dry else task["attention"], "sampling_backend": "pytorch",
+        "grammar_backend": "none", "disable_cuda_graph": True, "tp_size": task["ranks"],
+        "device": "cpu" if dry else "cuda", "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel", "hicache_write_policy": "write_through",
+        "port": 30000 + 2000 * KINDS.index(kind),
     }  # fmt: skip
     # Host memory: for all prompts without a storage, with one for a few more than the GPU has. With less than the GPU
     # nothing comes back from any storage.
@@ -150,10 +164,10 @@ class Server:
         prompts = [self._prompt(f"prompt {i}") for i in range(count)]
         references = []
         for i, prompt in enumerate(prompts):
-            self._emit({"what": "cold", "prompt": i, **self._ask(prompt, 1)})
-            row = self._ask(prompt)
-            references.append(row["tokens"])
-            self._emit({"what": "on_gpu", "prompt": i, **row})
+            cold, near = self._ask(prompt), self._ask(prompt)
+            references.append((cold["tokens"], near["tokens"]))
+            self._emit({"what": "cold", "prompt": i, **cold})
+            self._emit({"what": "on_gpu", "prompt": i, **near})
         self._settle()
         for number in (1, 2):
             for i in range(task["cache_tokens"] // task["length"]):
@@ -161,17 +175,23 @@ class Server:
                 self._settle(0.3)
             self._settle()
             for i, prompt in enumerate(prompts):
-                row = self._ask(prompt)
-                same = row["tokens"] == references[i]
-                self._emit({"what": "returned", "pass": number, "prompt": i, "same": same, **row})
+                row = self._compare(prompt, references[i])
+                self._emit({"what": "returned", "pass": number, "prompt": i, **row})
         if task["kind"] in ("kvbm", "slow"):
-            self._emit({"what": "metrics", **self._metrics()})
+            length, span = task["length"], 4 * shape_of(task["dry"]).hidden
+            self._emit({"what": "metrics", "work": length * (1 + length / 2 / span), **self._metrics()})
 
     def ask(self, order: Row) -> None:
         """Some of the prompts, whose tokens are known."""
-        for i, reference in order["prompts"]:
-            row = self._ask(self._prompt(f"prompt {i}"))
-            self._emit({"what": order["what"], "prompt": i, "same": row["tokens"] == reference, **row})
+        for i, *references in order["prompts"]:
+            row = self._compare(self._prompt(f"prompt {i}"), references)
+            self._emit({"what": order["what"], "prompt": i, **row})
+        self._emit({"what": f"{order['what']} metrics", **self._metrics()})
+
+    def _compare(self, prompt: list[int], references: Sequence[list[int]]) -> Row:
+        """``references``: the tokens of a computation, and those with the prefix on the GPU."""
+        row = self._ask(prompt)
+        return {"same": row["tokens"] == references[row["cached"] > len(prompt) // 2], **row}
 
     def _prompt(self, name: str) -> list[int]:
         source = random.Random(name)
@@ -195,8 +215,11 @@ class Server:
         """What KVBM has measured and refused."""
         url = f"http://127.0.0.1:{self._task['metrics_port']}/metrics"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(url, timeout=20) as response:
-            text = response.read().decode()
+        try:
+            with opener.open(url, timeout=20) as response:
+                text = response.read().decode()
+        except OSError as error:  # costs the figures, and not what has been measured
+            return {"why": str(error)}
         found = re.findall(rf"^({'|'.join(METRICS)})(?:{{[^\n]*}})? (\S+)$", text, re.MULTILINE)
         return {name: sum(float(value) for each, value in found if each == name) for name in METRICS}
 
@@ -226,7 +249,7 @@ def written() -> int:
 def flip(directory: Path, page_bytes: int) -> int:
     """Flip a bit in the middle of every page of KVBM's slabs; how many there are."""
     flipped = 0
-    for slab in directory.glob("*/rank-0.slab"):
+    for slab in directory.glob("*/rank-*.slab"):
         with open(slab, "r+b") as file:
             for at in range(page_bytes // 2, slab.stat().st_size, page_bytes):
                 file.seek(at)
@@ -241,14 +264,14 @@ class Engine:
     """One kind in a process of its own. A failure is a row."""
 
     def __init__(self, kind: str, task: Row, options: Any, record: Record, running: contextlib.ExitStack) -> None:
-        self.kind, self._limit, self._record = kind, options.limit, record
+        self.kind, self._options, self._record = kind, options, record
         self.has_failed = False
         self._process = running.enter_context(Child(__file__, {**task, "kind": kind}, f"sglang-{kind}"))
         running.callback(self._process.kill)
 
     def start(self) -> None:
         with self._noted():
-            row = self._process.receive(self._limit)
+            row = self._receive()
             if row is None:
                 raise ChildError(f"{self.kind} ended before it was ready")
             self._record.add({"kind": self.kind, **row})
@@ -257,11 +280,15 @@ class Engine:
     def order(self, **order: Any) -> None:
         with self._noted():
             self._process.send(order)
-            while (row := self._process.receive(self._limit)) != {"what": "over"}:
+            while (row := self._receive()) != {"what": "over"}:
                 if row is None:
                     raise ChildError(f"{self.kind} has ended")
                 self._record.add({"kind": self.kind, **row})
             print(show(self.kind, summarise(self._record.rows)[self.kind]), flush=True)
+
+    def _receive(self) -> Row | None:
+        left = self._options.ends_at - time.monotonic()
+        return self._process.receive(max(1.0, min(self._options.limit, left)))
 
     def end(self) -> None:
         """Let go of its memory."""
@@ -296,7 +323,7 @@ def run(options: Any, task: Row, record: Record) -> bool:
                 engine.start()
             for engine in engines:
                 engine.order(do="measure")
-                engine.kill() if engine.kind == "kvbm" else engine.end()
+                engine.kill() if engine.kind == "kvbm" or engine.has_failed else engine.end()
                 good = good and not engine.has_failed
     if "kvbm" in options.kinds:
         good = restart(options, task, record) and good
@@ -305,18 +332,20 @@ def run(options: Any, task: Row, record: Record) -> bool:
 
 def restart(options: Any, task: Row, record: Record) -> bool:
     """The engine after the one that was killed."""
-    references = [
-        (row["prompt"], row["tokens"]) for row in record.rows if row["what"] == "on_gpu" and row["kind"] == "kvbm"
-    ]
-    if not references:
+    cold, near = (
+        {row["prompt"]: row["tokens"] for row in record.rows if row["what"] == what and row["kind"] == "kvbm"}
+        for what in ("cold", "on_gpu")
+    )
+    references = [(prompt, cold[prompt], tokens) for prompt, tokens in near.items()]
+    if len(references) < 2:
         return False
     wait_for_memory()
     with contextlib.ExitStack() as running:
         engine = Engine("kvbm", task, options, record, running)
         engine.start()
         engine.order(do="ask", what="restarted", prompts=references[:-1])
-        pages = flip(Path(options.directory) / "kvbm", options.page * shape_of(options.dry).token_bytes)
-        record.add({"kind": "kvbm", "what": "flip", "pages": pages})
+        page_bytes = options.page * shape_of(options.dry).token_bytes // options.ranks
+        record.add({"kind": "kvbm", "what": "flip", "pages": flip(options.directory / "kvbm", page_bytes)})
         engine.order(do="ask", what="flipped", prompts=references[-1:])
         return not engine.has_failed
 
@@ -330,8 +359,14 @@ def summarise(rows: list[Row]) -> dict[str, Row]:
             found = [row for row in rows if row.get("kind") == kind and row["what"] == what]
             if found:
                 line[what] = median(row["ms"] for row in found)
+                line[f"{what}_all"] = [row["ms"] for row in found]
                 line[f"{what}_stored"] = [row["from_storage"] for row in found]
                 line[f"{what}_same"] = sum(row.get("same", True) for row in found), len(found)
+        for row in rows:
+            if row.get("kind") == kind and row["what"] == "metrics" and row.get(METRICS[0]):
+                line["expected"] = round(1e3 * row["work"] / row[METRICS[0]], 1)
+            elif row.get("kind") == kind and row["what"] == "flipped metrics":
+                line["bad_pages"] = row.get(METRICS[-1], 0)
         kinds[kind] = line
     return kinds
 
@@ -344,6 +379,8 @@ def show(kind: str, line: Row) -> str:
             cells.append(f"{what} {line[what]:.1f} ms")
             if what not in ("cold", "on_gpu"):
                 cells[-1] += f" ({same} of {of} as before, from storage {line[f'{what}_stored']})"
+    if "expected" in line:
+        cells.append(f"expected {line['expected']:.1f} ms")
     return "  ".join(cells)
 
 
@@ -360,6 +397,10 @@ def verdict(rows: list[Row], length: int, dry: bool) -> list[str]:
         if "returned" in kvbm and "returned" in file and (times := file["returned"] / kvbm["returned"]) < MIN_TIMES:
             wrong.append(f"kvbm: {times:.2f} times as fast as SGLang's file backend, at least {MIN_TIMES:g}")
     for kind, line in (("kvbm", kvbm), ("slow", slow)):
+        if "expected" in line and "cold" in line:
+            error, most = line["expected"] / line["cold"], MAX_ERROR * (2 if dry else 1)
+            if not 1 / most <= error <= most:
+                wrong.append(f"{kind}: KVBM expects {error:.2f} times the time that computing a prompt takes")
         for what in ("returned", "restarted", "flipped"):
             if what not in line:
                 continue
@@ -375,7 +416,20 @@ def verdict(rows: list[Row], length: int, dry: bool) -> list[str]:
         wrong.append(f"kvbm: after the restart only {kvbm['restarted_stored']} tokens came from the storage")
     if "flipped" in kvbm and max(kvbm["flipped_stored"]) > 0:
         wrong.append("kvbm: pages with a flipped bit were loaded")
+    if not kvbm.get("bad_pages", 1):
+        wrong.append("kvbm: pages with a flipped bit were not even read")
     return wrong
+
+
+def with_room(directory: Path, gigabytes: float) -> Path:
+    """The directory, or another where it has no room for so much."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(directory).free / 1e9) > gigabytes:
+        return directory
+    other = Path(tempfile.gettempdir()) / "kvbm-sglang-pages"
+    print(f"{directory} has {free:.1f} GB left, of {gigabytes:.1f}: pages go to {other}", flush=True)
+    other.mkdir(exist_ok=True)
+    return other
 
 
 def main() -> int:
@@ -384,7 +438,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="engines, in this order")
     parser.add_argument(
-        "--models", type=Path, default=Path("~"), metavar="DIR", help="where the model is or is put (7 GB)"
+        "--models", type=Path, default=Path("~"), metavar="DIR", help="where the model is or is put (12 GB)"
     )
     parser.add_argument(
         "--directory", type=Path, required=True, metavar="DIR", help="for the pages of every kind; emptied"
@@ -392,10 +446,15 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=32768, metavar="N", help="tokens of a prompt (32768)")
     parser.add_argument("--count", type=int, default=3, metavar="N", help="prompts (3), at least 2")
     parser.add_argument("--page", type=int, default=64, metavar="N", help="tokens of a page (64)")
-    parser.add_argument("--slow-gbps", type=float, default=1.0, metavar="GB/S", help="of the slow disk (1)")
+    parser.add_argument("--slow-gbps", type=float, default=0.4, metavar="GB/S", help="of the slow disk (0.4)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="tensor parallel (1)")
+    parser.add_argument("--attention", default="fa3", metavar="NAME", help="SGLang's attention backend (fa3)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="engines to start at the same time (1)")
     parser.add_argument(
-        "--limit", type=float, default=300, metavar="S", help="seconds to wait for an engine's next word"
+        "--limit", type=float, default=200, metavar="S", help="seconds to wait for an engine's next word (200)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, metavar="N", help="to wait for all of it altogether (8.5)"
     )
     parser.add_argument("--check", action="store_true", help="status 1 where something is not as it has to be")
     parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; the times mean nothing")
@@ -406,16 +465,20 @@ def main() -> int:
         options.length, options.slow_gbps = 4096, min(options.slow_gbps, 0.001)
     else:
         leave_without_device()
+    began = time.monotonic()
+    options.ends_at = began + 60 * options.minutes
     shape = shape_of(options.dry)
     held = options.count + 1  # prompts that the GPU's cache has room for
+    gigabytes = 1.1 * (options.count + held + 1) * options.length * shape.token_bytes / 1e9
+    options.directory = with_room(options.directory.expanduser(), gigabytes * len(STORED))
     settings = {
-        name: getattr(options, name) for name in ("kinds", "length", "count", "page", "slow_gbps", "at_once", "dry")
+        name: getattr(options, name)
+        for name in ("kinds", "length", "count", "page", "slow_gbps", "at_once", "dry", "attention", "ranks")
     }
     record = Record("sglang", {**settings, "model": shape.name}, options.json)
     task = {
-        **settings, "models": str(options.models.expanduser()), "directory": str(options.directory.expanduser()),
-        "cache_tokens": held * options.length,
-        "gigabytes": 1.1 * (options.count + held + 1) * options.length * shape.token_bytes / 1e9,
+        **settings, "models": str(options.models.expanduser()), "directory": str(options.directory),
+        "cache_tokens": held * options.length, "gigabytes": gigabytes,
     }  # fmt: skip
     with Child(__file__, {**task, "kind": "prepare"}, "prepare") as running:
         for row in running.rows(options.limit):
@@ -424,10 +487,12 @@ def main() -> int:
         shutil.rmtree(Path(task["directory"]) / kind, ignore_errors=True)
     good = run(options, task, record)
     wrong = verdict(record.rows, options.length, options.dry)
-    for text in wrong:
-        print(text)
     for kind, line in summarise(record.rows).items():
         print(show(kind, line))
+        print(" " * 9 + "all returned: " + ", ".join(map(str, line.get("returned_all", ()))))
+    for text in wrong:
+        print(f"WRONG  {text}")
+    print(f"{'all well' if good and not wrong else 'not all is well'}; took {time.monotonic() - began:.0f} s")
     return 1 if not good or (options.check and wrong) else 0
 
 

@@ -434,6 +434,17 @@ def test_a_step_with_few_prompt_tokens_teaches_nothing_about_prompts():
     assert model.prefill_tokens_per_second == before
 
 
+def test_a_bound_makes_tokens_cheaper_and_never_dearer():
+    model = h200()
+    before = model.prefill_tokens_per_second
+    for _ in range(20):
+        model.observe_prefill(8192, 5.0, is_bound=True)
+    assert model.prefill_tokens_per_second == before
+    for _ in range(20):
+        model.observe_prefill(8192, 0.05, is_bound=True)
+    assert model.prefill_tokens_per_second > 1.5 * before
+
+
 def cpu_engine() -> CostModel:
     """1,024 tokens in 27 ms, a decoding step in 6."""
     model = CostModel(PRIORS, step_tokens=8192, attention_span=4 * 4096)

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Literal, NamedTuple
 
-from kvbm.core.match import Match
+from kvbm.core.match import Amount, Match
 from kvbm.core.rate import Rate
 from kvbm.plans import TierName
 
@@ -109,16 +109,6 @@ class Decision(NamedTuple):
     seconds: float  # expected until the prompt is computed, if this is done
     recompute_seconds: float  # the same if nothing is loaded; never less than ``seconds`` unless the load is forced
     others_running: bool = False  # as the caller said
-
-
-class Amount(NamedTuple):
-    """How much one rank loads from one tier."""
-
-    size: int = 0  # bytes of the blocks that take no read of their own
-    alone: int = 0  # blocks that do
-
-    def plus(self, blocks: int, block_bytes: int, alone: bool) -> Amount:
-        return Amount(self.size, self.alone + blocks) if alone else Amount(self.size + blocks * block_bytes, self.alone)
 
 
 class TierPrices(NamedTuple):
@@ -190,8 +180,9 @@ class CostModel:
         if (size > 0 or alone > 0) and 0 < seconds < inf:
             self._tiers[tier].observe(Amount(size, alone), seconds)
 
-    def observe_prefill(self, tokens: int, seconds: float, computed_tokens: int = 0) -> None:
-        """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others.
+    def observe_prefill(self, tokens: int, seconds: float, computed_tokens: int = 0, is_bound: bool = False) -> None:
+        """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others. ``is_bound``: the
+        seconds are the most that they took, because the step did other work too.
 
         With several prompts in the step: their tokens together, their computed tokens on average. A step that hardly
         took longer than one which only decodes bounds the price of its tokens from above, and does not give it.
@@ -206,13 +197,14 @@ class CostModel:
         if not tokens > 0 or not 0 < seconds < inf:
             return
         work = self._work(computed_tokens, tokens)
-        if self._token.value * work >= 2 * step:
-            self._most_work *= _SHRINK
-        self._most_work = max(work, self._most_work)
+        if not is_bound:
+            if self._token.value * work >= 2 * step:
+                self._most_work *= _SHRINK
+            self._most_work = max(work, self._most_work)
         at_most = max(seconds - step, step) / work
         if at_most < self._token.value:
             self._token.observe(at_most)
-        elif seconds >= 2 * step and work >= _MIN_SHARE * self._most_work:
+        elif seconds >= 2 * step and work >= _MIN_SHARE * self._most_work and not is_bound:
             self._token.observe(at_most, (work / self._most_work) ** 2)
 
     def observe_step(self, seconds: float) -> None:

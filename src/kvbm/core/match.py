@@ -17,6 +17,16 @@ class Run(NamedTuple):
     alone: bool = False  # each block takes a read of its own, as Catalog.is_alone says
 
 
+class Amount(NamedTuple):
+    """How much one rank loads from one tier."""
+
+    size: int = 0  # bytes of the blocks that take no read of their own
+    alone: int = 0  # blocks that do
+
+    def plus(self, blocks: int, block_bytes: int, alone: bool) -> Amount:
+        return Amount(self.size, self.alone + blocks) if alone else Amount(self.size + blocks * block_bytes, self.alone)
+
+
 class Match(NamedTuple):
     """The longest prefix that can be brought back, from ``start`` on. Holds nothing: valid until the next change."""
 
@@ -37,6 +47,13 @@ class Match(NamedTuple):
         found: dict[TierName, int] = {}
         for tier, slots, _ in self.runs:
             found[tier] = found.get(tier, 0) + len(slots)
+        return found
+
+    def amounts(self, block_bytes: int) -> dict[TierName, Amount]:
+        """How much of it lies in each tier."""
+        found: dict[TierName, Amount] = {}
+        for tier, slots, alone in self.runs:
+            found[tier] = found.get(tier, Amount()).plus(len(slots), block_bytes, alone)
         return found
 
     def cut(self, blocks: int) -> Match:

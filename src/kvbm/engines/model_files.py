@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
+import logging
 from pathlib import Path
+
+logger = logging.getLogger("kvbm")
 
 _PROCESSOR = ("*processor*.json", "tekken.json")  # of Hugging Face, and of Mistral
 _CODE = ("*.py",)
@@ -27,6 +31,20 @@ def folder_of(model: str, revision: str | None = None) -> Path | None:
     except Exception:
         return None
     return Path(file).parent if isinstance(file, str | Path) else None
+
+
+def hidden_size_of(model: str, revision: str | None = None) -> int | None:
+    """From a model's config.json. None when that cannot be read: the cost model then takes all tokens for equal."""
+    try:
+        folder = folder_of(model, revision)
+        if folder is None:
+            return None
+        config = json.loads((folder / "config.json").read_text())
+        size = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
+        return int(size) if size else None
+    except Exception as error:
+        logger.debug("the hidden size of %s is unknown (%s: %s)", model, type(error).__name__, error)
+        return None
 
 
 def digest_of_files(folder: Path, *, processor: bool, code: bool) -> str:

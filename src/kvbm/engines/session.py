@@ -19,7 +19,7 @@ from math import inf
 import kvbm
 from kvbm.config import Config, split_shares
 from kvbm.core.clock import OperationClock
-from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, Amount, CostModel, Decision
+from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
@@ -30,7 +30,7 @@ from kvbm.engines.request import Completed, Ended, Lookup, RequestState
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.requests import Admission, looked_up
 from kvbm.observe.snapshot import ON_DEVICE, SKIPPED, TOO_SHORT, Identity
-from kvbm.plans import Hello, LoadPlan, Report, StorePlan, TierName
+from kvbm.plans import Hello, LoadPlan, Report, StorePlan
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.steps import StepTimes
 from kvbm.runtime.tiers import agreed_weights, connect, open_manager
@@ -275,9 +275,7 @@ class Session:
         say. A store reads a chunk at a time, and not only for this load."""
         if self._config.load != "auto" or self.leader is None:
             return 0.0
-        found: dict[TierName, Amount] = {}
-        for tier, slots, alone in match.runs:
-            found[tier] = found.get(tier, Amount()).plus(len(slots), self.block_bytes, alone)
+        found = match.amounts(self.block_bytes)
         found.pop(self.leader.manager.near_tier, None)
         wait, least = self.cost.patience_seconds, Store.chunk_bytes
         return sum(wait(tier, max(size, least), alone) for tier, (size, alone) in found.items())

@@ -32,7 +32,7 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers
+from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MambaStateBufferInfo, MLABufferInfo
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -40,7 +40,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.pool_host import base as pool_base
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHABufferInfo, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from kvbm.control import socket as control
@@ -73,6 +76,20 @@ def host_pool(layout="page_first", pages=64, layers=LAYERS):
     )  # fmt: skip
 
 
+def latent_pool(layout="page_first", pages=64):
+    """A real host pool of latent attention (MLA): one row a token and layer, the same on every rank."""
+    rows = tuple(torch.zeros((PAGE, 1, 80), dtype=torch.bfloat16) for _ in range(LAYERS))
+    info = MLABufferInfo(
+        buffers=rows, data_ptrs=torch.tensor([layer.data_ptr() for layer in rows], dtype=torch.uint64),
+        layer_indices=tuple(range(LAYERS)), device_layer_num=LAYERS, page_size=PAGE, kv_lora_rank=64,
+        qk_rope_head_dim=16, kv_cache_dim=80, dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
+    return MLATokenToKVPoolHost(
+        info, 2.0, 0, PAGE, layout, pin_memory=False, device_capacity_tokens=PAGE, start_layer=0, end_layer=LAYERS,
+        target_layer_num=LAYERS, host_token_capacity=pages * PAGE,
+    )  # fmt: skip
+
+
 def storage_config(tmp_path, rank=0, ranks=1, mla=False, **extra):
     # A page of this model is computed sooner than any disk is asked for it.
     values = {"disk_cache_override_num_blocks": 256, "disk_cache_dir": str(tmp_path), "disk_bounce_mb": 1}
@@ -99,6 +116,12 @@ def _no_adapters(monkeypatch):
     serve_no_adapters(monkeypatch.setattr)
 
 
+@pytest.fixture(autouse=True)
+def _small_machine(monkeypatch):
+    """SGLang leaves 10 GB of a machine alone; these pools have some hundred kilobytes."""
+    monkeypatch.setattr(pool_base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+
+
 @pytest.fixture
 def model():
     yield MODEL
@@ -109,10 +132,12 @@ def model():
 def backends(tmp_path):
     made = []
 
-    def make(pool, **options):
+    def make(pool, pools=None, **options):
         config = storage_config(tmp_path, **options)
         made.append(StorageBackendFactory.create_backend("dynamic", config, pool))
         made[-1].register_mem_pool_host(pool)
+        for name, other in (pools or {}).items():
+            made[-1].register_mem_host_pool_v2(other, name)
         made[-1].on_host_pools_registered()
         return made[-1]
 
@@ -153,9 +178,15 @@ def test_the_helper_prints_what_sglang_takes(tmp_path):
     assert not KvbmStorage.__abstractmethods__
 
 
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head", "layer_first"])
-def test_pages_come_back_as_they_were_in_every_layout(backends, layout):
-    pool = host_pool(layout)
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        *((host_pool, layout) for layout in ("page_first", "page_first_direct", "page_head", "layer_first")),
+        *((latent_pool, layout) for layout in ("page_first", "page_first_direct", "layer_first")),
+    ],
+)
+def test_pages_come_back_as_they_were_in_every_layout(backends, make, layout):
+    pool = make(layout)
     backend = backends(pool)
     indices = pool.alloc(40 * PAGE)
     content = fill(pool)
@@ -220,7 +251,7 @@ def test_without_a_model_to_be_found_nothing_outlives_the_server(backends, tmp_p
 
 
 def test_one_rank_keeps_for_all_what_all_have(backends):
-    writer_pool, reader_pool = host_pool(), host_pool()
+    writer_pool, reader_pool = latent_pool(), latent_pool()
     writer = backends(writer_pool, mla=True, ranks=2)
     reader = backends(reader_pool, mla=True, ranks=2, rank=1)
     indices = writer_pool.alloc(8 * PAGE)
@@ -235,6 +266,57 @@ def test_one_rank_keeps_for_all_what_all_have(backends):
     for here, there in zip(mine[::PAGE], indices[::PAGE], strict=True):
         assert page_of(reader_pool, here) == page_of(writer_pool, there, content)
     assert reader.batch_set_v1(hashes(99), mine[:PAGE]) == [False]
+
+
+def mamba_pool(states=16):
+    """A real pool of Mamba states on the host: one state is a page."""
+    info = MambaStateBufferInfo(temporal=torch.zeros(2, 4, 2, 8, 4), conv=(torch.zeros(2, 4, 24, 3),))
+    return MambaPoolHost(
+        info, 2.0, 0, device_capacity=states - 1, pin_memory=False, layout="page_first",
+    )  # fmt: skip
+
+
+def state_of(pool, index):
+    return pool.get_data_page(int(index)).numpy().tobytes()
+
+
+def test_states_of_a_hybrid_model_come_back_and_a_prefix_ends_where_one_is(backends):
+    """Every page has KV; a state is kept where a request ended."""
+    kv, states = host_pool(), mamba_pool()
+    backend = backends(kv, pools={PoolName.MAMBA: states})
+    fill(kv)
+    assert backend.batch_set_v1(hashes(*range(6)), kv.alloc(6 * PAGE)) == [True] * 6
+    slot = states.alloc(1)
+    states.set_from_flat_data_page(int(slot[0]), torch.randint(0, 256, (states.size_per_token,), dtype=torch.uint8))
+    content = state_of(states, slot[0])
+    wrote = backend.batch_set_v2([PoolTransfer(name=PoolName.MAMBA, keys=hashes(3), host_indices=slot)])
+    assert wrote == {PoolName.MAMBA: [True]}
+    transfer = PoolTransfer(name=PoolName.MAMBA, keys=hashes(5), hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    found = backend.batch_exists_v2(hashes(*range(6)), [transfer])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.MAMBA: 4}
+    target = states.alloc(1)
+    read = PoolTransfer(name=PoolName.MAMBA, keys=hashes(3), host_indices=target)
+    assert backend.batch_get_v2([read]) == {PoolName.MAMBA: [True]}
+    assert state_of(states, target[0]) == content
+
+
+def test_ranks_with_the_same_kv_have_states_of_their_own(backends):
+    """Latent attention (MLA) beside linear attention: all ranks have the same KV, and each a part of the state."""
+    kept = []
+    for rank in range(2):
+        states = mamba_pool()
+        backend = backends(host_pool(), mla=True, ranks=2, rank=rank, pools={PoolName.MAMBA: states})
+        slot = states.alloc(1)
+        states.set_from_flat_data_page(int(slot[0]), torch.full((states.size_per_token,), rank + 1, dtype=torch.uint8))
+        transfer = PoolTransfer(name=PoolName.MAMBA, keys=hashes(7), host_indices=slot)
+        assert backend.batch_set_v2([transfer]) == {PoolName.MAMBA: [True]}
+        kept.append((backend, states))
+    for rank, (backend, states) in enumerate(kept):
+        target = states.alloc(1)
+        read = PoolTransfer(name=PoolName.MAMBA, keys=hashes(7), host_indices=target)
+        assert backend.batch_get_v2([read]) == {PoolName.MAMBA: [True]}
+        assert set(state_of(states, target[0])) == {rank + 1}
 
 
 def test_pages_as_tensors(backends):

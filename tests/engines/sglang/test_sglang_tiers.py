@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from kvbm.config import SETTINGS
 from kvbm.core import breaker
 from kvbm.core.rate import Rate
 from kvbm.engines.sglang import store as stores_module
-from kvbm.engines.sglang.settings import UNUSED, awaits_prefetch, warn_of_unused
+from kvbm.engines.sglang.settings import UNUSED, Prefetch, read_hidden_size, read_prefetch, warn_of_unused
 from kvbm.observe.findings import explain
 from kvbm.observe.metrics import render
 from kvbm.observe.requests import RequestLog
@@ -149,9 +150,61 @@ def test_a_forced_load_does_not_ask_what_it_costs(stores, load, speed, found):
 
 
 def test_a_prefetch_that_delays_no_request_is_never_refused(stores):
-    store = stores(prefill_tokens_per_second=10**9, options={**TOKENS, "is_awaited": False})
+    store = stores(prefill_tokens_per_second=10**9, options={**TOKENS, "prefetch": Prefetch(is_awaited=False)})
     put(store, range(8))
     assert store.count(keys(*range(8))) == 8
+
+
+@pytest.fixture
+def on_slow_disk(stores, monkeypatch):
+    """A store that has eight pages on a disk of ten pages a second, and none in memory."""
+
+    def make(**options):
+        store = stores()
+        put(store, range(8))
+        store.close()
+        monkeypatch.setattr("kvbm.tiers.disk.file.measure", lambda file: Rate(PAGE / 0.1, 0.0))
+        return stores(prefill_tokens_per_second=options.pop("speed"), options={**TOKENS, **options})
+
+    return make
+
+
+@pytest.mark.parametrize(("base", "found"), [(0.5, 4), (2.0, 8), (0.1, 0)])
+def test_no_more_pages_are_reported_than_come_before_sglang_ends_the_prefetch(on_slow_disk, base, found):
+    """They take 0.8 s, and a bit for caution. Computing them takes five."""
+    store = on_slow_disk(speed=100, prefetch=Prefetch(True, base - 8 * 64 / 2**20, 1 / 2**20))
+    assert store.count(keys(*range(8))) == found
+    late = {"later than SGLang waits": 8 - found} if found < 8 else {}
+    assert store.counts.refused_load_blocks == late
+
+
+def test_what_other_pools_load_with_a_page_counts(on_slow_disk):
+    """0.8 s from the disk alone, and 1.6 s with as much of another pool; computing takes one."""
+    store = on_slow_disk(speed=512)
+    assert store.count(keys(*range(8))) == 8
+    assert store.count(keys(*range(8)), more_bytes=PAGE) == 0
+
+
+@pytest.mark.parametrize(("hidden_size", "found"), [(None, 0), (4, 8)])
+def test_attention_makes_a_long_prompt_dearer_than_its_first_tokens(on_slow_disk, hidden_size, found):
+    """512 tokens are computed in half a second, or in several with a width of four; loading them takes 0.8 s."""
+    store = on_slow_disk(speed=1024, hidden_size=hidden_size)
+    assert store.count(keys(*range(8))) == found
+
+
+def test_a_load_has_the_time_that_computing_takes_at_its_place(stores):
+    """The last pages of a prompt take longer to compute, and may take longer to load."""
+    store = stores(prefill_tokens_per_second=10, options={**TOKENS, "hidden_size": 4})
+    put(store, range(8))
+    assert store.count(keys(*range(8))) == 8
+    deadlines = []
+    onboard = store.leader.onboard
+    store.leader.onboard = lambda *args, **named: deadlines.append(named["deadline_seconds"]) or onboard(*args, **named)
+    for page in (0, 7):
+        get(store, [page])
+    first, last = deadlines
+    assert first == store.cost.compute_seconds(0, 64)
+    assert last == store.cost.compute_seconds(7 * 64, 64) > 5 * first
 
 
 @pytest.mark.parametrize(("rate", "found"), [(Rate(1e4, 0.0), 0), (Rate(1e12, 0.0), 8)])
@@ -373,17 +426,31 @@ def test_settings_without_effect_are_named_in_one_warning(tmp_path, caplog):
     assert {row.key for row in SETTINGS} >= UNUSED
 
 
-def test_sglangs_prefetch_policy_says_whether_requests_wait(monkeypatch):
-    arguments = SimpleNamespace()
+@pytest.fixture
+def arguments(monkeypatch):
+    """The server's arguments, where there is no SGLang."""
+    arguments = SimpleNamespace(hicache_storage_backend_extra_config=None)
     context = ModuleType("sglang.srt.runtime_context")
     context.get_server_args = lambda: arguments
     for name in ("sglang", "sglang.srt"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, context.__name__, context)
-    assert awaits_prefetch()
-    for policy in ("best_effort", "wait_complete", "timeout"):
+    return arguments
+
+
+def test_sglangs_prefetch_policy_says_whether_requests_wait(arguments):
+    assert read_prefetch().is_awaited
+    for policy in ("best_effort", "wait_complete"):
         arguments.hicache_storage_prefetch_policy = policy
-        assert awaits_prefetch() is (policy != "best_effort")
+        assert read_prefetch() == Prefetch(policy != "best_effort")
+    assert Prefetch().limit_seconds(10**9) == math.inf
+
+
+def test_the_hidden_size_comes_from_the_models_folder(arguments, tmp_path):
+    assert read_hidden_size() is None
+    (tmp_path / "config.json").write_text('{"hidden_size": 4096}')
+    arguments.model_path = str(tmp_path)
+    assert read_hidden_size() == 4096
 
 
 # -- any tier of the registry -----------------------------------------------------------------------------------------

@@ -337,7 +337,7 @@ def test_ranks_that_loaded_different_weights_use_no_disk(engine, tmp_path, caplo
     from kvbm.engines.trtllm import compat
 
     shards = itertools.count()
-    monkeypatch.setattr(compat, "gather_over_ranks", lambda own, ranks: [str(next(shards))])
+    monkeypatch.setattr(compat, "gather_over_ranks", lambda own, ranks, topic: [str(next(shards))])
     here.register()
     assert DISK not in here.adapter.session.manager.catalogs
     assert "the ranks disagree" in caplog.text

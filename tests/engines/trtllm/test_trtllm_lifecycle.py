@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import threading
 
 import pytest
 import test_trtllm_adapter as adapter
@@ -128,3 +131,98 @@ def test_no_control_command_runs_while_a_request_ends(engine, monkeypatch):
     monkeypatch.setattr(leader, "touch", lambda *_: locked.append(lock._is_owned()))
     here.leader.request_finished(request(2), OTHERS)
     assert locked == [True]
+
+
+# -- an engine that makes room later, and maybe not for all (its second cache manager) ---------------------------------
+
+
+def test_an_offer_that_the_engine_cancels_holds_no_blocks(engine):
+    here = engine().register()
+    here.keep(request(1), BLOCKS)
+    pool = here.adapter.leader.manager.near
+    second = request(2)
+    assert here.leader.get_num_new_matched_tokens(second, 0) == (32, True)
+    here.leader.cancel_load(second, 16, 32)  # a part of it: the rest is loaded
+    assert pool.pinned == 4
+    here.leader.cancel_load(second, 0, 32)
+    assert pool.pinned == 0
+    here.leader.request_finished(second, [])
+
+
+def test_a_request_that_is_parked_for_a_cancelled_offer_is_computed(engine):
+    """The engine has started to wait when it finds that it has no room."""
+    here = engine().register()
+    here.keep(request(1), BLOCKS)
+    second = request(2)
+    here.leader.get_num_new_matched_tokens(second, 0)
+    here.leader.cancel_load(second, 0, 32)
+    here.park(second)
+    here.leader.update_state_after_alloc(second, OTHERS)
+    here.until_loaded(2)
+    assert second.context_current_position == 0
+    assert here.leader._faults.counts == {}
+    assert here.adapter.session.counts.matched_tokens == 0
+
+
+def test_a_request_that_is_taken_back_and_comes_again_finds_what_it_had_computed(engine):
+    """The engine frees its blocks, which others get, and brings it as a new one."""
+    here = engine().register()
+    first = request(1)
+    here.keep(first, BLOCKS)
+    second = request(2)
+    here.offer(second, OTHERS)
+    here.until_loaded(2)
+    here.leader.request_reset(second)
+    assert here.adapter._requests == {}
+    assert here.offer(second, BLOCKS) == 32
+    here.until_loaded(2)
+    here.leader.request_finished(second, BLOCKS)
+    here.until(lambda: here.poll() and here.adapter.leader.manager.near.pinned == 0)
+
+
+# -- what the ranks exchange at their start ----------------------------------------------------------------------------
+
+
+class Meeting:
+    """Stands for MPI's allgather: a call returns once every rank has made one."""
+
+    def __init__(self, ranks):
+        self.barrier = threading.Barrier(ranks)
+        self.said = {}
+
+    def allgather(self, own):
+        self.said.setdefault(threading.current_thread().name, []).append(own)
+        self.barrier.wait(60)
+        return [said[-1] for _, said in sorted(self.said.items())]
+
+
+@pytest.mark.parametrize("why", ["an unknown pool", "an error", "a directory"])
+def test_a_rank_that_leaves_its_start_keeps_no_other_waiting(engine, tmp_path, monkeypatch, why):
+    here = engine(DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS=2, **disk_at(tmp_path))
+    meeting = Meeting(2)
+    monkeypatch.setattr(sys.modules["tensorrt_llm._utils"], "mpi_allgather", meeting.allgather)
+    good, bad = here.workers
+    if why == "an error":
+        monkeypatch.setattr(bad._adapter._rank, "register", lambda *_: 1 / 0)
+        monkeypatch.setattr(bad._adapter, "_describe", dict)
+    elif why == "a directory":
+        bad.shutdown()
+        bad._adapter = None
+
+    def start(worker, pool):
+        with contextlib.suppress(ZeroDivisionError, RuntimeError):  # RuntimeError: a rank is missing after two seconds
+            worker.register_kv_caches(pool)
+
+    pools = [here.pools[0], here.pools[1][:, 0, 0] if why == "an unknown pool" else here.pools[1]]
+    threads = [
+        threading.Thread(target=start, args=pair, name=f"rank {rank}")
+        for rank, pair in enumerate(zip((good, bad), pools, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not meeting.barrier.broken
+    first, second = meeting.said["rank 0"], meeting.said["rank 1"]
+    assert len(first) == len(second) == 2
+    assert second == ["", "it has left its start"]

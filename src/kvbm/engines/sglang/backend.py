@@ -35,7 +35,7 @@ from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.sglang.adapters import refuse_adapters
 from kvbm.engines.sglang.pages import Page, page_bytes, pages_of, shape_of
 from kvbm.engines.sglang.prefill import watch_prefill
-from kvbm.engines.sglang.settings import awaits_prefetch, is_given, warn_of_unused
+from kvbm.engines.sglang.settings import is_given, read_hidden_size, read_prefetch, warn_of_unused
 from kvbm.engines.sglang.store import PageStore
 from kvbm.observe.observer import Observer, settings_given
 from kvbm.observe.snapshot import Identity
@@ -46,6 +46,7 @@ from kvbm.transfer.layout import SLOT_ALIGNMENT
 logger = logging.getLogger("kvbm")
 
 KV = "kv"
+MAMBA = "mamba"  # every rank has a part of the state, also where all have the same KV
 
 # No request waits for a write, so a write has more time than a read has (KVBM_DISK_LOAD_TIMEOUT_SECS).
 PUT_SECONDS = 30.0
@@ -69,7 +70,6 @@ class KvbmStorage(HiCacheStorage):
         warn_of_unused(self._config)
         # A speed that is given is taken as it is.
         self._prefill = None if is_given(self._config, "prefill_tokens_per_second") else watch_prefill()
-        self._rank = 0 if storage_config.is_mla_model else storage_config.tp_rank
         # Where all ranks have the same bytes, one writes for all.
         shares = storage_config.is_mla_model and storage_config.tp_size > 1
         writes = getattr(storage_config, "is_storage_writer", not shares or storage_config.tp_rank == 0)
@@ -130,15 +130,16 @@ class KvbmStorage(HiCacheStorage):
         if self._adapter is None:
             raise RuntimeError("the backend is closed")
         # Once: all pools have as many slots, so that a page is kept in all of them or none.
-        self._sized_bytes = self._sized_bytes or sum(map(page_bytes, self._pools.values())) or size
+        self._sized_bytes = self._sized_bytes or sum(map(self._kept_bytes, self._pools)) or size
         is_kv = name == KV
         store = PageStore(
             self._context(name, shape, size),
             page_tokens=int(self._pools[KV].page_size) if is_kv else 0,
-            is_awaited=awaits_prefetch(),
+            prefetch=read_prefetch(),
+            hidden_size=read_hidden_size(),
             log=self._observer.log if is_kv else None,
             note=self._faults.note,
-            prefill=self._prefill.take if is_kv and self._prefill is not None else None,
+            prefill=self._prefill if is_kv else None,
         )
         logger.info(
             "KVBM is ready on rank %d: pages of %d bytes of pool %s, %s", self._said.tp_rank, size, name,
@@ -173,23 +174,32 @@ class KvbmStorage(HiCacheStorage):
         controller = Controller(store.lock, lambda: store.leader, about, announce=lambda: False)
         self._presence = Presence(config, controller, f"sglang-{rank}", identity.model, 1)
 
+    def _is_whole(self, name: str) -> bool:
+        """Whether every rank has the same bytes of a pool."""
+        return bool(self._said.is_mla_model) and name != MAMBA
+
+    def _kept_bytes(self, name: str) -> int:
+        """Of a page of a pool, on all ranks that keep a part of it where all have the same KV."""
+        parts = self._said.tp_size if self._said.is_mla_model and not self._is_whole(name) else 1
+        return page_bytes(self._pools[name]) * parts
+
     def _context(self, name: str, shape: str, size: int) -> RankContext:
-        said = self._said
+        said, is_whole = self._said, self._is_whole(name)
         ranks = said.pp_size * said.attn_cp_size * (1 if said.is_mla_model else said.tp_size)
         return RankContext(
             self._config,
-            self._rank,
+            0 if is_whole else said.tp_rank,
             ranks,
             size,
             -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT,
             self._describe(name, shape, size) if self._weights else None,
-            access=self._access,
+            access=self._access if is_whole else "own",
             sized_bytes=self._sized_bytes,
         )
 
     def _describe(self, name: str, shape: str, size: int) -> Fingerprint:
         said = self._said
-        own = "all" if said.is_mla_model else f"{said.tp_rank} of {said.tp_size}"
+        own = "all" if self._is_whole(name) else f"{said.tp_rank} of {said.tp_size}"
         return {
             "engine": "sglang",
             "model": str(said.model_name or ""),
@@ -251,7 +261,7 @@ class KvbmStorage(HiCacheStorage):
     @guarded(None)
     def _count_v2(self, keys: list[str], transfers: Sequence[Any]) -> Any:
         names = self._keys(keys)
-        pages = self._store(KV).count(names)
+        pages = self._store(KV).count(names, sum(self._bytes_a_page(transfer, len(keys)) for transfer in transfers))
         hits: dict[str, int] = {KV: pages} if pages else {}
         usable = list(range(1, pages + 1))
         for transfer in transfers:
@@ -272,6 +282,13 @@ class KvbmStorage(HiCacheStorage):
         if hasattr(result, "restorable_prefix_pages"):
             result.restorable_prefix_pages = usable
         return result
+
+    def _bytes_a_page(self, transfer: Any, pages: int) -> int:
+        """Of a pool, that are loaded with so many pages of KV, divided by them."""
+        size = self._store(str(transfer.name)).page_bytes
+        if transfer.hit_policy == hicache_storage.PoolHitPolicy.ALL_PAGES:
+            return size
+        return size * min(pages, max(1, len(transfer.keys or ()))) // max(1, pages)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {transfer.name: self._transfer(self._get, transfer) for transfer in transfers}

@@ -13,7 +13,8 @@ Page = Sequence[tuple[int, int]]
 _SHAPE = (
     "layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim",
     "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "store_dtype", "head_group_num", "storage_format_tag",
-    "dcp_size", "dcp_rank",
+    "dcp_size", "dcp_rank", "num_mamba_layers", "conv_dtype", "conv_state_shapes", "temporal_dtype",
+    "temporal_state_shape",
 )  # fmt: skip
 
 

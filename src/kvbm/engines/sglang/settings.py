@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from math import inf
+from typing import Any, NamedTuple
 
 from kvbm.config import DEFAULT, SETTINGS, Config
+from kvbm.engines.model_files import hidden_size_of
 
 logger = logging.getLogger("kvbm")
 
@@ -33,12 +36,50 @@ def warn_of_unused(config: Config) -> None:
         logger.warning("Settings without effect under SGLang: %s. Remove them.", ", ".join(given))
 
 
-def awaits_prefetch() -> bool:
-    """Whether SGLang delays a request for its pages. With the policy best_effort it starts the request with the pages
-    that have come by then, so a slow load costs no time."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
+class Prefetch(NamedTuple):
+    """How long SGLang delays a request for pages that it has asked for."""
 
-        return getattr(get_server_args(), "hicache_storage_prefetch_policy", "timeout") != "best_effort"
+    # False with the policy best_effort: SGLang starts a request with the pages that have come by then, so a slow load
+    # costs no time.
+    is_awaited: bool = True
+    base_seconds: float = inf  # the limit, and
+    token_seconds: float = 0.0  # what is added to it for each token
+
+    def limit_seconds(self, tokens: int) -> float:
+        return self.base_seconds + tokens * self.token_seconds
+
+
+NO_LIMIT = Prefetch()
+
+
+def read_prefetch() -> Prefetch:
+    """From the server's arguments. Where they cannot be read: requests wait, without a limit."""
+    try:
+        arguments = _arguments()
+        policy = getattr(arguments, "hicache_storage_prefetch_policy", "timeout")
+        if policy != "timeout":
+            return Prefetch(policy != "best_effort")
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+        given = arguments.hicache_storage_backend_extra_config
+        _, _, base, thousand, _ = HybridCacheController.parse_storage_backend_extra_config(given)
+        return Prefetch(True, base, thousand / 1024)
     except Exception:
-        return True  # expect the costlier case
+        logger.debug("SGLang's prefetch policy could not be read", exc_info=True)
+        return NO_LIMIT
+
+
+def read_hidden_size() -> int | None:
+    """Of the model, from its config.json; None: unknown."""
+    try:
+        arguments = _arguments()
+        return hidden_size_of(arguments.model_path, getattr(arguments, "revision", None))
+    except Exception:
+        logger.debug("the hidden size of the model could not be read", exc_info=True)
+        return None
+
+
+def _arguments() -> Any:
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()

@@ -20,13 +20,15 @@ from contextlib import contextmanager
 from itertools import count
 from math import inf
 
-from kvbm.core.cost import RECOMPUTE, CostModel
+from kvbm.core.cost import CAUTION, RECOMPUTE, CostModel
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.match import Match
 from kvbm.core.policy import Turn
 from kvbm.engines.sglang.loads import POLL_SECONDS, AwaitedStore, PageLoad, oldest
 from kvbm.engines.sglang.pages import Page, gather
+from kvbm.engines.sglang.prefill import PrefillClock
+from kvbm.engines.sglang.settings import NO_LIMIT, Prefetch
 from kvbm.engines.sglang.tiers import open_tiers
 from kvbm.observe.requests import RequestLog, looked_up
 from kvbm.plans import LoadPlan, LoadResult, Report, StoreResult
@@ -44,6 +46,9 @@ logger = logging.getLogger("kvbm")
 # speed of SGLang's prefill to the millisecond.
 SHORTEST_LOAD_SECONDS = 1.0
 
+TOO_LATE = "later than SGLang waits"
+_MAX_POSITIONS = 65536
+
 _GROUP_PAGES = 32  # a put past the near tier copies so many while the store writes those before
 _ANSWER_SECONDS = 0.002  # between two looks for the answer of a remote tier
 _PROBE_SECONDS = 0.1  # between two looks at a circuit breaker that keeps pages waiting
@@ -53,9 +58,8 @@ class PageStore:
     """Pages of one size. Any thread may call any method, and none raises because a tier fails.
 
     ``context``: the rank, with the size of a page as that of a block. ``page_tokens``: of a page; 0 where that is not
-    known, and the cost model has no say. ``is_awaited``: requests wait for their pages; False where SGLang starts them
-    with those that have come by then. ``log`` receives lookups and loads, ``note`` the reasons of failures. ``prefill``
-    returns tokens and seconds of the batches that were computed since it was last asked.
+    known, and the cost model has no say. ``hidden_size``: of the model. ``log`` receives lookups and loads, ``note``
+    the reasons of failures. ``prefill`` measures how fast SGLang computes.
     """
 
     def __init__(
@@ -63,22 +67,24 @@ class PageStore:
         context: RankContext,
         *,
         page_tokens: int = 0,
-        is_awaited: bool = True,
+        prefetch: Prefetch = NO_LIMIT,
+        hidden_size: int | None = None,
         log: RequestLog | None = None,
         note: Callable[[str, int], None] | None = None,
-        prefill: Callable[[], Sequence[tuple[int, float]]] | None = None,
+        prefill: PrefillClock | None = None,
     ) -> None:
         context, self._slab, self._stores, self._manager, hello = open_tiers(context)
         config = context.config
         self.page_bytes = context.block_bytes
         self.page_tokens = page_tokens
         self._is_reader = context.access == "reader"
-        self._log, self._note, self._prefill = log, note, prefill
+        self._log, self._note, self._prefill, self._prefetch = log, note, prefill, prefetch
         self.cost = CostModel(
             registry.priors(),
             layers_from=inf,
             mode="async",  # SGLang loads between two steps
-            load="always" if config.load == "auto" and not is_awaited else config.load,
+            load="always" if config.load == "auto" and not prefetch.is_awaited else config.load,
+            attention_span=4 * hidden_size if hidden_size else inf,
             tokens_per_second=config.prefill_tokens_per_second,
         )
         self.leader = Leader(self._manager, 1, config.max_pending_offloads, [self.page_bytes], self.cost, log)
@@ -91,7 +97,8 @@ class PageStore:
         if self._bypass is not None:
             # A put waits for the store, and must not overrun the queue to it.
             self._group = min(self._load_pages, _GROUP_PAGES, config.max_pending_spills)
-        self._has_deadline = config.load == "auto" and is_awaited and page_tokens > 0
+        self._has_deadline = config.load == "auto" and prefetch.is_awaited and page_tokens > 0
+        self._positions: dict[Key, int] = {}  # of pages that were reported: tokens in front of them
         self._targets = {name: AwaitedStore(name, store, self._slab) for name, store in self._stores.items()}
         self._faults: Counter[str] = Counter()
         self._moves = Moves(NEAR.name, self._targets, lambda tier, slots: None, self._faults)
@@ -121,8 +128,11 @@ class PageStore:
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def count(self, keys: Sequence[Key]) -> int:
-        """How many pages from the first on are there, and are expected to be loaded sooner than computed."""
+    def count(self, keys: Sequence[Key], more_bytes: int = 0) -> int:
+        """How many pages from the first on are there, and are expected to be loaded sooner than computed.
+
+        ``more_bytes``: of other pools, that are loaded with each page.
+        """
         with self._changed:
             match = self._find(keys)
             # SGLang asks once, from a thread of its own, which may wait. The tier bounds how long an answer is due.
@@ -130,16 +140,15 @@ class PageStore:
                 self._changed.wait(_ANSWER_SECONDS)
                 match = self._find(keys)
             pages, why = match.blocks, ""
-            for tokens, seconds in self._prefill() if self._prefill is not None else ():
-                self.cost.observe_prefill(tokens, seconds)
+            self._learn()
             if pages and self.page_tokens:
-                asked = len(keys) * self.page_tokens
-                decision = self.cost.decide(match, self.page_bytes, self.page_tokens, 0, asked, others_running=True)
-                if decision.blocks < pages:
-                    why = RECOMPUTE if decision.blocks else decision.reason
-                    add(self.counts.refused_load_blocks, why, pages - decision.blocks)
-                    self.cost.observe_refusal(match.beyond(decision.blocks))
-                    pages = decision.blocks
+                blocks, why = self._decide(match, self.page_bytes + more_bytes, len(keys) * self.page_tokens)
+                if blocks < pages:
+                    add(self.counts.refused_load_blocks, why, pages - blocks)
+                    self.cost.observe_refusal(match.beyond(blocks))
+                    pages = blocks
+            if self._has_deadline:
+                self._remember(keys[:pages])
             for tier, slots, _ in match.cut(pages).runs:
                 add(self.counts.matched_blocks, tier, len(slots))
             self.counts.matched_tokens += pages * self.page_tokens
@@ -149,6 +158,39 @@ class PageStore:
                 self._log.admitted(seen._replace(why=why))
                 self._log.finished(name, 0, ())  # SGLang does not say when a request ends
             return pages
+
+    def _learn(self) -> None:
+        """What SGLang has computed since the last time."""
+        if self._prefill is None:
+            return
+        for seconds in self._prefill.take_steps():
+            self.cost.observe_step(seconds)
+        for batch in self._prefill.take():
+            self.cost.observe_prefill(*batch)
+
+    def _remember(self, keys: Sequence[Key]) -> None:
+        for number, key in enumerate(keys):
+            self._positions[key] = number * self.page_tokens
+        while len(self._positions) > _MAX_POSITIONS:
+            del self._positions[next(iter(self._positions))]
+
+    def _decide(self, match: Match, page_bytes: int, asked: int) -> tuple[int, str]:
+        """How many pages of a match to report to a request that asks for so many tokens, and why not all of them.
+
+        SGLang does not say how many tokens are in front of these. It is taken for none, which makes computing look no
+        more expensive than it is.
+        """
+        decision = self.cost.decide(match, page_bytes, self.page_tokens, 0, asked, others_running=True)
+        if decision.blocks and self._has_deadline:
+            # SGLang drops what has not come when its limit is over, and the time that it took is lost.
+            limit = self._prefetch.limit_seconds(asked)
+            amounts = match.cut(decision.blocks).amounts(page_bytes)
+            seconds = CAUTION * sum(self.cost.load_seconds(tier, *amount) for tier, amount in amounts.items())
+            if seconds > limit:
+                match = match.cut(int(decision.blocks * limit / seconds))
+                decision = self.cost.decide(match, page_bytes, self.page_tokens, 0, asked, others_running=True)
+                return decision.blocks, TOO_LATE
+        return decision.blocks, RECOMPUTE if decision.blocks else decision.reason
 
     def has(self, keys: Sequence[Key]) -> list[bool]:
         with self._changed:
@@ -296,7 +338,8 @@ class PageStore:
                 return None
             seconds = 0.0
             if self._has_deadline:
-                computing = self.cost.compute_seconds(0, match.blocks * self.page_tokens)
+                before = self._positions.get(keys[0], 0)
+                computing = self.cost.compute_seconds(before, match.blocks * self.page_tokens)
                 seconds = max(computing, SHORTEST_LOAD_SECONDS)
             return self.leader.onboard(match, "", range(match.blocks), in_step=False, deadline_seconds=seconds)
 

@@ -8,18 +8,14 @@ field that it needs is an error that names the release.
 from __future__ import annotations
 
 import importlib
-import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvbm.core.keys import SCHEME
-from kvbm.engines.model_files import digest_of_files, folder_of
+from kvbm.engines.model_files import digest_of_files, folder_of, hidden_size_of
 from kvbm.engines.weights import digest, gather_in_world
 from kvbm.tiers.base import Fingerprint
-
-logger = logging.getLogger("kvbm")
 
 _PATHS = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",  # 1.3
@@ -103,26 +99,11 @@ def read_setup(llm_args: Any) -> Setup:
         # On unless it is switched off, as in the engine.
         partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
         step_tokens=getattr(llm_args, "max_num_tokens", None) or None,
-        hidden_size=_hidden_size(llm_args),
+        hidden_size=hidden_size_of(str(llm_args.model), getattr(llm_args, "revision", None)),
         overlap=not getattr(llm_args, "disable_overlap_scheduler", False),
         cache=_describe(llm_args, cache, mapping),
         unsupported=_unsupported(llm_args, mapping, cache),
     )
-
-
-def _hidden_size(llm_args: Any) -> int | None:
-    """From the model's config.json, in its folder or, for a model of the Hugging Face hub, in the hub's cache. None
-    when it cannot be read: the cost model then takes all tokens for equal."""
-    try:
-        folder = folder_of(str(llm_args.model), getattr(llm_args, "revision", None))
-        if folder is None:
-            return None
-        config = json.loads((folder / "config.json").read_text())
-        size = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
-        return int(size) if size else None
-    except Exception as error:
-        logger.debug("the hidden size of %s is unknown (%s: %s)", llm_args.model, type(error).__name__, error)
-        return None
 
 
 def _describe(llm_args: Any, cache: Any, mapping: Any) -> Fingerprint:

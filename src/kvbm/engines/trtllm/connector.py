@@ -13,6 +13,7 @@ from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
 from kvbm.engines.trtllm import compat
+from kvbm.engines.trtllm.exchanges import Exchanges
 from kvbm.engines.trtllm.leader import LeaderAdapter
 from kvbm.engines.trtllm.step import encode
 from kvbm.engines.trtllm.worker import WorkerAdapter
@@ -83,6 +84,11 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
         """The engine has taken the request's blocks away and will bring it again as a new one."""
         self._adapter.finished(request)
 
+    @guarded(None)
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """The engine takes nothing of what was offered for these tokens."""
+        self._adapter.cancelled(request, start)
+
     def shutdown(self) -> None:
         if self._adapter is not None:
             self._adapter.close()
@@ -96,10 +102,11 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
         self._faults = Faults()
         self._adapter: WorkerAdapter | None = None
         config, setup = _read(llm_args)
+        self._exchanges = Exchanges(config, setup.ranks)
         if setup.unsupported is not None:
             logger.warning("rank %d: KVBM stays out of the way: %s", setup.rank, setup.unsupported)
             return
-        self._adapter = WorkerAdapter(config, setup, self._faults)
+        self._adapter = WorkerAdapter(config, setup, self._faults, self._exchanges)
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
         """Runs at the end of every forward pass, replayed from a CUDA graph or not, on the stream it is computed on."""
@@ -111,13 +118,15 @@ class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
 
     @annotate("register_kv_caches")
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        if self._adapter is not None:
-            self._adapter.register_pool(kv_cache_tensor)
+        with self._exchanges:
+            if self._adapter is not None:
+                self._adapter.register_pool(kv_cache_tensor)
 
     @annotate("register_kv_cache_layout")
     def register_kv_cache_layout(self, layout: Any) -> None:
-        if self._adapter is not None:
-            self._adapter.register_layout(layout)
+        with self._exchanges:
+            if self._adapter is not None:
+                self._adapter.register_layout(layout)
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)

@@ -53,7 +53,9 @@ def find_local(url: str) -> LeaderAdapter | None:
 class _Request(RequestState):
     """The leader's state of a request that the engine has not finished."""
 
-    __slots__ = ("blocks", "chain", "limit", "load", "offered", "prompt", "scope", "start", "tokens")
+    __slots__ = (
+        "blocks", "chain", "is_cancelled", "limit", "load", "offered", "prompt", "scope", "start", "tokens",
+    )  # fmt: skip
 
     def __init__(self, number: int, chain: KeyChain | None, tokens: list[int], scope: Scope | None) -> None:
         super().__init__(str(number))
@@ -66,6 +68,7 @@ class _Request(RequestState):
         self.limit: int | None = None  # the first block that is not to be kept, because of its priority
         self.start = 0  # the first block that was offered
         self.offered = False  # and the engine has not made room yet
+        self.is_cancelled = False  # the offer, by the engine
         self.load: LoadPlan | None = None  # the load that fills its blocks
 
 
@@ -274,15 +277,26 @@ class LeaderAdapter:
             return
         state.offered = False
         try:
-            self._load(state, blocks)
+            self._load(number, state, blocks)
         except Exception as error:
             # The engine counts on these blocks already.
             self._faults.record("planning a load", error)
             self.session.withdraw(state)
             self._set_back(number, state, state.start)
 
-    def _load(self, state: _Request, blocks: Sequence[int]) -> None:
+    def cancelled(self, request: Any, start: int) -> None:
+        """The engine takes no block from this token on. It may park the request for the load all the same, and then
+        says which blocks it has made room for: :meth:`allocated`."""
+        state = self._requests.get(compat.needed(request, "request_id"))
+        if state is not None and state.offered and start <= state.start * self._size:
+            self.session.withdraw(state)
+            state.is_cancelled = True
+
+    def _load(self, number: int, state: _Request, blocks: Sequence[int]) -> None:
         match = state.match
+        if state.is_cancelled:
+            self._set_back(number, state, state.start)
+            return
         if match is None or self.leader is None:
             raise RuntimeError(f"the engine has taken more than {OFFER_SECONDS:.0f} s to make room for a request")
         # With its second cache manager the engine may make room for the front only, and computes the rest.

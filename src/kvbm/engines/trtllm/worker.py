@@ -18,6 +18,7 @@ from kvbm.config import Config
 from kvbm.engines import weights
 from kvbm.engines.guard import Faults
 from kvbm.engines.trtllm import compat
+from kvbm.engines.trtllm.exchanges import PACKING, WEIGHTS, Exchanges
 from kvbm.engines.trtllm.leader import find_local
 from kvbm.engines.trtllm.step import StepMeta, decode
 from kvbm.plans import Hello, LoadPlan, LoadResult, Recompute, Report, StepPlan, StoreResult
@@ -38,13 +39,14 @@ ENDED = 4096
 
 
 class WorkerAdapter:
-    def __init__(self, config: Config, setup: compat.Setup, faults: Faults) -> None:
+    def __init__(self, config: Config, setup: compat.Setup, faults: Faults, exchanges: Exchanges) -> None:
         self._config = config
+        self._exchanges = exchanges
         self._faults = faults
         self._setup = setup
         self._rank = Rank(
             config, setup.rank, setup.ranks, model=setup.model,
-            gather=lambda own: compat.gather_over_ranks(own, setup.ranks, "packing"),
+            gather=lambda own: exchanges.gather(own, PACKING),
         )  # fmt: skip
         self._channel: ZmqWorker | None = None
         self._cuda = False
@@ -90,7 +92,6 @@ class WorkerAdapter:
         if self._channel is not None:
             raise RuntimeError("the engine has registered its KV cache twice; KVBM serves one engine a process")
         if registry.outlives_engine(self._config):
-            # First of all, so that no rank waits for one that has failed at something else.
             self._rank.cache = self._describe()
             if self._rank.cache is None and not registry.NEAR.is_wanted(self._config):
                 self._stay_out("there is no host tier (DYN_KVBM_CPU_CACHE_GB) beside a disk that cannot be used")
@@ -112,8 +113,7 @@ class WorkerAdapter:
     def _describe(self) -> Fingerprint | None:
         """What names a cache that outlives this engine; None, with a sentence, when there can be none. The engine has
         loaded its weights before it makes its KV cache, in this process."""
-        ranks = self._setup.ranks
-        found = weights.fingerprint_or_warn(weights.digest_of_process, lambda own: compat.gather_over_ranks(own, ranks))
+        found = weights.fingerprint_or_warn(weights.digest_of_process, lambda own: self._exchanges.gather(own, WEIGHTS))
         return {**self._setup.cache, "weights": found} if found else None
 
     def _meet(self, hello: Hello) -> ZmqWorker:
