@@ -120,7 +120,9 @@ test-objects: models ## test the object store tier with a real S3 store: faults,
 	  tests/engines/trtllm/test_trtllm_objects.py $(PYTEST)
 
 test-peers: models ## test the peer tier: two engines, two machines (network namespaces, needs root), 1,000 stopped transfers
-	$(python) -m pytest tests/tiers/peers tests/engines/vllm/test_peer_engines.py $(PYTEST)
+	@$(PYTHON) scripts/setup_dynamo.py --venv $(DYNAMO_VENV) --base $(VENV)  # for NIXL, without which tests are skipped
+	PYTHONPATH=src $(DYNAMO_VENV)/bin/python -c "from kvbm.tiers.peers.nixl_path import api; assert api(), 'NIXL does not load'"
+	PYTHONPATH=src $(DYNAMO_VENV)/bin/python -m pytest tests/tiers/peers tests/engines/vllm/test_peer_engines.py $(PYTEST)
 
 bench-peers: env ## measure reads from peers beside a plain socket loop and memcpy
 	$(python) benchmarks/peers.py --check

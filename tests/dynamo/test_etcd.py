@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from itertools import pairwise
 
 import pytest
 from stack import Servers, wait_until
@@ -35,7 +37,7 @@ def test_entries_live_as_long_as_they_are_renewed(etcd):
     wait_until("they are there", lambda: entries(etcd) == EVERYBODY)
     kept._over.set()  # as if its process had died
     kept._thread.join()
-    wait_until("their lease has run out", lambda: entries(etcd) == [], 20)
+    wait_until("their lease has run out", lambda: entries(etcd) == [], 60)
 
 
 def test_entries_are_taken_back_at_the_end(etcd):
@@ -54,15 +56,19 @@ def test_entries_come_back_with_etcd(etcd, caplog):
         etcd.processes["etcd"].end()
         wait_until("it is noticed", lambda: "KVBM is not registered for now" in caplog.text)
         etcd.start_etcd()
-        wait_until("they are there again", lambda: "KVBM is registered again" in caplog.text)
-        assert entries(etcd) == EVERYBODY
+        wait_until("that is said", lambda: "KVBM is registered again" in caplog.text)
+        # A busy machine may delay a renewal for longer than the lease lasts.
+        wait_until("they are there again", lambda: entries(etcd) == EVERYBODY, 60)
+        noticed = caplog.text.count("KVBM is not registered for now")
         pid = etcd.processes["etcd"].popen.pid
         os.kill(pid, signal.SIGSTOP)
-        wait_until("that is noticed too", lambda: caplog.text.count("KVBM is not registered for now") == 2, 20)
+        wait_until("that is noticed too", lambda: caplog.text.count("KVBM is not registered for now") > noticed, 60)
         os.kill(pid, signal.SIGCONT)
-        wait_until("they are there once more", lambda: entries(etcd) == EVERYBODY, 20)
+        wait_until("they are there once more", lambda: entries(etcd) == EVERYBODY, 60)
     finally:
         kept.close()
+    said = re.findall("not registered for now|registered again", caplog.text)
+    assert all(one != other for one, other in pairwise(said)), "each change is said once"
 
 
 def test_the_first_address_that_answers_is_taken(etcd):

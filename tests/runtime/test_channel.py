@@ -44,6 +44,7 @@ from kvbm.runtime.channel import (
     agree,
 )
 from kvbm.runtime.leader import Leader
+from servers import free_port
 from tiernames import DISK, HOST, OBJECT
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,9 +89,7 @@ def collect(receive, count, seconds=120.0):
 
 
 def free_url():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def meet(leader, workers, confirm=True):

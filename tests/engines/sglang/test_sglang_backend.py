@@ -7,13 +7,11 @@ engine is said where it is made.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import hashlib
 import json
 import queue
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -49,6 +47,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from kvbm.control import socket as control
 from kvbm.engines.sglang.__main__ import extra_config
 from kvbm.engines.sglang.backend import KvbmStorage
+from servers import free_port
 
 PAGE = 16  # tokens
 LAYERS, HEADS, DIM = 3, 2, 16
@@ -426,9 +425,7 @@ def test_stats_are_sglangs(backends):
 
 def test_metrics_are_on_a_port_of_their_own(backends):
     pool = host_pool()
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     backend = backends(pool, metrics=True, metrics_port=port)
     backend.batch_set_v1(hashes(1, 2), pool.alloc(2 * PAGE))
     backend.batch_exists(hashes(1, 2, 3))

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -16,6 +15,7 @@ import pytest
 from engines import Driver, EngineFailedError, do, generate, prompt
 
 from kvbm.tiers.peers.nixl_path import api
+from servers import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -114,8 +114,7 @@ def test_each_rank_reads_from_the_same_rank(run_scenario, baseline, run_dir):
 def test_an_engine_of_another_machine_answers_with_the_same_tokens(run_scenario, baseline, run_dir, transport, path):
     """Two engines that take each other for machines of their own, over TCP."""
     wanted = baseline(PROMPTS)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = "{}:{}".format(*free.getsockname())
+    address = f"127.0.0.1:{free_port()}"
     env = {"KVBM_PEER_SECRET": SECRET, "UCX_TLS": "tcp,self"}
     here, there = run_dir / "a", run_dir / "b"
     here.mkdir(mode=0o700)
