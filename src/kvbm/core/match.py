@@ -34,8 +34,8 @@ class Match(NamedTuple):
     def by_tier(self) -> dict[TierName, int]:
         """How many of its blocks lie in each tier, in the order in which they are first met."""
         found: dict[TierName, int] = {}
-        for run in self.runs:
-            found[run.tier] = found.get(run.tier, 0) + len(run.slots)
+        for tier, slots in self.runs:
+            found[tier] = found.get(tier, 0) + len(slots)
         return found
 
     def cut(self, blocks: int) -> Match:
