@@ -310,6 +310,15 @@ def test_a_name_that_comes_back_ends_its_first_request_first(monkeypatch):
     assert "r" in here.log._running
 
 
+def test_two_requests_of_one_name_that_end_in_one_step_are_both_recorded(monkeypatch):
+    here, logged = Here(), []
+    monkeypatch.setattr(here.log, "finished", lambda name, *about: logged.append((name, *about)))
+    for tokens in (1, 2):
+        here.session.finish(here.request("r"), tokens, keys("ab"), later=True)
+    here.session.finalize()
+    assert [about[:2] for about in logged] == [("r", 1), ("r", 2)]
+
+
 def test_requests_that_have_just_ended_are_recorded_before_the_engine_ends(monkeypatch):
     """Those that end after the flush, for example."""
     here, order = Here(), []

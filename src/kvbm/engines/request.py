@@ -60,7 +60,6 @@ class Completed(NamedTuple):
 class Ended(NamedTuple):
     """A request that is over for the engine."""
 
-    name: str
     output_tokens: int
     keys: Sequence[Key]  # of all its full blocks, those of its answer included
     stored: int  # blocks from the front that a tier has, or had

@@ -74,7 +74,7 @@ class Session:
         self.kept_bytes = 0  # of a block, by all ranks together
         self.packed = 1.0  # bytes of a block in a slot, by those in the engine's memory
         self.uses = 0  # requests that found blocks and have ended: edges may have new work
-        self.ended: list[Ended] = []  # requests that wait for finalize
+        self.ended: dict[str, Ended] = {}  # requests that wait for finalize, by name
         self.cost = CostModel(
             registry.priors(),
             step_tokens=step_tokens,
@@ -351,7 +351,7 @@ class Session:
         self.observer.log.admitted(admission, None if plan is None else plan.id, lookup.prices)
 
     def _begin_operation(self, state: RequestState) -> None:
-        if any(ended.name == state.name for ended in self.ended):
+        if state.name in self.ended:
             self.finalize()  # the log goes by names, and knows one request of a name at a time
         self.clock.tick()
 
@@ -415,16 +415,18 @@ class Session:
         """A request has ended. ``later``: another call finalizes it, when the engine's thread has time."""
         self.withdraw(state)
         stored, found = (state.stored, state.found or 0) if keys else (0, 0)
-        self.ended.append(Ended(state.name, output_tokens, keys, stored, found, state.turn, state.tenant))
+        if state.name in self.ended:
+            self.finalize()
+        self.ended[state.name] = Ended(output_tokens, keys, stored, found, state.turn, state.tenant)
         if not later:
             self.finalize()
 
     def finalize(self) -> None:
         """Touch the blocks of requests that have ended, and log the requests. A failure costs one request."""
-        ended, self.ended = self.ended, []
+        ended, self.ended = self.ended, {}
         if ended:
             self.clock.tick()
-        for name, output_tokens, keys, stored, found, turn, tenant in ended:
+        for name, (output_tokens, keys, stored, found, turn, tenant) in ended.items():
             try:
                 if stored and self.leader is not None:
                     # All blocks that it used are recent now, wherever they were; its last ones are evicted first.

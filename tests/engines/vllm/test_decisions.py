@@ -677,7 +677,7 @@ def end_beside_another(engine, *names):
         engine.add(name, PROMPT[::-1], max_tokens=1)
     while any(name in engine.scheduler.requests for name in names):
         engine.turn()
-    assert [ended.name for ended in engine.adapter.session.ended] == list(names)
+    assert list(engine.adapter.session.ended) == list(names)
 
 
 @pytest.fixture
@@ -696,7 +696,7 @@ def test_who_has_ended_is_seen_off_before_everything_is_forgotten(ends):
     end_beside_another(engine, "one")
     assert engine.adapter.reset()
     assert ("request", "one") in told
-    assert engine.adapter.session.ended == []
+    assert engine.adapter.session.ended == {}
     engine.run()
     engine.check_idle()
 

@@ -459,7 +459,8 @@ class SchedulerAdapter:
         state.turn = from_params(
             request.kv_transfer_params, getattr(request, "session_id", None), getattr(request, "priority", 0)
         )
-        # vLLM sends the request's last token after this call, and then plans a step, if only to tell its workers.
+        # vLLM sends the request's last token after this call. Its engine process then plans a step, if only to tell the
+        # workers; an engine in the caller's own process plans it with the next request, or ends.
         self.session.finish(state, request.num_output_tokens, keys, later=True)
 
     def reset(self) -> bool:
