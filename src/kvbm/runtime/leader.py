@@ -466,6 +466,11 @@ class Leader:
     def loads_under_way(self) -> bool:
         return bool(self._loads)
 
+    @property
+    def loads(self) -> list[int]:
+        """Ids of the loads under way."""
+        return list(self._loads)
+
     def are_under_way(self, loads: Iterable[int]) -> bool:
         """Whether any of these loads is."""
         return any(load in self._loads for load in loads)

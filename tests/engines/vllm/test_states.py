@@ -207,8 +207,8 @@ def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baselin
     """Requests are preempted, come back and are aborted, while blocks are still being copied out.
 
     vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch, and answers of
-    the rounds cannot be compared; in test_overlap.py every number of such requests is checked. What the host tier has
-    afterwards is compared: a prompt that comes back alone.
+    the rounds cannot be compared; in test_overlap_groups.py every number of such requests is checked. What the host
+    tier has afterwards is compared: a prompt that comes back alone.
     """
     prompts = [LONG[: 100 * i] + tokens(10 + i, 60 + 17 * i) for i in range(1, 7)]
     rounds = []
