@@ -387,10 +387,10 @@ def engine_blocks(block_pool: Any) -> tuple[int, int]:
     return (block_pool.num_gpu_blocks, block_pool.get_num_free_blocks()) if block_pool is not None else (0, 0)
 
 
-def event_group(kv_cache_group: Any) -> dict[str, Any]:
+def event_group(kv_cache_config: Any, group: int) -> dict[str, Any]:
     """What vLLM's events say of the group that blocks belong to."""
-    kind = kv_cache_interface.get_kv_cache_spec_kind(kv_cache_group.kv_cache_spec)
-    return {"group_idx": 0, "kv_cache_spec_kind": kind.value}
+    kind = kv_cache_interface.get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[group].kv_cache_spec)
+    return {"group_idx": group, "kv_cache_spec_kind": kind.value}
 
 
 def event_extra_keys(request: Any, first: int, end: int, block_size: int) -> list[Any] | None:

@@ -134,7 +134,7 @@ class SchedulerAdapter:
             )
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         self._services.start(
-            self._config, vllm_config, self._kv_cache_config, self.session, self._groups.apart, hashes,
+            self._config, vllm_config, self._kv_cache_config, self.session, self._groups, hashes,
             lambda: compat.engine_blocks(self.block_pool),
         )  # fmt: skip
 
