@@ -56,9 +56,11 @@ class Bench:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from kvbm.engines.vllm.feed import EventFeed
+        from kvbm.engines.vllm.groups import Groups
 
         spec = FullAttentionSpec.__new__(FullAttentionSpec)  # only its kind is asked for
-        return EventFeed({NEAR.name: pool}, self.block_size, SimpleNamespace(kv_cache_spec=spec))
+        cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        return EventFeed({NEAR.name: pool}, self.block_size, cache, Groups())
 
     def churn(self, pool: Pool, planned: Callable[[SimpleNamespace], None], ended: Callable[[], None]) -> float:
         """Seconds of CPU of all steps; called when blocks are on their way, and when they have been published."""

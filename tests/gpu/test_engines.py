@@ -13,7 +13,7 @@ import random
 
 import pytest
 from devices import ON_CUDA
-from engines import do, generate
+from engines import do, generate, parting
 
 pytestmark = pytest.mark.gpu
 
@@ -232,14 +232,10 @@ def agree(outcome, answers: dict[str, list[int]]) -> None:
     what follows cannot be compared; in all that is so for the smaller part of the tokens."""
     compared = total = 0
     for alone, tokens in answers.items():
-        wanted, margins = outcome.tokens(alone)[0], outcome[alone]["margins"][0]
-        assert len(tokens) == len(wanted)
-        parting = next((i for i in range(len(wanted)) if tokens[i] != wanted[i]), len(wanted))
-        if parting < len(wanted):
-            margin = margins[parting]
-            assert margin < CLEAR, f"token {parting} differs from {alone!r}, where the choice was clear by {margin}"
-        compared += parting
-        total += len(wanted)
+        same, margin = parting(outcome[alone], tokens)
+        assert margin < CLEAR, f"token {same} differs from {alone!r}, where the choice was clear by {margin}"
+        compared += same
+        total += len(tokens)
     assert compared > total / 2, f"only {compared} of {total} tokens could be compared"
 
 

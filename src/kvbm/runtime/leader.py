@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from typing import Protocol
 
 import msgspec
@@ -464,6 +464,11 @@ class Leader:
     @property
     def loads_under_way(self) -> bool:
         return bool(self._loads)
+
+    @property
+    def loads(self) -> KeysView[int]:
+        """Ids of the loads under way."""
+        return self._loads.keys()
 
     @property
     def unconfirmed_store_blocks(self) -> int:

@@ -36,6 +36,7 @@ class StepTimes:
         self._cost = cost
         self._under_way: deque[tuple[float, Work]] = deque()
         self._last_end = 0.0
+        self.ended_steps = 0  # since the start
 
     def scheduled(self, work: Work, now: float) -> None:
         if len(self._under_way) >= _MAX_UNDER_WAY:
@@ -50,6 +51,7 @@ class StepTimes:
         """The scheduler has heard of the oldest step's results."""
         if not self._under_way:
             return
+        self.ended_steps += 1
         began, work = self._under_way.popleft()
         seconds = now - max(began, self._last_end)
         self._last_end = now

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -60,6 +61,21 @@ def make_clockwork(model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def hold_stores(monkeypatch):
+    """No store that is late ends within this context, unless a fence asks for it."""
+
+    from kvbm.testing.copier_faults import _Late
+
+    @contextmanager
+    def hold():
+        with monkeypatch.context() as holding:
+            holding.setattr(_Late, "done", lambda store: False)
+            yield
+
+    return hold
 
 
 @pytest.fixture(scope="session")

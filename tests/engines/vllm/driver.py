@@ -315,17 +315,7 @@ class Scenario:
 
     def reset(self, connector: bool = False, running: bool = False) -> bool:
         """vLLM's prefix cache and, if asked to, KVBM's."""
-        options = {"reset_connector": True} if connector else {}
-        if not running:
-            return self.llm.reset_prefix_cache(**options)
-        try:
-            return self.llm.reset_prefix_cache(reset_running_requests=True, **options)
-        except RuntimeError as error:
-            if "Failed to reset KV cache" not in str(error):
-                raise
-            # With a connector and a step under way vLLM gives blocks back late, and refuses this reset of its own;
-            # the requests have been set back by then, and the connector's reset is still to come.
-            return self.llm.reset_prefix_cache(**options)
+        return self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
     def empty(self, seconds: float = 30) -> bool:
         """Resets vLLM's prefix cache as soon as that is possible: when no request and no load holds a block."""

@@ -135,6 +135,18 @@ def _tail(log: Path, lines: int = 60) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def parting(alone: dict[str, Any], tokens: list[int]) -> tuple[int, float]:
+    """(how many tokens are those of the same prompt alone, how clear the choice of two tokens was where they part).
+
+    With 16 bits the same scores come out a little different in batches of another shape. ``alone``: what a ``generate``
+    step with log-probabilities gave.
+    """
+    (wanted,), (margins,) = alone["tokens"][0], alone["margins"]
+    assert len(tokens) == len(wanted)
+    at = next((i for i in range(len(wanted)) if tokens[i] != wanted[i]), len(wanted))
+    return at, margins[at] if at < len(wanted) else 0.0
+
+
 def prompt(seed: int, tokens: int) -> list[int]:
     """Tokens that no other seed shares."""
     source = random.Random(seed)

@@ -20,30 +20,39 @@ def wake(scenario) -> None:
     scenario.llm.wake_up()
 
 
-def reset_running(scenario) -> str:
-    """vLLM's reset of everything, with requests under way; returns what it answers."""
-    try:
-        return str(scenario.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
-    except RuntimeError as error:
-        return str(error)
-
-
 def loads_under_way(scenario) -> bool:
     return scenario.adapter.leader.loads_under_way
 
 
-def sleep_beside_loads(scenario, prompt: list[int], times: int) -> list[str]:
-    """In an engine of another process: let it sleep while it loads a prompt. Returns the errors."""
-    errors = []
+def pause_beside_loads(scenario, prompt: list[int], times: int) -> list[list[int]]:
+    """In an engine of another process: pause it and empty its caches while it loads a prompt, and let it go on. Returns
+    the answers."""
+    answers = []
     for i in range(times):
         scenario.empty()
-        scenario.add([f"asleep-{i}"], [prompt], 8)
+        scenario.add([f"paused-{i}"], [prompt], 16)
+        time.sleep(0.05)  # a load that is slow on purpose takes 0.1 s
+        scenario.engine.engine_core.call_utility("pause_scheduler", "keep", True)
+        scenario.engine.engine_core.call_utility("resume_scheduler")
+        answers += scenario.finish().values()
+    return answers
+
+
+def sleep_beside_loads(scenario, prompt: list[int], ways: list[list]) -> dict:
+    """In an engine of another process: let it sleep while it loads a prompt, in each of these ways: [level, mode].
+    Returns the errors, what the requests were answered that went on, and what the prompt was answered after each."""
+    errors, kept, after = [], [], []
+    for level, mode in ways:
+        scenario.empty()
+        scenario.add([f"asleep-{level}-{mode}"], [prompt], 16)
         time.sleep(0.05)  # a load that is slow on purpose takes 0.1 s
         try:
-            scenario.llm.sleep(level=1)
+            scenario.llm.sleep(level, mode)
         except Exception as error:
-            errors.append(str(error))
+            errors.append(f"level {level}, {mode}: {error}")
         scenario.llm.wake_up()
-        scenario.finish()
-        scenario.generate([prompt])
-    return errors
+        answers = scenario.finish().values()
+        if mode != "abort":
+            kept += answers
+        after.append(scenario.generate([prompt])["tokens"][0][0])
+    return {"errors": errors, "kept": kept, "after": after}

@@ -44,6 +44,24 @@ def held(scenario, prompt: list[int], states: bool) -> int:
     return sum(key in pool for key in _keys(scenario, prompt, states))
 
 
+def told_of(scenario, prompts: list[list[int]]) -> dict[int, list[int]]:
+    """What events should tell of these prompts: the tokens of each block that the tier has for the layers that see all
+    tokens, by the names that vLLM gives in events."""
+    from kvbm.core.keys import in_group
+    from kvbm.engines.vllm.compat import windows
+    from kvbm.engines.vllm.feed import _external
+
+    adapter, found = scenario.adapter, {}
+    pool = adapter.leader.manager.near
+    main = windows(scenario.engine.vllm_config, adapter._kv_cache_config).index(0)
+    for prompt in prompts:
+        keys = adapter._keys.of(scenario._request("told", prompt))
+        for i, (key, name) in enumerate(zip(in_group(keys, main), _external(keys), strict=True)):
+            if key in pool:
+                found[name] = prompt[i * BLOCK : (i + 1) * BLOCK]
+    return found
+
+
 def blank(scenario, prompt: list[int], states: bool) -> int:
     """Fill a prompt's blocks in the host tier with zeros: the states, or the KV. Returns how many there were."""
     from kvbm.engines.vllm.worker import find_local

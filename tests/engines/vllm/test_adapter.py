@@ -204,7 +204,7 @@ def test_ordinary_attention_is_served(specs):
 
 
 def test_layers_that_see_a_window_are_served_where_a_lost_load_can_be_told_of(specs, model, caplog):
-    from clockwork import make_config
+    from clockwork import make_cache, make_config
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 
     from kvbm.engines.vllm import compat
@@ -233,8 +233,14 @@ def test_layers_that_see_a_window_are_served_where_a_lost_load_can_be_told_of(sp
     of_this_engine_only = groups(specs.full, specs.sliding)
     of_this_engine_only.kv_cache_groups[1].enable_kv_transfer = False
     assert compat.windows(config, of_this_engine_only) is None
-    config.speculative_config = object()
+    config.speculative_config = SimpleNamespace(method="eagle3")
     assert compat.windows(config, groups(specs.full, specs.sliding)) is None
+    config.speculative_config = SimpleNamespace(method="ngram")
+    assert compat.windows(config, groups(specs.full, specs.sliding)) == ([0, 8] if served else None)
+    states = make_cache((0, compat.STATE), 16)
+    assert compat.windows(config, states) is None
+    config.speculative_config = None
+    assert compat.windows(config, states) == ([0, compat.STATE] if served else None)
 
 
 def test_hashes_of_half_a_block_name_no_block(specs, model):

@@ -183,6 +183,16 @@ def test_who_has_used_a_prefix_has_not_used_what_lies_behind_a_window():
     ]
 
 
+@pytest.mark.parametrize(
+    ("windows", "announced"), [((5, 0, 5), 1), ((0, 0), 0), ((5, 9), None), ((0, STATE), None), ((5, 0, STATE), None)]
+)
+def test_events_tell_of_a_group_that_stands_for_all(windows, announced):
+    groups = SeveralGroups(windows, BLOCK)
+    assert groups.announced == announced
+    keys = [] if announced is None else [in_group(key, announced) for key in KEYS]
+    assert list(groups.announced_keys(KEYS)) == keys
+
+
 def test_no_two_groups_share_a_key():
     keys = {in_group(key, group) for key in KEYS for group in range(20)}
     assert len(keys) == 20 * len(KEYS)

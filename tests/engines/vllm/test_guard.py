@@ -160,9 +160,7 @@ def test_changes_that_nobody_will_be_told_of_are_not_collected(make_clockwork, m
 
     engine = make_clockwork()
     adapter = engine.adapter
-    adapter._services._feed = EventFeed(
-        adapter.leader.manager.catalogs, 16, adapter._kv_cache_config.kv_cache_groups[0]
-    )
+    adapter._services._feed = EventFeed(adapter.leader.manager.catalogs, 16, adapter._kv_cache_config, adapter._groups)
     assert engine.pool.on_change is not None
     monkeypatch.setattr(EventFeed, "take", broken)
     assert adapter.take_events() == []

@@ -86,7 +86,7 @@ def test_new_weights_in_a_paused_engine_leave_nothing_of_the_old_ones(run_scenar
         do("step", times=6),
         do("pause", state="PAUSED_ALL"),
         do("load_weights", checkpoint=str(other / FILE)),
-        call("reset_running", "reset"),
+        do("reset", "reset", running=True, connector=True),
         do("pause", state="UNPAUSED"),
         do("finish"),
         generate(PROMPT, name="new"),
@@ -98,51 +98,99 @@ def test_new_weights_in_a_paused_engine_leave_nothing_of_the_old_ones(run_scenar
     ]
     story = run_scenario(steps, dict(CACHE))
     (new,) = baseline([PROMPT], engine={"model": str(other)})
-    assert story["reset"] == "True"
+    assert story["reset"] is True
     assert story.tokens("new") == story.tokens("loaded") == [new]
     assert story["loaded"]["cached"] == [BLOCKS * 32]
     assert is_idle(story["end"])
 
 
-def test_a_reset_waits_for_the_load_of_an_aborted_request(run_scenario, baseline):
-    """vLLM keeps the blocks of the request until the load is over, and refuses this reset as long as it does. It goes
-    on stepping until KVBM has reported the end of the load."""
+@pytest.mark.matrix
+@pytest.mark.parametrize("connector", [False, True], ids=["of vLLM", "of KVBM too"])
+def test_a_reset_withdraws_the_loads_that_are_under_way(run_scenario, baseline, connector):
+    """One of a request that waits, and one of a request that is gone, beside a request that runs."""
+    other = prompt(3, 60)
+    steps = [
+        generate(PROMPT),
+        do("drain"),
+        do("reset"),
+        do("add", names=["runs"], prompts=[other], max_tokens=40),
+        do("step", times=4),
+        do("faults", rules="slow"),
+        do("hold_stores"),  # and loads
+        do("add", names=["waits", "gone"], prompts=[PROMPT, PROMPT]),
+        do("step", times=2),
+        call("loads_under_way", "loads"),
+        do("abort", names=["gone"]),
+        do("reset", "reset", running=True, connector=connector),
+        do("step", times=4),
+        do("state", "held"),
+        do("mend"),
+        do("faults", rules=""),
+        do("finish", "answers"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="again"),
+        do("drain"),
+        do("state", "end"),
+    ]
+    story = run_scenario(steps, {**CACHE, "onboard": "async"})
+    assert story["loads"] is True
+    assert story["reset"] is True
+    # No request gets blocks while a load may still write to them.
+    held = story["held"]
+    assert held["engine_blocks_free"] == 255
+    (wanted,) = baseline([PROMPT])
+    assert story["answers"] == {"waits": wanted, "runs": baseline([other], 40)[0]}
+    assert story.tokens("again") == [wanted]
+    assert story["again"]["cached"] == [BLOCKS * 32]
+    assert is_idle(story["end"])
+
+
+def test_new_weights_beside_a_load_leave_nothing_of_the_old_ones(run_scenario, baseline, other):
     steps = [
         generate(PROMPT),
         do("drain"),
         do("reset"),
         do("faults", rules="slow"),
         do("hold_stores"),  # and loads
-        do("add", names=["gone"], prompts=[PROMPT]),
+        do("add", names=["waits"], prompts=[PROMPT]),
         do("step"),
         call("loads_under_way", "loads"),
-        call("reset_running", "too early"),
-        do("abort", names=["gone"]),
+        do("pause", state="PAUSED_ALL"),
+        do("load_weights", checkpoint=str(other / FILE)),
+        do("reset", "reset", running=True, connector=True),
+        do("pause", state="UNPAUSED"),
         do("mend"),
-        do("drain"),
-        call("loads_under_way", "loads after"),
-        call("reset_running", "reset"),
         do("faults", rules=""),
-        generate(PROMPT, name="again"),
+        do("finish", "answers"),
+        do("drain"),
+        do("reset"),
+        generate(PROMPT, name="loaded"),
         do("drain"),
         do("state", "end"),
     ]
     story = run_scenario(steps, {**CACHE, "onboard": "async"})
-    assert (story["loads"], story["loads after"]) == (True, False)
-    assert "waiting for remote KV transfer" in story["too early"]  # of vLLM itself, see docs/vllm.md
-    assert story["reset"] == "True"
-    assert story.tokens("again") == baseline([PROMPT])
-    assert story["again"]["cached"] == [0]
+    (old,), (new,) = baseline([PROMPT]), baseline([PROMPT], engine={"model": str(other)})
+    assert old != new
+    assert (story["loads"], story["reset"]) == (True, True)
+    assert story["answers"] == {"waits": new}
+    assert story.tokens("loaded") == [new]
+    assert story["loaded"]["cached"] == [BLOCKS * 32]
     assert is_idle(story["end"])
 
 
-def test_an_engine_of_another_process_sleeps_beside_loads(run_scenario, baseline):
-    steps = [
-        generate(PROMPT),
-        call("sleep_beside_loads", "errors", prompt=PROMPT, times=2),
-        generate(PROMPT, name="again"),
-    ]
+def test_an_engine_of_another_process_pauses_beside_loads(run_scenario, baseline):
+    """vLLM's pause waits for the load, and its request holds blocks then without having been in a step."""
+    steps = [generate(PROMPT), call("pause_beside_loads", "answers", prompt=PROMPT, times=2)]
     kvbm = {**CACHE, "onboard": "async", "inject_faults": "slow"}
     story = run_scenario(steps, kvbm, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    assert story["errors"] == []
-    assert story.tokens("again") == baseline([PROMPT])
+    assert story["answers"] == baseline([PROMPT]) * 2
+
+
+def test_an_engine_of_another_process_sleeps_beside_loads(run_scenario, baseline):
+    ways = [[1, "abort"], [2, "abort"], [1, "keep"], [2, "keep"], [1, "wait"]]
+    steps = [generate(PROMPT), call("sleep_beside_loads", "story", prompt=PROMPT, ways=ways)]
+    kvbm = {**CACHE, "onboard": "async", "inject_faults": "slow"}
+    story = run_scenario(steps, kvbm, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    (wanted,) = baseline([PROMPT])
+    assert story["story"] == {"errors": [], "kept": [wanted] * 3, "after": [wanted] * 5}

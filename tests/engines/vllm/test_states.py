@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import do, generate
+from engines import do, generate, parting
 from states import BLOCK, GDN, MAMBA, STATES, model_folder, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
@@ -204,33 +204,64 @@ def test_kv_without_its_state_is_computed(run_scenario, baseline, engine):
 
 @only_one_fast
 def test_where_blocks_are_short_every_request_gets_its_own(run_scenario, baseline, engine):
-    """Requests are preempted, come back and are aborted, while blocks are still being copied out.
+    """Requests are preempted, come back and are aborted, loads fail, and blocks are still being copied out.
 
-    vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch, and answers of
-    the rounds cannot be compared; in test_overlap.py every number of such requests is checked. What the host tier has
-    afterwards is compared: a prompt that comes back alone.
+    vLLM's kernels for states on a CPU compute in bfloat16, so tokens of vLLM alone depend on the batch: by less than
+    0.04 in what is compared here. Answers may part where the choice was no clearer; in test_overlap_groups.py every
+    number of such requests is checked.
     """
+    engine = {**engine, "logprobs_mode": "processed_logprobs"}
+    choice = {"max_tokens": 24, "allowed_token_ids": [100, 200], "logprobs": 2}
     prompts = [LONG[: 100 * i] + tokens(10 + i, 60 + 17 * i) for i in range(1, 7)]
+    alone = run_scenario([generate(prompt, name=str(i), **choice) for i, prompt in enumerate(prompts)], None, engine)
     rounds = []
     for i in range(6):
         rounds += [
             do("add", names=[f"gone {i}"], prompts=[LONG[: 90 * i + 40]]),
             do("step", times=1 + i % 3),
             do("abort", names=[f"gone {i}"]),
-            generate(*(prompts[i:] + prompts[:i]), name=str(i), max_tokens=24),
+            generate(*(prompts[i:] + prompts[:i]), name=str(i), **choice),
         ]
-    returned = [generate(prompts[1]), do("drain"), do("reset"), generate(prompts[1], name="returned")]
+
+    def compare(story):
+        """How many of the tokens are those of the prompts alone, and how clear the clearest choice is that differs."""
+        found = [
+            parting(alone[str((i + j) % 6)], answer) for i in range(6) for j, answer in enumerate(story.tokens(str(i)))
+        ]
+        return sum(same for same, _ in found), max(margin for _, margin in found)
+
+    returned = [do("reset"), generate(prompts[1]), do("drain"), do("reset"), generate(prompts[1], name="returned")]
     story = run_scenario(
-        [*rounds, do("drain"), do("state", "rounds"), *returned, do("drain"), do("state", "end")],
-        {"cpu_cache_override_num_blocks": 40, "inject_faults": "slow-store:every=2"},
+        [
+            *rounds,
+            do("drain"),
+            do("state", "rounds"),
+            do("faults", rules=""),
+            *returned,
+            do("drain"),
+            do("state", "end"),
+        ],
+        {"cpu_cache_override_num_blocks": 40, "inject_faults": "slow-store:every=2,load:every=9"},
         {**engine, "num_gpu_blocks_override": 60},
     )
-    assert [len(answer) for i in range(6) for answer in story.tokens(str(i))] == [24] * 36
+    same, margin = compare(story)
+    assert same > 0.7 * 6 * 6 * 24
+    assert margin < 0.2
     assert story["rounds"]["evictions"] > 0
+    assert story["rounds"]["onboarded"] > 0
     assert story["returned"]["cached"] == [len(prompts[1]) // BLOCK * BLOCK]
     assert story.tokens("returned") == baseline([prompts[1]], engine=engine)
     end = story["end"]
-    assert (end["requests"], end["pinned"], end["writing"], end["busy"], end["faults"]) == (0, 0, 0, False, {})
+    assert (end["requests"], end["pinned"], end["writing"], end["busy"]) == (0, 0, 0, False)
+    assert end["failed_load_blocks"] > 0
+    assert list(end["faults"]) == ["rank 0: load: injected load fault"]
+    wrong = run_scenario(
+        rounds,
+        {"cpu_cache_override_num_blocks": 200, "inject_faults": "zeros"},
+        {**engine, "num_gpu_blocks_override": 60},
+    )
+    same, margin = compare(wrong)  # the control
+    assert margin > 0.5
 
 
 @only_one_fast

@@ -96,11 +96,11 @@ def fails_whole_requests() -> bool:
 def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
     """How many tokens the layers of each KV cache group see, the next one included; 0 for all of them, STATE for layers
     that keep a state. None if KVBM cannot store the groups' blocks (:mod:`~kvbm.engines.vllm.groups`): blocks of unlike
-    size, states of which vLLM saves none or whose model has no attention, latent vectors, draft models, hashes of less
-    than a block, and releases to which a failed load cannot be reported.
+    size, states of which vLLM saves none or whose model has no attention, states beside guessed tokens, latent vectors,
+    draft models, hashes of less than a block, and releases to which a failed load cannot be reported.
     """
     groups, size = kv_cache_config.kv_cache_groups, vllm_config.cache_config.block_size
-    if not groups or not fails_whole_requests() or getattr(vllm_config, "speculative_config", None) is not None:
+    if not groups or not fails_whole_requests() or _has_draft_model(vllm_config):
         return None
     found = []
     for group in groups:
@@ -120,7 +120,15 @@ def windows(vllm_config: Any, kv_cache_config: Any) -> list[int] | None:
         return None
     if clears_blocks(kv_cache_config) and STATE not in found:
         return None
+    if STATE in found and getattr(vllm_config, "speculative_config", None) is not None:
+        return None  # their tables have a block for each guess as well
     return found
+
+
+def _has_draft_model(vllm_config: Any) -> bool:
+    """Whether tokens are guessed by layers, which have blocks of their own, and not by looking at earlier tokens."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and getattr(speculative, "method", None) not in ("ngram", "ngram_gpu", "suffix")
 
 
 _KEPT = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec, kv_cache_interface.MambaSpec)
@@ -379,10 +387,10 @@ def engine_blocks(block_pool: Any) -> tuple[int, int]:
     return (block_pool.num_gpu_blocks, block_pool.get_num_free_blocks()) if block_pool is not None else (0, 0)
 
 
-def event_group(kv_cache_group: Any) -> dict[str, Any]:
+def event_group(kv_cache_config: Any, group: int) -> dict[str, Any]:
     """What vLLM's events say of the group that blocks belong to."""
-    kind = kv_cache_interface.get_kv_cache_spec_kind(kv_cache_group.kv_cache_spec)
-    return {"group_idx": 0, "kv_cache_spec_kind": kind.value}
+    kind = kv_cache_interface.get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[group].kv_cache_spec)
+    return {"group_idx": group, "kv_cache_spec_kind": kind.value}
 
 
 def event_extra_keys(request: Any, first: int, end: int, block_size: int) -> list[Any] | None:

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvbm import config as settings
 from kvbm import tracing as nvtx
 from kvbm.engines.guard import Faults, guarded
-from kvbm.engines.vllm import compat, early_check, shortcuts
+from kvbm.engines.vllm import compat, early_check, resets, shortcuts
 from kvbm.engines.vllm.groups import Groups, SeveralGroups
 from kvbm.engines.vllm.scheduler import SchedulerAdapter
 from kvbm.engines.vllm.sockets import remove_directory_at_exit
@@ -96,6 +96,7 @@ class DynamoConnector(KVConnectorBase_V1):
         if is_scheduler:
             _advise(config, transfer, groups)
             self._adapter = SchedulerAdapter(config, vllm_config, kv_cache_config, groups, self._faults)
+            resets.install()
         else:
             self._adapter = WorkerAdapter(config, vllm_config, kv_cache_config)
 
@@ -127,6 +128,12 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._adapter.allocated(request, blocks, num_external_tokens)
+
+    @guarded(False)
+    def before_reset(self, scheduler: Any) -> bool:
+        """vLLM's scheduler resets its cache (:mod:`~kvbm.engines.vllm.resets`). False: as if KVBM were not here."""
+        self._adapter.resets.begin(scheduler, self._adapter.leader)
+        return True
 
     @guarded(None)
     def others_write(self, blocks: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from kvbm.config import Config
 from kvbm.core.catalog import Catalog
 from kvbm.core.keys import Key
 from kvbm.engines.vllm import compat
+from kvbm.engines.vllm.groups import Groups
 from kvbm.events import launch
 from kvbm.events.ledger import Ledger, Name, Run, Stored
 from kvbm.plans import TierName
@@ -52,19 +53,24 @@ def consolidator_endpoints(config: Config, vllm_config: Any) -> tuple[str, str]:
 
 
 class EventFeed:
-    """Called from vLLM's scheduler thread. ``group``: the one KV cache group that all blocks belong to."""
+    """Called from vLLM's scheduler thread. ``groups``: tells of blocks of the group that they announce."""
 
-    def __init__(self, pools: Mapping[TierName, Catalog], block_size: int, group: Any) -> None:
+    def __init__(
+        self, pools: Mapping[TierName, Catalog], block_size: int, kv_cache_config: Any, groups: Groups
+    ) -> None:
+        assert groups.announced is not None
         self._block_size = block_size
-        self._group = compat.event_group(group)
+        self._groups = groups
+        self._group = compat.event_group(kv_cache_config, groups.announced)
         self.ledger = Ledger(pools, block_size)
         self._engine_events: Any = None  # the list that vLLM collects its own events in until it next takes them
 
     def follow(self, request: Any, keys: Sequence[Key], first: int, end: int) -> None:
         """Some tier may now have, or be about to have, blocks ``first`` to ``end`` of a request."""
         ledger, size = self.ledger, self._block_size
-        for start, stop in ledger.undescribed(keys, first, end):
-            run_keys = tuple(keys[start:stop])
+        told = self._groups.announced_keys(keys[first:end])
+        for at, until in ledger.undescribed(told, 0, len(told)):
+            run_keys, start, stop = tuple(told[at:until]), first + at, first + until
             # vLLM's own hashes, even where KVBM has other keys: subscribers follow a prefix across tiers by them.
             names = tuple(request.block_hashes[start:stop])
             parent = request.block_hashes[start - 1] if start else None
@@ -82,7 +88,8 @@ class EventFeed:
     def _translate(self, event: Any) -> Any:
         names = _external(event.names)
         if not isinstance(event, Stored):
-            return kv_events.BlockRemoved(block_hashes=names, medium=TIERS[event.tier].medium, group_idx=0)
+            medium, group = TIERS[event.tier].medium, self._groups.announced
+            return kv_events.BlockRemoved(block_hashes=names, medium=medium, group_idx=group)
         lora_id, lora_name = event.about
         return kv_events.BlockStored(
             block_hashes=names,

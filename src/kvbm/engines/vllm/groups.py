@@ -48,6 +48,13 @@ class Groups:
     """All layers see all tokens, and have their blocks in one table."""
 
     apart = False  # True: a prefix has blocks in several places, so it is loaded as a whole, outside of the step
+    # The group whose blocks KV events tell of, for all groups. None: no events, because a prefix with all blocks of any
+    # group may still not come back.
+    announced: int | None = 0
+
+    def announced_keys(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """The keys of a prompt's blocks in that group."""
+        return keys
 
     def find(
         self,
@@ -98,7 +105,13 @@ class SeveralGroups(Groups):
         self._states = [window == STATE for window in windows]
         self._seeing_all = [group for group, window in enumerate(windows) if not window]
         self._sliding = [group for group, window in enumerate(windows) if window]
+        # With windows: of a prefix with all blocks of such a group the others are there, except where host memory was
+        # short. States are there at few places of a prompt.
+        self.announced = None if any(self._states) else next(iter(self._seeing_all), None)
         self._block_size = block_size
+
+    def announced_keys(self, keys: Sequence[Key]) -> Sequence[Key]:
+        return [] if self.announced is None else in_group(keys, self.announced)
 
     def find(
         self,

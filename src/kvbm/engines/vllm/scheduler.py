@@ -27,6 +27,7 @@ from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.prefetch import Prefetcher
 from kvbm.engines.vllm.queue import QueuedFetches
 from kvbm.engines.vllm.request import RequestState
+from kvbm.engines.vllm.resets import Resets
 from kvbm.engines.vllm.services import Services
 from kvbm.engines.vllm.steps import follow_tables, work_of
 from kvbm.engines.vllm.stores import Stores
@@ -76,6 +77,7 @@ class SchedulerAdapter:
         self._uses: list[AdapterUse] = []  # adapters that the next step's plan depends on
         self._drain_stores: list[int] = []  # stores that must be over before the next step
         self.unheard: dict[str, int] = {}  # loads that vLLM has not heard the end of, by waiting request
+        self.resets = Resets(self._steps, self.unheard)
         self._hopeless = 0  # loads that could not be planned
         self._active: set[str] = set()  # requests that have been in a batch and are not finished
         self._still_steps = 0  # in a row, with nothing to compute
@@ -132,7 +134,7 @@ class SchedulerAdapter:
             )
         hashes = "vLLM's hashes" if self._reuses_hashes else "KVBM's own hashes"
         self._services.start(
-            self._config, vllm_config, self._kv_cache_config, self.session, self._groups.apart, hashes,
+            self._config, vllm_config, self._kv_cache_config, self.session, self._groups, hashes,
             lambda: compat.engine_blocks(self.block_pool),
         )  # fmt: skip
 
@@ -160,6 +162,8 @@ class SchedulerAdapter:
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be brought back beyond those vLLM has, whether that happens outside of the step)."""
+        if self.resets.hold_requests(self.leader):
+            return None, False
         if self.leader is None or self._keys is None or self._adapters is None or self._deferrals is None:
             return 0, False
         if self._only_worker is not None:
@@ -172,11 +176,10 @@ class SchedulerAdapter:
         stuck = self._is_stuck(state)
         state.match, state.local_tokens, state.deferred = None, computed_tokens, False
         lora = getattr(request, "lora_request", None)
-        weights = None
         if lora is not None:
             state.loaded = range(0)
             self._adapters.refresh()
-            weights = self._keys.bind(request)
+        weights = None if lora is None else self._keys.bind(request)
         if state.comes_back():
             return None, False
         if state.put_off and self._deferrals.for_room(state, state.put_off, self._loads):
@@ -212,8 +215,8 @@ class SchedulerAdapter:
             return 0, False
         if decision.in_step and self._deferrals.for_room(state, decision.blocks, self._loads):
             return None, False
-        forced = self._config.onboard == "sync"
-        in_step = decision.in_step and (forced or not state.put_off)  # else it has waited long enough for a step
+        # Else it has waited long enough for a step.
+        in_step = decision.in_step and (not state.put_off or self._config.onboard == "sync")
         self.session.offer(state, found, decision, in_step)
         may_extend = not self._groups.apart and not self._drops_last_block
         if may_extend and not state.in_step and self._others_go_on(request.request_id):

@@ -12,6 +12,7 @@ from kvbm.core.keys import Key
 from kvbm.engines import services
 from kvbm.engines.session import Session
 from kvbm.engines.vllm import compat, feed
+from kvbm.engines.vllm.groups import Groups
 from kvbm.events import launch
 
 logger = logging.getLogger("kvbm")
@@ -26,25 +27,25 @@ class Services(services.Services):
         vllm_config: Any,
         kv_cache_config: Any,
         session: Session,
-        apart: bool,
+        groups: Groups,
         hashes: str,
         engine_blocks: Callable[[], tuple[int, int]],
     ) -> None:
-        """The leader has begun. ``apart``: the model's blocks are in several groups. ``engine_blocks``: (all, free) of
-        vLLM's own cache."""
+        """The leader has begun. ``engine_blocks``: (all, free) of vLLM's own cache."""
         assert session.leader is not None
         parallel, model, size = (
             vllm_config.parallel_config,
             vllm_config.model_config,
             vllm_config.cache_config.block_size,
         )
-        if feed.is_wanted(vllm_config) and apart:
+        if feed.is_wanted(vllm_config) and groups.announced is None:
             logger.warning(
-                "KV events do not tell what KVBM holds: layers of this model see different parts of a prompt"
+                "KV events do not tell what KVBM holds: a prefix of this model may lack a state or a window although "
+                "all other blocks are there"
             )
         elif feed.is_wanted(vllm_config) and compat.hashed_tokens(vllm_config, kv_cache_config) == size:
             catalogs = session.leader.manager.catalogs
-            self._feed = feed.EventFeed(catalogs, size, kv_cache_config.kv_cache_groups[0])
+            self._feed = feed.EventFeed(catalogs, size, kv_cache_config, groups)
             if config.kv_events_enable_consolidator == "on":
                 source, _ = feed.consolidator_endpoints(config, vllm_config)
                 rank, count = parallel.data_parallel_index, self._faults.count
