@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -59,6 +60,21 @@ def test_a_long_read_comes_in_parts(member, reader, monkeypatch):
         assert (reader.block(i) == content(i, member.slot_bytes)) is (i != 3)
     assert reader.counts()[BLOCKS] == 6
     assert reader.store._table._flows[0].reads == 0
+
+
+def test_turns_are_short_from_the_call_of_a_read_to_its_end(member):
+    """The engine's thread computes on, and the threads that read must get the interpreter nevertheless."""
+    usual, seen = sys.getswitchinterval(), []
+    reader = Reader([member.unix])
+    post = reader.store._threads.post
+    reader.store._threads.post = lambda *task: (seen.append(sys.getswitchinterval()), post(*task))
+    member.store(1)
+    assert reader.read([1]).bad == []
+    assert reader.read([2]).bad == [0]
+    assert max(seen) < usual
+    reader.close()
+    assert reader.begin([1]).bad == [0]
+    assert sys.getswitchinterval() == pytest.approx(usual)
 
 
 def test_reads_behind_one_that_is_given_up_come_nevertheless(member, monkeypatch):

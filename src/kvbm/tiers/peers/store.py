@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbm.core.keys import KEY_BYTES
-from kvbm.gil import short_turns
+from kvbm.gil import begin_short_turns, end_short_turns
 from kvbm.tiers.base import NearMemory, Operation, Store
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.host.shared import Place, SharedMemory
@@ -70,9 +70,11 @@ class PeerStore(Store):
         if not parts:
             operation.end_part([], "")
         for number, positions in parts:
+            begin_short_turns()  # a system call for each piece, beside an engine that computes
             try:
                 self._threads.post(self._read, operation, number, positions)
             except RuntimeError:
+                end_short_turns()
                 operation.end_part(positions, "closed")
         return operation
 
@@ -80,17 +82,21 @@ class PeerStore(Store):
         raise NotImplementedError("blocks are not written to peers: they read them")
 
     def _read(self, operation: Operation, number: int, positions: list[int]) -> None:
-        if operation.cancelled or self._closing:
-            operation.end_part(positions, "the load was given up")
-            return
+        peer, reason = None, "the load was given up"
         try:
-            peer = self._peer(number)
+            if not operation.cancelled and not self._closing:
+                peer, reason = self._peer(number), f"no source has the number {number}"
         except Exception as error:
-            operation.end_part(positions, f"{type(error).__name__}: {error}")
-            return
-        if peer is None:
-            operation.end_part(positions, f"no source has the number {number}")
-            return
+            reason = f"{type(error).__name__}: {error}"
+        try:
+            if peer is None:
+                operation.end_part(positions, reason)
+            else:
+                peer.read(self._part(peer, operation, number, positions))
+        finally:
+            end_short_turns()
+
+    def _part(self, peer: Peer, operation: Operation, number: int, positions: list[int]) -> Part:
         has_begun = False
 
         def begin() -> None:
@@ -110,8 +116,7 @@ class PeerStore(Store):
 
         keys = [operation.tags[i][:KEY_BYTES] for i in positions]
         addresses = [operation.addresses[i] for i in positions]
-        with short_turns():  # a system call for each piece, beside an engine that computes
-            peer.read(Part(keys, addresses, lambda: operation.cancelled or self._closing, begin, end))
+        return Part(keys, addresses, lambda: operation.cancelled or self._closing, begin, end)
 
     def _peer(self, number: int) -> Peer | None:
         source = self._table.source(number)
