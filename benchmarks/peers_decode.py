@@ -33,6 +33,7 @@ for folder in ("src", "tests/tiers/peers", "tests/engines/vllm", "tests"):
 SECRET = "a secret of the benchmark"
 MAX_RISE, MAX_IDLE = 1.03, 0.01
 WINDOW_SECONDS, IDLE_SECONDS = 1.0, 5.0
+READY = "all blocks have come"
 QUIET, READS, LOOP = "no reads", "reads", "memory copied in a bare loop"
 DRAWS = 500
 
@@ -48,6 +49,9 @@ def read_on(address: str, fingerprint: str, slot_bytes: int, keys: str) -> None:
     reader = Reader([Source(address)], len(wanted), slot_bytes, SECRET, json.loads(fingerprint))
     sources = [0] * len(wanted)
     addresses = [ctypes.addressof(reader.memory) + i * slot_bytes for i in range(len(wanted))]
+    first = reader.store.read(sources, addresses, wanted)
+    first.wait()
+    print(first.reason or READY, flush=True)
     on, read = False, 0
     while True:
         if select.select([0], [], [], 0 if on else None)[0]:
@@ -156,6 +160,8 @@ def main() -> int:
         )  # fmt: skip
         loop = subprocess.Popen([sys.executable, __file__, "copy"], stdin=subprocess.PIPE)
         keep_to(others, reader.pid, loop.pid)
+        said = reader.stdout.readline().decode().strip()
+        assert said == READY, said
         steps: dict[str, list[list[float]]] = {QUIET: [], READS: [], LOOP: []}
         kinds = list(steps)
         processes = {READS: reader, LOOP: loop}
@@ -190,6 +196,7 @@ def main() -> int:
         read = int(reader.communicate()[0].split()[-1])
         scenario.abort(names[-4:])
         scenario.close()
+    assert read, "the reader has got nothing in its windows: is the machine too busy?"
     counts = ", ".join(f"{sum(map(len, windows))} with {kind}" for kind, windows in steps.items())
     print(f"steps: {counts}; {read / 1e9:.1f} GB read, {os.cpu_count()} cores, the engine has its own: {options.pin}")
     found: dict[str, dict] = {}

@@ -27,22 +27,32 @@ _inside = 0
 _usual = 0.0
 
 
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Let waiting threads get the interpreter soon. Only for short work: the interval is short for all threads."""
+def begin_short_turns() -> None:
+    """Let waiting threads get the interpreter soon, until :func:`end_short_turns` in any thread. Only for short work:
+    the interval is short for all threads. Before work is handed to a thread, so that the thread can begin."""
     global _inside, _usual
     with _lock:
         if not _inside:
             _usual = sys.getswitchinterval()
             sys.setswitchinterval(min(_usual, _SWITCH_SECONDS))
         _inside += 1
+
+
+def end_short_turns() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        if not _inside:
+            sys.setswitchinterval(_usual)
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    begin_short_turns()
     try:
         yield
     finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                sys.setswitchinterval(_usual)
+        end_short_turns()
 
 
 def give_turn(others_notify: bool) -> None:

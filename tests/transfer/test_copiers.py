@@ -123,6 +123,19 @@ def test_neighbouring_blocks_are_copied_as_runs_and_still_right(cache):
     assert all(same(cache.read(12 + i), before[i]) for i in range(12))
 
 
+@pytest.mark.parametrize(("stored", "loaded"), [(1, -1), (-1, 1), (-1, -1)])
+def test_runs_may_count_down(cache, stored, loaded):
+    """An engine gives out its blocks in the order in which they became free. The last run ends at block 0."""
+    before = [cache.read(block) for block in range(BLOCKS)]
+    cache.store(list(range(8, 14)), list(range(6))[::stored])
+    cache.load([*range(6)], [*range(8, 14)][::loaded])
+    cache.load([*range(6)][::-1], [*range(6)][::loaded])
+    for i in range(6):
+        kept = before[8:14][::stored]  # by slot
+        assert same(cache.read(8 + i), kept[::loaded][i])
+        assert same(cache.read(i), kept[::-loaded][i])
+
+
 def test_stores_to_different_slots_do_not_mix(cache):
     before = [cache.read(block) for block in range(BLOCKS)]
     for block in range(BLOCKS):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kvbm import gil
-from kvbm.gil import Submitting, short_turns
+from kvbm.gil import Submitting, begin_short_turns, end_short_turns, short_turns
 from kvbm.tiers.base import Operation
 
 
@@ -39,6 +39,17 @@ def test_two_threads_may_be_inside() -> None:
     assert sys.getswitchinterval() < usual  # the other one is still inside
     leave.set()
     thread.join()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_another_thread_may_end_what_one_has_begun() -> None:
+    usual = sys.getswitchinterval()
+    begin_short_turns()
+    thread = threading.Thread(target=end_short_turns)
+    with short_turns():
+        thread.start()
+        thread.join()
+        assert sys.getswitchinterval() < usual
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 

@@ -1,8 +1,8 @@
 """The copier for engines with a KV cache in CPU memory.
 
-A run of neighbouring blocks is one strided numpy assignment, which releases the interpreter while it copies. Packed
-blocks are packed and unpacked by numpy. Loads and stores have a thread each, so a request that waits for its load never
-queues behind an offload.
+A run of neighbouring blocks, in either direction, is one strided numpy assignment, which releases the interpreter while
+it copies. Packed blocks are packed and unpacked by numpy. Loads and stores have a thread each, so a request that waits
+for its load never queues behind an offload.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class CpuCopier(Copier):
             for ticket in waiting:
                 ticket.wait()
             began = time.perf_counter()
-            for slot, block, count in runs(slots, blocks):
+            for some_slots, some_blocks in runs(slots, blocks):
                 for pieces in self._pieces:
-                    pieces.load(slot, block, count)
+                    pieces.load(some_slots, some_blocks)
             return Outcome(seconds=time.perf_counter() - began)
 
         ticket = FutureTicket(self._follow(self._loads.submit(copy)), len(blocks))
@@ -103,10 +103,10 @@ class CpuCopier(Copier):
             began = time.perf_counter()
             unpackable: list[int] = []
             at = 0
-            for slot, block, count in runs(slots, blocks):
-                left_out = set().union(*(pieces.store(slot, block, count) for pieces in self._pieces))
+            for some_slots, some_blocks in runs(slots, blocks):
+                left_out = set().union(*(pieces.store(some_slots, some_blocks) for pieces in self._pieces))
                 unpackable.extend(sorted(at + row for row in left_out))
-                at += count
+                at += len(some_slots)
             return Outcome(seconds=time.perf_counter() - began, unpackable=unpackable)
 
         return FutureTicket(self._follow(self._stores.submit(copy)), len(blocks))
@@ -145,12 +145,12 @@ class _Pieces:
         self.engine = view_rows(segment.address, layout.num_blocks, segment.stride, segment.size)
         self.slots = view_rows(slab.address + segment.offset, slab.slots, slab.slot_bytes, segment.slot_size)
 
-    def load(self, slot: int, block: int, count: int) -> None:
-        self.engine[block : block + count] = self.slots[slot : slot + count]
+    def load(self, slots: range, blocks: range) -> None:
+        self.engine[rows(blocks)] = self.slots[rows(slots)]
 
-    def store(self, slot: int, block: int, count: int) -> Iterable[int]:
-        """Returns the rows, from 0 on, that cannot be packed."""
-        self.slots[slot : slot + count] = self.engine[block : block + count]
+    def store(self, slots: range, blocks: range) -> Iterable[int]:
+        """Returns the places in the run, from 0 on, of blocks that cannot be packed."""
+        self.slots[rows(slots)] = self.engine[rows(blocks)]
         return ()
 
 
@@ -161,26 +161,36 @@ class _PackedPieces(_Pieces):
         self._values = self.engine.view(np.uint16).reshape(layout.num_blocks, -1, tile.values)
         self._packed = self.slots.reshape(slab.slots, -1, tile.size)
 
-    def load(self, slot: int, block: int, count: int) -> None:
-        for row in range(count):
-            unpack(self._packed[slot + row], self._values[block + row])
+    def load(self, slots: range, blocks: range) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            unpack(self._packed[slot], self._values[block])
 
-    def store(self, slot: int, block: int, count: int) -> Iterable[int]:
-        return [row for row in range(count) if len(pack(self._values[block + row], self._packed[slot + row]))]
+    def store(self, slots: range, blocks: range) -> Iterable[int]:
+        pairs = enumerate(zip(slots, blocks, strict=True))
+        return [place for place, (slot, block) in pairs if len(pack(self._values[block], self._packed[slot]))]
 
 
-def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first slot, first block, length) of each run in which slots and blocks both count up by one."""
-    if not slots:
-        return
-    first_slot, first_block, count = slots[0], blocks[0], 1
-    for slot, block in zip(slots[1:], blocks[1:], strict=True):
-        if slot == first_slot + count and block == first_block + count:
-            count += 1
-        else:
-            yield first_slot, first_block, count
-            first_slot, first_block, count = slot, block, 1
-    yield first_slot, first_block, count
+def runs(slots: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Slots and blocks in runs, in which both count up or down by one: an engine gives its blocks out in any order."""
+    first = 0
+    while first < len(slots):
+        end, steps = first + 1, (1, 1)
+        if end < len(slots):
+            steps = slots[end] - slots[first], blocks[end] - blocks[first]
+            if abs(steps[0]) != 1 or abs(steps[1]) != 1:
+                steps = 1, 1
+        while end < len(slots) and (slots[end] - slots[end - 1], blocks[end] - blocks[end - 1]) == steps:
+            end += 1
+        yield _run(slots[first], steps[0], end - first), _run(blocks[first], steps[1], end - first)
+        first = end
+
+
+def _run(first: int, step: int, count: int) -> range:
+    return range(first, first + step * count, step)
+
+
+def rows(run: range) -> slice:
+    return slice(run.start, run.stop if run.stop >= 0 else None, run.step)
 
 
 def view_rows(address: int, rows: int, stride: int, size: int) -> Bytes:

@@ -655,6 +655,18 @@ def test_the_engine_pauses_only_for_loads_that_requests_wait_for(outside, make_e
     assert bool(pauses) is outside
 
 
+def test_the_engine_does_not_pause_in_the_step_that_begins_a_load(make_engine, monkeypatch):
+    engine = make_engine({"load": "always"})
+    due = []
+    monkeypatch.setattr(scheduler.gil, "give_turn", lambda others_notify: due.append(len(engine.adapter._loads)))
+    offered_outside(engine)
+    engine.add("second", PROMPT)
+    engine.run()
+    assert engine.onboarded == 10
+    assert due
+    assert not any(due)
+
+
 def test_at_its_end_what_a_request_has_used_is_recent_and_what_it_found_was_of_use(make_engine, monkeypatch):
     """The blocks of its answer are not among them where those are not kept."""
     engine = make_engine({"offload_decode": False})

@@ -319,7 +319,7 @@ class SchedulerAdapter:
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def plan_step(self, output: Any) -> StepPlan:
-        if not output.total_num_scheduled_tokens and self._is_waiting():
+        if not output.total_num_scheduled_tokens and not self._loads and self._is_waiting():
             gil.give_turn(others_notify=self._only_worker is not None)
         loads, self._loads = self._loads, []
         drain_stores, self._drain_stores = self._drain_stores, []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvbm.core.breaker import Breaker
 from kvbm.core.catalog import PENDING, Hint, SourceState
 from kvbm.core.keys import Key
-from kvbm.gil import notify, short_turns
+from kvbm.gil import begin_short_turns, end_short_turns, notify, short_turns
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.peers import sources as table
 from kvbm.tiers.peers.client import MAPPED, SOCKET, Identity, Peer
@@ -98,10 +98,14 @@ class Lookup:
                 return
             check = _Check(keys, start, now + self._lookup_seconds)
             self._checks.append(check)
+        begin_short_turns()  # the engine's thread computes on
         try:
-            self._threads.submit(self._begin, check, keys, start, hint)
+            begun = self._threads.submit(self._begin, check, keys, start, hint)
         except RuntimeError:  # closed
+            end_short_turns()
             self._end(check)
+        else:
+            begun.add_done_callback(lambda _: end_short_turns())
 
     def find(self, key: Key) -> int | None:
         now = time.monotonic()

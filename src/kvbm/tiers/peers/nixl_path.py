@@ -26,7 +26,9 @@ from kvbm.tiers.peers.wire import PeerError
 _MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DEVICES = "UCX_NET_DEVICES"
-_SPIN_SECONDS = 0.002  # a transfer that takes longer is polled less often
+# A transfer that takes longer is polled, at both ends. The bytes wait in the buffers of the network meanwhile; threads
+# that spin take the processor from those that move bytes or verify them.
+_SPIN_SECONDS = 0.0001
 _POLL_SECONDS = 0.0001
 _making = threading.Lock()
 
@@ -57,6 +59,12 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return ""
+
+
+def pause(waited: float) -> None:
+    """Between two looks at a transfer that has taken so many seconds."""
+    if waited > _SPIN_SECONDS:
+        time.sleep(_POLL_SECONDS)
 
 
 class Agent:
@@ -100,8 +108,7 @@ class Agent:
                 took = time.monotonic() - began
                 if took > seconds:
                     raise PeerError("late", f"a transfer over NIXL has not ended in {seconds:g} s")
-                if took > _SPIN_SECONDS:
-                    time.sleep(_POLL_SECONDS)
+                pause(took)
                 state = agent.check_xfer_state(handle)
             agent.release_xfer_handle(handle)
         except PeerError:
