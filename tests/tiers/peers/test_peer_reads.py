@@ -208,7 +208,7 @@ def test_a_read_that_fails_half_way_is_over_for_the_rate_of_its_source(member, m
     with monkeypatch.context() as patch:
         patch.setattr(client.Peer, "_read", fail)
         operation = reader.read([1])
-    assert (operation.bad, operation.reason) == ([0], f"peer {member.unix}: OSError")
+    assert (operation.bad, operation.reason) == ([0], f"peer {member.unix.address}: OSError")
     assert reader.store._table._flows[0].reads == 0
     assert reader.read([1]).bad == []
     reader.close()
