@@ -132,8 +132,7 @@ class DynamoConnector(KVConnectorBase_V1):
     @guarded(False)
     def before_reset(self, scheduler: Any) -> bool:
         """vLLM's scheduler resets its cache (:mod:`~kvbm.engines.vllm.resets`). False: as if KVBM were not here."""
-        self._adapter.resets.begin(scheduler, self._adapter.leader)
-        return True
+        return self._adapter.resets.begin(scheduler, self._adapter.leader)
 
     @guarded(None)
     def others_write(self, blocks: Sequence[int]) -> None:

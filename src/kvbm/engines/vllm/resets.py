@@ -30,13 +30,16 @@ class Resets:
         self._requests: Collection[str] = ()
         self._holds = False
 
-    def begin(self, scheduler: Any, leader: Leader | None) -> None:
-        """vLLM's scheduler is about to reset its cache."""
+    def begin(self, scheduler: Any, leader: Leader | None) -> bool:
+        """vLLM's scheduler is about to reset its cache. False: KVBM leaves it to that."""
+        if not can_give_blocks_up(scheduler):
+            return False
         self._last_step = self._steps.ended_steps + self._steps.under_way
         self._loads = () if leader is None else tuple(leader.loads)
         self._requests = list(self._unheard)
         self._holds = True
         give_blocks_up(scheduler)
+        return True
 
     def hold_requests(self, leader: Leader | None) -> bool:
         """Whether a step or a load from before the reset may still write to blocks that vLLM takes for free."""
@@ -48,15 +51,21 @@ class Resets:
         return self._holds
 
 
+def can_give_blocks_up(scheduler: Any) -> bool:
+    """Not where a request waits for more input: it keeps its blocks, so the reset fails in any case, and gets more of
+    them without a question to the connector."""
+    needed = ("defer_block_free", "deferred_frees", "failed_recving_kv_req_ids")
+    waiting = (request.status.name == "WAITING_FOR_STREAMING_REQ" for request in scheduler.requests.values())
+    return all(hasattr(scheduler, name) for name in needed) and not any(waiting)
+
+
 def give_blocks_up(scheduler: Any) -> None:
     """Let every request that does not run, and all that vLLM frees later, give its blocks up."""
     from vllm.v1.request import RequestStatus
 
     manager = scheduler.kv_cache_manager
     for request in scheduler.requests.values():
-        if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STREAMING_REQ):
-            continue
-        if not any(manager.get_block_ids(request.request_id)):
+        if request.status == RequestStatus.RUNNING or not any(manager.get_block_ids(request.request_id)):
             continue
         manager.free(request)
         if not request.is_finished():
