@@ -180,6 +180,30 @@ def test_a_request_that_is_taken_back_and_comes_again_finds_what_it_had_computed
     here.until(lambda: here.poll() and here.adapter.leader.manager.near.pinned == 0)
 
 
+def test_a_request_that_comes_again_waits_for_its_load(engine, monkeypatch):
+    """The engine kept its blocks until they were saved, gave them away, and runs it again under the same number."""
+    here = engine().register()
+    here.keep(request(1), BLOCKS)
+    second = request(2)
+    assert here.poll(finished=[2]) == [([2], [])] * 2
+    with monkeypatch.context() as patch:
+        for worker in here.workers:  # the load has not come to them yet
+            patch.setattr(worker._adapter, "_take", lambda timeout: None)
+        assert here.offer(second, OTHERS) == 32
+        assert here.poll(started=[2]) == [([], [])] * 2
+    said = [[], []]
+
+    def both_have_said():
+        for mine, (_, loaded) in zip(said, here.poll(), strict=True):
+            mine += loaded
+        return all(said)
+
+    here.until(both_have_said)
+    assert said == [[2], [2]]
+    assert here.adapter.session.counts.matched_tokens == 32
+    assert here.adapter.session.counts.failed_load_blocks == 0
+
+
 # -- what the ranks exchange at their start ----------------------------------------------------------------------------
 
 
