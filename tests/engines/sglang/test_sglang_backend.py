@@ -49,6 +49,7 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from kvbm.control import socket as control
 from kvbm.engines.sglang.__main__ import extra_config
 from kvbm.engines.sglang.backend import KvbmStorage
+from kvbm.engines.sglang.settings import Prefetch, read_prefetch
 
 PAGE = 16  # tokens
 LAYERS, HEADS, DIM = 3, 2, 16
@@ -466,6 +467,19 @@ def test_a_prefetch_that_sglang_does_not_wait_for_is_not_refused(backends, monke
     backend = backends(pool, load="auto")
     backend.batch_set_v1(hashes(1, 2), pool.alloc(2 * PAGE))
     assert backend.batch_exists(hashes(1, 2)) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [
+        (None, (1.0, 0.25 / 1024)),
+        ('{"prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.5}', (2.0, 0.5 / 1024)),
+    ],
+)
+def test_the_limits_of_a_prefetch_are_sglangs(monkeypatch, given, limits):
+    arguments = SimpleNamespace(hicache_storage_prefetch_policy="timeout", hicache_storage_backend_extra_config=given)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: arguments)
+    assert read_prefetch() == Prefetch(True, *limits)
 
 
 def test_a_tier_that_holds_no_page_is_refused_with_the_size_of_one(backends):
