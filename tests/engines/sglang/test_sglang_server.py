@@ -22,22 +22,22 @@ LENGTH, COUNT, PAGE = 4096, 3, 64
 WHOLE = LENGTH - PAGE  # of a prompt, the page with the last token is computed
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    folder, temporary = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("temporary")
-    command = [sys.executable, str(SCRIPT), "--dry", "--kinds", "hicache", "kvbm", "slow", "--at-once", "2"]
-    command += ["--models", str(tmp_path_factory.mktemp("models")), "--directory", str(folder)]
-    command += ["--check", "--json", str(folder / "rows.json")]
+def serve(factory, *more):
+    """The rows of the script, whose own checks are met."""
+    folder, temporary = factory.mktemp("pages"), factory.mktemp("temporary")
+    command = [sys.executable, str(SCRIPT), "--dry", "--models", str(factory.mktemp("models")), "--directory"]
+    command += [str(folder), "--check", "--json", str(folder / "rows.json"), *more]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=900, env={**os.environ, "TMPDIR": str(temporary)}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "rows.json").read_text())["rows"]
-
-
-@pytest.fixture
-def of(rows):
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
     return lambda kind, what: [row for row in rows if row.get("kind") == kind and row["what"] == what]
+
+
+@pytest.fixture(scope="module")
+def of(tmp_path_factory):
+    return serve(tmp_path_factory, "--kinds", "hicache", "kvbm", "slow", "--at-once", "2")
 
 
 def test_prompts_come_back_from_the_storage_with_the_tokens_of_before(of):

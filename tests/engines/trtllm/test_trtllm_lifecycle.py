@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import test_trtllm_adapter as adapter
@@ -178,6 +179,55 @@ def test_a_request_that_is_taken_back_and_comes_again_finds_what_it_had_computed
     here.until_loaded(2)
     here.leader.request_finished(second, BLOCKS)
     here.until(lambda: here.poll() and here.adapter.leader.manager.near.pinned == 0)
+
+
+def test_a_request_that_comes_again_waits_for_its_load(engine, monkeypatch):
+    """The engine kept its blocks until they were saved, gave them away, and runs it again under the same number."""
+    here = engine().register()
+    here.keep(request(1), BLOCKS)
+    second = request(2)
+    assert here.poll(finished=[2]) == [([2], [])] * 2
+    with monkeypatch.context() as patch:
+        for worker in here.workers:  # the load has not come to them yet
+            patch.setattr(worker._adapter, "_take", lambda timeout: None)
+        assert here.offer(second, OTHERS) == 32
+        assert here.poll(started=[2]) == [([], [])] * 2
+    said = [[], []]
+
+    def both_have_said():
+        for mine, (_, loaded) in zip(said, here.poll(), strict=True):
+            mine += loaded
+        return all(said)
+
+    here.until(both_have_said)
+    assert said == [[2], [2]]
+    assert here.adapter.session.counts.matched_tokens == 32
+    assert here.adapter.session.counts.failed_load_blocks == 0
+
+
+def test_blocks_by_group_are_those_of_the_only_group(engine):
+    here = engine().register()
+    here.keep(request(1), BLOCKS)
+    second = request(2)
+    here.leader.get_num_new_matched_tokens(second, 0)
+    here.park(second)
+    here.leader.update_state_after_alloc_by_layer_group(second, [OTHERS])
+    here.until_loaded(2)
+    assert here.adapter.session.counts.matched_tokens == 32
+    assert here.leader.request_finished_by_layer_group(second, [OTHERS]) is False
+    assert here.adapter._requests == {}
+
+
+def test_an_engine_with_several_groups_of_layers_runs_without_kvbm(engine, caplog):
+    here = engine(ranks=1)
+    groups = [SimpleNamespace(layer_group_id=i, window_size=None, regions=()) for i in range(2)]
+    here.workers[0].register_kv_cache_layout(SimpleNamespace(tokens_per_block=8, groups=groups))
+    assert "2 groups of layers" in caplog.text
+    first = request(1)
+    assert here.leader.get_num_new_matched_tokens(first, 0) == (0, False)
+    here.leader.update_state_after_alloc_by_layer_group(first, [BLOCKS, OTHERS])
+    assert here.leader.request_finished_by_layer_group(first, [BLOCKS, OTHERS]) is False
+    assert here.leader._faults.counts == {}
 
 
 # -- what the ranks exchange at their start ----------------------------------------------------------------------------

@@ -79,6 +79,22 @@ def test_two_hundred_random_requests_are_answered_as_by_the_engine_alone(options
     assert result["kvbm"]["faults"] == {}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"partial_reuse": True, "faults": "slow-store:every=2", "store_delay": 0.02},
+        {"faults": "load:rank=1:every=4"},
+    ],
+    ids=["plain", "stores-that-are-late", "loads-that-fail"],
+)
+def test_an_engine_that_puts_off_takes_less_and_takes_back(options):
+    """As the second cache manager of 1.3 does."""
+    result = serve(SHORT, generation="1.3", layout=True, speculate=0.3, ranks=2, **options)
+    check(SHORT, result)
+    assert onboarded(result) > 50
+
+
 def test_one_wrong_bit_of_kv_changes_an_answer():
     assert differences(alone(SHORT), run(Options(ranks=4, corrupt=(3, 10)), SHORT))
 

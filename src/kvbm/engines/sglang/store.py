@@ -48,6 +48,8 @@ SHORTEST_LOAD_SECONDS = 1.0
 
 TOO_LATE = "later than SGLang waits"
 _MAX_POSITIONS = 65536
+_MAX_REFUSED = 1024
+_ASKED_AGAIN_SECONDS = 10.0
 
 _GROUP_PAGES = 32  # a put past the near tier copies so many while the store writes those before
 _ANSWER_SECONDS = 0.002  # between two looks for the answer of a remote tier
@@ -99,6 +101,7 @@ class PageStore:
             self._group = min(self._load_pages, _GROUP_PAGES, config.max_pending_spills)
         self._has_deadline = config.load == "auto" and prefetch.is_awaited and page_tokens > 0
         self._positions: dict[Key, int] = {}  # of pages that were reported: tokens in front of them
+        self._refused: dict[Key, float] = {}  # first pages of requests, and when; the latest last
         self._targets = {name: AwaitedStore(name, store, self._slab) for name, store in self._stores.items()}
         self._faults: Counter[str] = Counter()
         self._moves = Moves(NEAR.name, self._targets, lambda tier, slots: None, self._faults)
@@ -145,7 +148,8 @@ class PageStore:
                 blocks, why = self._decide(match, self.page_bytes + more_bytes, len(keys) * self.page_tokens)
                 if blocks < pages:
                     add(self.counts.refused_load_blocks, why, pages - blocks)
-                    self.cost.observe_refusal(match.beyond(blocks))
+                    if self._is_first_refusal(keys[0]):
+                        self.cost.observe_refusal(match.beyond(blocks))
                     pages = blocks
             if self._has_deadline:
                 self._remember(keys[:pages])
@@ -167,6 +171,15 @@ class PageStore:
             self.cost.observe_step(seconds)
         for batch in self._prefill.take():
             self.cost.observe_prefill(*batch)
+
+    def _is_first_refusal(self, key: Key) -> bool:
+        """Whether this is not a request that waits, for which SGLang asks again every few steps."""
+        now = time.monotonic()
+        last = self._refused.pop(key, -inf)
+        self._refused[key] = now
+        if len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return now - last > _ASKED_AGAIN_SECONDS
 
     def _remember(self, keys: Sequence[Key]) -> None:
         for number, key in enumerate(keys):

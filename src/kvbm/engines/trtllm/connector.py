@@ -41,6 +41,9 @@ def _read(llm_args: Any) -> tuple[settings.Config, compat.Setup]:
 class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
     """KVBM in TensorRT-LLM's scheduler, on rank 0. Named by ``connector_scheduler_class``."""
 
+    # Without this flag the engine does not start. KVBM serves no such engine, and stays out of its way.
+    supports_attention_dp = True
+
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self._faults = Faults()
@@ -79,6 +82,16 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
         """True in doubt: the workers know themselves when they are through with the blocks."""
         return self._adapter.finished(request)
 
+    # With several groups of layers the engine calls these two, and refuses connectors without them at its start. KVBM
+    # serves one group, and stays out of the way of the others.
+
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: list[list[int]]) -> None:
+        if len(block_ids) == 1:
+            self.update_state_after_alloc(request, block_ids[0])
+
+    def request_finished_by_layer_group(self, request: Any, block_ids: list[list[int]]) -> bool:
+        return bool(self.request_finished(request, block_ids[0] if len(block_ids) == 1 else []))
+
     @guarded(None)
     def request_reset(self, request: Any) -> None:
         """The engine has taken the request's blocks away and will bring it again as a new one."""
@@ -96,6 +109,8 @@ class DynamoKVBMConnectorLeader(compat.SchedulerBase):  # type: ignore[misc]
 
 class DynamoKVBMConnectorWorker(compat.WorkerBase):  # type: ignore[misc]
     """KVBM on one rank of TensorRT-LLM. Named by ``connector_worker_class``."""
+
+    supports_attention_dp = True
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)

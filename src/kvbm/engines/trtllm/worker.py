@@ -206,6 +206,8 @@ class WorkerAdapter:
     def poll(self, finished: Sequence[int], started: Sequence[int]) -> tuple[list[int], list[int]]:
         """(requests whose blocks the engine may have back, requests that may be computed now)."""
         self._waiting.update(started)
+        for number in started:  # the engine runs a request again whose blocks it had taken back
+            self._ended.pop(number, None)
         self._saving.extend(finished)
         self._remember(finished)
         self._take(0.0)

@@ -104,6 +104,12 @@ class KvCacheConnectorScheduler(ABC):
     def wait_for_initialization(self) -> None:
         return
 
+    def request_reset(self, request: Any) -> None:
+        return
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        return
+
 
 def request_data(generation: str) -> type:
     return NewRequestData if generation == "1.3" else OldRequestData

@@ -32,7 +32,7 @@ class Blocks:
 
     def needed(self, request: Any) -> int:
         """Blocks the request may still take."""
-        most = -(-(request.prompt_len + request.max_new_tokens) // self.size)
+        most = -(-(request.asked + request.max_new_tokens) // self.size)
         return most - len(self._tables.get(request.request_id, ()))
 
     # -- sequences ----------------------------------------------------------------------------------------------------

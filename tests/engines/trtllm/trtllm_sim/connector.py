@@ -50,14 +50,27 @@ class KvCacheConnectorManager:
     # -- start of an iteration ----------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: LlmRequest, computed: int) -> int:
+        tokens, later = self.query(request, computed)
+        self.commit(request, tokens, later)
+        return tokens
+
+    def query(self, request: LlmRequest, computed: int) -> tuple[int, bool]:
+        """What the connector offers. Once for an allocation, whatever becomes of the offer."""
         tokens, later = self._on_leader(lambda: self.scheduler.get_num_new_matched_tokens(request, computed))
         if later and not tokens:
             raise RuntimeError("load_kv_async must be False when num_tokens is 0!")
+        return tokens, later
+
+    def commit(self, request: LlmRequest, tokens: int, later: bool) -> None:
+        """The engine takes so many tokens, maybe none; a request that was to wait for a load waits all the same."""
         if later:
             self.new_async_requests.loading[request.request_id] = request
             self.onboarded.add(request.request_id)
         self._external[request.request_id] = tokens
-        return tokens
+
+    def cancel_load(self, request: LlmRequest, start: int, end: int) -> None:
+        if self.scheduler is not None:
+            self.scheduler.cancel_load(request, start, end)
 
     def update_state_after_alloc(self, request: LlmRequest, blocks: list[int]) -> None:
         if self.scheduler is not None:

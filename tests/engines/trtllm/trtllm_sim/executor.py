@@ -7,6 +7,7 @@ request is found to be finished one step late, and has then written one token to
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from dataclasses import dataclass, field
@@ -45,6 +46,9 @@ class Options:
     lag: int = 0  # cycles that a pass takes longer on a GPU, so that the CPU is ahead of it as in a real engine
     connector: dict[str, str] | None = None  # kv_connector_config
     layout: bool = False  # describe the pool by regions, as the engine's second cache manager does
+    # How often that manager puts off a request that it has asked the connector about, takes less than it was offered,
+    # or takes the blocks of a running request back.
+    speculate: float = 0.0
     env: dict[str, str] = field(default_factory=dict)
     # Of the tests: this rank kills itself when the first load after that iteration is under way.
     kill: tuple[int, int] | None = None
@@ -139,9 +143,13 @@ class Executor:
         if last is not None:
             self._sample(*last)
         ended += self._respond(cancels)
+        if self.options.speculate:
+            self._take_back()
         if self.manager is not None:
             for request in self.manager.get_finished():
                 self.blocks.free_sequence(request)
+                if request.is_pausing:
+                    self._replay_later(request)
         return ended
 
     def _cancel_waiting(self, cancels: set[int]) -> list[int]:
@@ -159,7 +167,8 @@ class Executor:
                 break
             self._active.append(self._waiting.pop(0))
         running = [request for request in self._active if not request.done]
-        generation = [request for request in running if request.state is State.GENERATION_IN_PROGRESS]
+        going = [request for request in running if not request.is_pausing]
+        generation = [request for request in going if request.state is State.GENERATION_IN_PROGRESS]
         room = options.max_tokens - len(generation)
         context: list[LlmRequest] = []
         for request in running:
@@ -176,21 +185,70 @@ class Executor:
         return context, generation
 
     def _prepare(self, context: list[LlmRequest], generation: list[LlmRequest]) -> None:
-        for request in context:
+        for request in list(context):
             if request.is_first_context_chunk and not self.blocks.has(request):
                 chunk = request.context_chunk_size
                 self.blocks.add_sequence(request, self._ask)
                 request.computed = request.context_current_position
                 request.context_chunk_size = self._chunk_after_reuse(request, chunk)
-                if self.manager is not None:
+                if self.manager is not None and request.offer is None:
                     self.manager.update_state_after_alloc(request, self.blocks.get_cache_indices(request))
+            if request.offer is not None:
+                if self._chance("put off", request):
+                    context.remove(request)
+                else:
+                    self._deliver(request)
         for request in generation:
             self.blocks.add_token(request, request.computed + 1)
         if self.manager is not None:
             self.manager.build_scheduler_output(context, generation, self.blocks)
 
     def _ask(self, request: LlmRequest, computed: int) -> int:
-        return 0 if self.manager is None else self.manager.get_num_new_matched_tokens(request, computed)
+        if self.manager is None:
+            return 0
+        if not self.options.speculate:
+            return self.manager.get_num_new_matched_tokens(request, computed)
+        request.offer = self.manager.query(request, computed)
+        return request.offer[0]
+
+    def _chance(self, what: str, request: LlmRequest) -> bool:
+        """The same on every rank."""
+        chance = random.Random(f"{what}/{request.request_id}/{self.iteration}")
+        return chance.random() < self.options.speculate
+
+    def _deliver(self, request: LlmRequest) -> None:
+        """The second cache manager: the request gets into a batch, with as much of the offer as there is room for."""
+        assert self.manager is not None
+        assert request.offer is not None
+        (tokens, later), request.offer = request.offer, None
+        start, size = request.context_current_position - tokens, self.options.block_size
+        if tokens and self._chance("less", request):
+            taken = random.Random(request.request_id).randrange(0, tokens, size)
+            self.manager.cancel_load(request, start + taken, start + tokens)
+            tokens = taken
+            request.prepopulated_prompt_len = request.context_current_position = request.computed = start + taken
+        self.manager.commit(request, tokens, later)
+        table = self.blocks.get_cache_indices(request)
+        # Room for the first chunk; later chunks bring their blocks with them.
+        first = -(-(start + tokens + max(request.context_chunk_size, size)) // size)
+        self.manager.update_state_after_alloc(request, table[:first])
+
+    def _take_back(self) -> None:
+        """The second cache manager: blocks go to others, and their request is computed again from its start."""
+        under_way = [request for request, _ in self._previous[0]] if self._previous is not None else []
+        for request in list(self._active):
+            if request.is_pausing and request not in under_way:
+                self._active.remove(request)
+                table = self.blocks.get_cache_indices(request)
+                if self.manager is None or not self.manager.request_finished(request, table):
+                    self.blocks.free_sequence(request)
+                    self._replay_later(request)
+            elif request.state is State.GENERATION_IN_PROGRESS and self._chance("take back", request):
+                request.is_pausing = True
+
+    def _replay_later(self, request: LlmRequest) -> None:
+        request.take_back()
+        self._waiting.insert(0, request)
 
     def _chunk_after_reuse(self, request: LlmRequest, chunk: int) -> int:
         """A chunk that does not end the prompt ends with a block."""
@@ -309,7 +367,7 @@ class Executor:
             if request.done or not yields:
                 continue  # it ended a step ago, or its prompt is not through yet
             request.tokens.append(token)
-            generated = len(request.tokens) - request.prompt_len
+            generated = len(request.tokens) - request.asked
             request.done = generated == request.max_new_tokens or token % 29 == 0
 
     def _respond(self, cancels: set[int]) -> list[int]:
@@ -320,14 +378,18 @@ class Executor:
         ended = [request for request in self._active if request.done]
         for request in ended:
             self._active.remove(request)
-            self.outputs[request.request_id] = request.tokens[request.prompt_len :]
+            request.is_pausing = False
+            self.outputs[request.request_id] = request.tokens[request.asked :]
             self._terminate(request)
         return [request.request_id for request in ended]
 
     def _terminate(self, request: LlmRequest) -> None:
         if not self.blocks.has(request):
             return
-        if request.state is not State.DISAGG_GENERATION_TRANS_IN_PROGRESS:
+        if request.offer is not None and self.manager is not None:
+            end, tokens, request.offer = request.context_current_position, request.offer[0], None
+            self.manager.cancel_load(request, end - tokens, end)
+        elif request.state is not State.DISAGG_GENERATION_TRANS_IN_PROGRESS:
             in_context = request.state is State.CONTEXT_INIT
             known = request.context_current_position if in_context else min(request.computed, len(request.tokens))
             self.blocks.keep_for_reuse(request, request.tokens[:known])

@@ -29,6 +29,9 @@ class LlmRequest:
     context_current_position: int = 0
     cancelled: bool = False
     done: bool = False  # it needs no more steps
+    # Of the second cache manager: what the connector has offered, until the request is in a batch.
+    offer: tuple[int, bool] | None = None
+    is_pausing: bool = False  # it gets no more steps until its blocks are taken back
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt.tokens)
@@ -49,6 +52,17 @@ class LlmRequest:
     def get_tokens(self, beam: int) -> list[int]:
         assert beam == 0
         return list(self.tokens)
+
+    @property
+    def asked(self) -> int:
+        """Tokens of the client's prompt. What was generated counts as prompt too once the request was taken back."""
+        return len(self.prompt.tokens)
+
+    def take_back(self) -> None:
+        """Its blocks are gone: everything so far is to be computed again."""
+        self.state, self.is_pausing = State.CONTEXT_INIT, False
+        self.prompt_len = self._chunk = len(self.tokens)
+        self.prepopulated_prompt_len = self.context_current_position = self.computed = 0
 
     @property
     def is_first_context_chunk(self) -> bool:
