@@ -161,6 +161,14 @@ def test_a_simulation_with_the_prices_of_a_tier_that_varies_decides_the_same():
         assert decide(other, (HOST, 50), (DISK, blocks)) == decide(model, (HOST, 50), (DISK, blocks))
 
 
+def test_a_simulation_knows_the_price_of_a_read():
+    model, other = grouped(), grouped(each=1e-4)
+    other.assume(model.prices)
+    for blocks in range(1, GROUPED):
+        request = found((blocks, True)), SMALL, 32, 0, 1024, False
+        assert other.decide(*request) == model.decide(*request)
+
+
 def test_only_what_is_computed_in_that_step_hides_a_load():
     """0.5 s to load half a prompt, 0.5 s to compute the other half: in one step under each other, in many hardly."""
     seconds = {}
@@ -286,6 +294,47 @@ def test_large_loads_teach_the_bandwidth_and_small_ones_the_fixed_part():
         model.observe_load(DISK, 16_000_000, 0.004 + 0.008)
         model.observe_load(DISK, 4096, 0.004)
     assert model.rate(DISK) == pytest.approx((2e9, 0.004), rel=0.02)
+
+
+GROUPED, SMALL = 31, 64 << 10  # blocks of a prompt, and bytes of a block
+
+
+def grouped(seconds=0.009, each=0.001, loads=30) -> CostModel:
+    """An engine that computes 1,024 tokens in 27 ms. It has loaded 31 small blocks out of one object, and out of 31."""
+    model = cpu_engine()
+    model.start_from(OBJECT, Rate(0.4e9, 0.002))
+    for _ in range(loads):
+        model.observe_load(OBJECT, GROUPED * SMALL, seconds)
+        model.observe_load(OBJECT, 0, 0.002 + GROUPED * each, alone=GROUPED)
+    return model
+
+
+def found(*runs: tuple[int, bool]) -> Match:
+    return Match(0, [Run(OBJECT, list(range(blocks)), alone) for blocks, alone in runs], False, [])
+
+
+def test_blocks_that_take_a_read_each_are_loaded_only_where_that_is_faster():
+    model = grouped()
+    assert model.decide(found((GROUPED, False)), SMALL, 32, 0, 1024, False).blocks == GROUPED
+    assert model.decide(found((GROUPED, True)), SMALL, 32, 0, 1024, False).blocks == 0
+    assert grouped(each=1e-4).decide(found((GROUPED, True)), SMALL, 32, 0, 1024, False).blocks == GROUPED
+    assert model.load_seconds(OBJECT, GROUPED * SMALL) == pytest.approx(0.009, rel=0.1), "they teach it apart"
+    assert model.load_seconds(OBJECT, 0, GROUPED) == pytest.approx(0.033, rel=0.1)
+
+
+def test_the_first_load_of_many_reads_shows_what_a_read_costs():
+    model = cpu_engine()
+    model.start_from(OBJECT, Rate(0.4e9, 0.002))
+    loads = 0
+    while model.decide(found((GROUPED, True)), SMALL, 32, 0, 1024, False).blocks:
+        model.observe_load(OBJECT, 0, 0.033, alone=GROUPED)
+        loads += 1
+    assert 1 <= loads <= 3
+    assert model.decide(found((GROUPED, False)), SMALL, 32, 0, 1024, False).blocks == GROUPED
+
+
+def test_what_comes_in_one_read_is_loaded_and_what_takes_a_read_each_is_computed():
+    assert grouped().decide(found((GROUPED, False), (16, True)), SMALL, 32, 0, 1536, False).blocks == GROUPED
 
 
 def test_one_outlier_does_not_change_the_picture():

@@ -55,6 +55,27 @@ def test_nothing_is_found_in_empty_tiers():
     assert not match.pending
 
 
+class Scattered(Pool):
+    """Blocks in odd places take a read of their own."""
+
+    is_remote = True
+
+    def is_alone(self, place):
+        return place % 2 == 1
+
+
+def test_a_match_tells_blocks_that_take_a_read_of_their_own():
+    far = Scattered(8)
+    manager = BlockManager({HOST: Pool(8), OBJECT: far})
+    places = far.reserve(keys("abcdef"))
+    far.commit(places)
+    in_order = [key for odd in (0, 1) for key, place in zip(keys("abcdef"), places, strict=True) if place % 2 == odd]
+    match = manager.lookup(in_order)
+    assert [(run.tier, len(run.slots), run.alone) for run in match.runs] == [(OBJECT, 3, False), (OBJECT, 3, True)]
+    assert [(len(run.slots), run.alone) for run in match.cut(4).runs] == [(3, False), (1, True)]
+    assert [(len(run.slots), run.alone) for run in match.beyond(4).runs] == [(2, True)]
+
+
 def test_a_match_ends_at_the_first_block_no_tier_has():
     assert where(tiers(host="abd").lookup(keys("abcd"))) == "hh"
     assert where(tiers(host="bcd").lookup(keys("abcd"))) == ""

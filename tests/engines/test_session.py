@@ -121,6 +121,9 @@ def test_a_load_waits_for_a_silent_tier_a_few_times_what_a_chunk_takes(mode):
     assert small == pytest.approx(MAX_LATENESS * (0.01 + Store.chunk_bytes / 1e9) if mode == "auto" else 0.0)
     large = here.session.stall(Match(0, [Run(DISK, list(range(100)))], False, keys("a") * 100))
     assert large == pytest.approx(MAX_LATENESS * (0.01 + 100 * BYTES / 1e9) if mode == "auto" else 0.0)
+    cost._tiers[DISK].alone.value = 0.001
+    reads = here.session.stall(Match(0, [Run(DISK, list(range(100)), alone=True)], False, keys("a") * 100))
+    assert reads == pytest.approx(MAX_LATENESS * (0.01 + Store.chunk_bytes / 1e9 + 0.1) if mode == "auto" else 0.0)
     cost._tiers[DISK] = _TierRate(Rate(1e12, 0.0))
     assert here.session.stall(staged) == (MIN_PATIENCE_SECONDS if mode == "auto" else 0.0)
     here.teach(load_seconds=1e-6, token_seconds=1e-3)

@@ -83,7 +83,7 @@ class Engine:
         found = {}
         if wanted is not None:
             match = self.leader.manager.lookup(keys, *wanted, wait_for_writers=False)
-            for tier, slots in match.runs:
+            for tier, slots, _ in match.runs:
                 found[tier] = found.get(tier, 0) + len(slots)
             decision = session.decide(match, tokens, bool(self.running))
             if session.consider(state, match, decision, tokens, wanted[1]):

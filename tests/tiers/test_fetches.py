@@ -5,7 +5,7 @@ import pytest
 from kvbm.core.cost import CostModel
 from kvbm.core.manager import BlockManager
 from kvbm.core.pool import Pool
-from kvbm.plans import MoveResult, Report
+from kvbm.plans import LoadResult, MoveResult, Report
 from kvbm.runtime.leader import Leader
 from tiernames import HOST, OBJECT, PRIORS
 
@@ -116,6 +116,22 @@ def test_the_cost_model_learns_from_fetches(leader):
     (plan,) = leader.plan_moves()
     ended(leader, plan, 0, 1, seconds=5.0)
     assert leader._cost.rate(OBJECT) != before
+
+
+def test_the_cost_model_learns_what_a_read_of_one_block_costs(leader):
+    """From fetches and from loads, of blocks that the tier has alone."""
+    remote, cost = leader.manager.catalogs[OBJECT], leader._cost
+    remote.is_alone = lambda place: True
+    before = cost.load_seconds(OBJECT, 0, 100)
+    start(leader, "abcdefghi")
+    (plan,) = leader.plan_moves()
+    ended(leader, plan, 0, 1, seconds=10.0)
+    fetched = cost.load_seconds(OBJECT, 0, 100)
+    assert fetched > 2 * before
+    plan = leader.onboard(leader.manager.lookup(keys("jkl")), "r", [1, 2, 3], in_step=False)
+    leader.apply([Report(rank, loads=[LoadResult(plan.id, seconds=20.0)]) for rank in (0, 1)])
+    assert cost.load_seconds(OBJECT, 0, 100) > fetched
+    assert cost.rate(OBJECT).bytes_per_second == pytest.approx(PRIORS[OBJECT].bytes_per_second)
 
 
 def test_a_remote_tier_is_asked_for_what_the_near_tier_lacks(leader):

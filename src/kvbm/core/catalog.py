@@ -122,6 +122,11 @@ class Catalog(ABC):
         """Expected seconds until the tier knows whether it has a block; None unless it is looking for the block."""
         return None
 
+    def is_alone(self, place: int) -> bool:
+        """Whether the block in this place takes a read of its own, where most blocks of the tier come several in one: a
+        load of such blocks takes a time by their number, and not by their bytes."""
+        return False
+
     def match(self, keys: Sequence[Key], start: int = 0) -> list[int]:
         """Places of the longest run of blocks that begins at ``keys[start]``."""
         places = []
@@ -166,6 +171,11 @@ class Catalog(ABC):
     def tenants_of(self, places: Sequence[int]) -> Sequence[int] | None:
         """The tenant of each block; None when all are the common one's."""
         return None
+
+    def fitting(self, keys: Sequence[Key], room: int) -> int:
+        """How many of the first ``room`` of these keys to write now. A tier that writes several blocks in one leaves
+        some for later, rather than tear them from those that follow."""
+        return room
 
     @abstractmethod
     def commit(self, places: Sequence[int]) -> None:

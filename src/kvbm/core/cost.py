@@ -2,7 +2,7 @@
 
 The leader's thread owns a :class:`CostModel` and tells it how long things took; the model has no clock of its own::
 
-    observe_load     when a load is over on every rank: bytes of one rank, seconds of the slowest. Loads of one tier
+    observe_load     when a load is over on every rank: how much of one rank, seconds of the slowest. Loads of one tier
                      only; 0 seconds (the copier does not know) are ignored
     observe_prefill  after a step that computed prompt tokens
     observe_step     after a step that only decoded
@@ -13,7 +13,9 @@ The leader's thread owns a :class:`CostModel` and tells it how long things took;
 The model expects, in seconds:
 
 - *Loading* costs the fixed seconds of each tier that is touched, once, and its seconds a byte. Tiers count one after
-  the other: reading a slow tier while the bus is busy would be faster, so this errs on the side of recomputing.
+  the other: reading a slow tier while the bus is busy would be faster, so this errs on the side of recomputing. Blocks
+  that take a read of their own where others come several in one (``Run.alone``) cost seconds a block instead: 31
+  blocks in as many objects take three times as long as in one (benchmarks/object_engine.py faults).
 - *Computing* costs a step, and a price for every token that grows with its position, because attention reads all that
   came before. A layer of width h has about 12 h² weights, two operations each, and attention 4 h operations for each
   token of context: they are equal at a context of 6 h, and at about 4 h in time, as attention kernels reach two thirds
@@ -79,6 +81,9 @@ _SHRINK = 0.9998
 # How far a refusal moves a tier's estimate back to its prior: a disk that was slow once is tried again after a hundred
 # refusals or so, and a disk that is always slow costs one request in a hundred some time.
 _FORGET = 1 / 256
+# Reads that are under way at a time, until a block that takes a read of its own is measured: so many share the fixed
+# seconds.
+_READS_AT_ONCE = 8
 
 NOTHING_FOUND = "nothing found"
 RECOMPUTE = "recomputing is faster"
@@ -106,13 +111,29 @@ class Decision(NamedTuple):
     others_running: bool = False  # as the caller said
 
 
+class Amount(NamedTuple):
+    """How much one rank loads from one tier."""
+
+    size: int = 0  # bytes of the blocks that take no read of their own
+    alone: int = 0  # blocks that do
+
+    def plus(self, blocks: int, block_bytes: int, alone: bool) -> Amount:
+        return Amount(self.size, self.alone + blocks) if alone else Amount(self.size + blocks * block_bytes, self.alone)
+
+
+class TierPrices(NamedTuple):
+    byte: float
+    fixed: float  # of a load whatever its size
+    alone: float = 0.0  # of a block that takes a read of its own
+
+
 class Prices(NamedTuple):
     """All estimates of a cost model, in seconds: equal prices give equal decisions. Those of staged tiers include how
     much more they vary than all are expected to."""
 
     step: float
     token: float  # at position 0
-    tiers: dict[TierName, tuple[float, float]]  # of a byte, and of a load whatever its size
+    tiers: dict[TierName, TierPrices]
 
 
 class Terms(NamedTuple):
@@ -163,10 +184,11 @@ class CostModel:
         """Take a measurement at start in place of the prior. It counts as one load."""
         self._tiers[tier] = _TierRate(rate)
 
-    def observe_load(self, tier: TierName, size: int, seconds: float) -> None:
-        """A load of ``size`` bytes, all of one tier, took this long. Bytes of one rank, as in :meth:`decide`."""
-        if size > 0 and 0 < seconds < inf:
-            self._tiers[tier].observe(size, seconds)
+    def observe_load(self, tier: TierName, size: int, seconds: float, alone: int = 0) -> None:
+        """A load of ``size`` bytes and of ``alone`` blocks with a read of their own, all of one tier, took this long.
+        Of one rank, as in :meth:`decide`."""
+        if (size > 0 or alone > 0) and 0 < seconds < inf:
+            self._tiers[tier].observe(Amount(size, alone), seconds)
 
     def observe_prefill(self, tokens: int, seconds: float, computed_tokens: int = 0) -> None:
         """A step computed ``tokens`` prompt tokens that came after ``computed_tokens`` others.
@@ -203,9 +225,10 @@ class CostModel:
     def assume(self, prices: Prices) -> None:
         """Take these estimates in place of the present ones, for a simulation."""
         self._step.value, self._token.value = prices.step, prices.token
-        for tier, (byte, fixed) in prices.tiers.items():
+        for tier, (byte, fixed, alone) in prices.tiers.items():
             if (known := self._tiers.get(tier)) is not None:
-                known.byte.value, known.fixed.value, known.deviation.value = byte, fixed, 0.0
+                known.byte.value, known.fixed.value, known.alone.value = byte, fixed, alone
+                known.deviation.value = 0.0
 
     # -- expectations -------------------------------------------------------------------------------------------------
 
@@ -224,13 +247,13 @@ class CostModel:
         tiers = {tier: known.prices(tier == self._near) for tier, known in self._tiers.items()}
         return Prices(self._step.value, self._token.value, tiers)
 
-    def load_seconds(self, tier: TierName, size: int) -> float:
-        """To load ``size`` bytes, of one rank."""
-        return self._tiers[tier].seconds(size)
+    def load_seconds(self, tier: TierName, size: int, alone: int = 0) -> float:
+        """To load ``size`` bytes and ``alone`` blocks with a read of their own, of one rank."""
+        return self._tiers[tier].seconds(Amount(size, alone))
 
-    def patience_seconds(self, tier: TierName, size: int) -> float:
-        """How long a request waits for ``size`` bytes of a staged tier while none of them come."""
-        return max(MIN_PATIENCE_SECONDS, MAX_LATENESS * self.load_seconds(tier, size))
+    def patience_seconds(self, tier: TierName, size: int, alone: int = 0) -> float:
+        """How long a request waits for so much of a staged tier while none of it comes."""
+        return max(MIN_PATIENCE_SECONDS, MAX_LATENESS * self.load_seconds(tier, size, alone))
 
     def is_measured(self, tier: TierName) -> bool:
         """Whether :meth:`rate` comes from loads that were seen."""
@@ -262,7 +285,7 @@ class CostModel:
         computing ``tokens`` after ``computed`` others."""
         if self._load != "auto":
             return self._load == "always"
-        loaded = answer_seconds + self._tiers[tier].cautious_seconds(size) + self._step.value
+        loaded = answer_seconds + self._tiers[tier].cautious_seconds(Amount(size)) + self._step.value
         return loaded < self.compute_seconds(computed, tokens)
 
     def decide(
@@ -285,27 +308,27 @@ class CostModel:
         best = Decision(0, False, RECOMPUTE if match.runs else NOTHING_FOUND, recompute, recompute, others_running)
         if self._load == "never" and match.runs:
             return best._replace(reason=NEVER)
-        sizes: dict[TierName, int] = {}
+        amounts: dict[TierName, Amount] = {}
         blocks = 0
         every = -(-len(match.runs) // _MAX_ENDS)
-        for left, (tier, slots) in zip(range(len(match.runs) - 1, -1, -1), match.runs, strict=True):
+        for left, (tier, slots, alone) in zip(range(len(match.runs) - 1, -1, -1), match.runs, strict=True):
             blocks += len(slots)
-            sizes[tier] = sizes.get(tier, 0) + len(slots) * block_bytes
+            amounts[tier] = amounts.get(tier, Amount()).plus(len(slots), block_bytes, alone)
             if left % every or (whole and left):
                 continue
             loaded = blocks * block_size
             rest = max(remaining_tokens - loaded, 0)
-            in_step, reason, seconds = self._place(sizes, computed_tokens + loaded, rest, others_running, recompute)
+            in_step, reason, seconds = self._place(amounts, computed_tokens + loaded, rest, others_running, recompute)
             if seconds < best.seconds if self._load == "auto" else not left:
                 best = Decision(blocks, in_step, reason, seconds, recompute, others_running)
         return best
 
     def _place(
-        self, sizes: Mapping[TierName, int], computed: int, rest: int, others_running: bool, recompute: float
+        self, amounts: Mapping[TierName, Amount], computed: int, rest: int, others_running: bool, recompute: float
     ) -> tuple[bool, str, float]:
         """(in the step, why, expected seconds) of a load that leaves ``rest`` tokens behind ``computed`` ones."""
-        near = self._tiers[self._near].seconds(sizes.get(self._near, 0))
-        slow = sum(self._tiers[tier].cautious_seconds(size) for tier, size in sizes.items() if tier != self._near)
+        near = self._tiers[self._near].seconds(amounts.get(self._near, Amount()))
+        slow = sum(self._tiers[tier].cautious_seconds(amount) for tier, amount in amounts.items() if tier != self._near)
         outside = near + slow + self._step.value + self.compute_seconds(computed, rest)
         # Only this step's share of the rest is computed while the layers come in.
         now = min(rest, self._step_tokens)
@@ -351,45 +374,52 @@ class _Average:
 
 
 class _TierRate:
-    """Fixed seconds and seconds a byte of one tier, told apart by the size of the loads, and how far loads are from
-    them: the mean deviation, as a part of what was expected."""
+    """Fixed seconds, seconds a byte and seconds a block that takes a read of its own, of one tier, told apart by what
+    loads consist of; and how far loads are from them: the mean deviation, as a part of what was expected."""
 
-    __slots__ = ("byte", "deviation", "fixed")
+    __slots__ = ("alone", "byte", "deviation", "fixed")
 
     def __init__(self, prior: Rate) -> None:
         if not (0 < prior.bytes_per_second < inf and 0 <= prior.fixed_seconds < inf):
             raise ValueError(f"{prior} is no rate: expected a bandwidth above 0 and fixed seconds of at least 0")
         self.byte = _Average(1 / prior.bytes_per_second)
         self.fixed = _Average(prior.fixed_seconds)
+        self.alone = _Average(prior.fixed_seconds / _READS_AT_ONCE)
         self.deviation = _Average((CAUTION - 1) / MAX_DEVIATIONS)
 
-    def seconds(self, size: int) -> float:
-        return self.fixed.value + size * self.byte.value if size else 0.0
+    def seconds(self, amount: Amount) -> float:
+        if not any(amount):
+            return 0.0
+        return self.fixed.value + amount.size * self.byte.value + amount.alone * self.alone.value
 
-    def cautious_seconds(self, size: int) -> float:
+    def cautious_seconds(self, amount: Amount) -> float:
         """What a load hardly ever exceeds."""
-        byte, fixed = self.prices()
-        return CAUTION * (fixed + size * byte) if size else 0.0
+        byte, fixed, alone = self.prices()
+        return CAUTION * (fixed + amount.size * byte + amount.alone * alone) if any(amount) else 0.0
 
-    def prices(self, is_near: bool = False) -> tuple[float, float]:
+    def prices(self, is_near: bool = False) -> TierPrices:
         caution = min(max(CAUTION, 1 + MAX_DEVIATIONS * self.deviation.value), MAX_CAUTION)
         more = 1.0 if is_near else caution / CAUTION
-        return self.byte.value * more, self.fixed.value * more
+        return TierPrices(self.byte.value * more, self.fixed.value * more, self.alone.value * more)
 
     @property
     def is_measured(self) -> bool:
-        return self.byte.count > 1 or self.fixed.count > 1
+        return any(each.count > 1 for each in (self.byte, self.fixed, self.alone))
 
-    def observe(self, size: int, seconds: float) -> None:
-        if self.is_measured:
-            self.deviation.observe(abs(seconds / self.seconds(size) - 1))
-        # A load teaches what it mostly consists of: a large one the bandwidth, a small one the fixed part.
-        if size * self.byte.value >= self.fixed.value:
-            self.byte.observe(max(seconds - self.fixed.value, seconds / 2) / size)
+    def observe(self, amount: Amount, seconds: float) -> None:
+        expected = self.seconds(amount)
+        if self.is_measured and expected:
+            self.deviation.observe(abs(seconds / expected - 1))
+        # A load teaches what it mostly consists of: a large one the bandwidth, a small one the fixed part, one of many
+        # reads the price of each.
+        by_size, by_alone = amount.size * self.byte.value, amount.alone * self.alone.value
+        if amount.alone and by_alone >= max(by_size, self.fixed.value):
+            self.alone.observe(max(seconds - self.fixed.value - by_size, seconds / 2) / amount.alone)
+        elif by_size >= self.fixed.value:
+            self.byte.observe(max(seconds - self.fixed.value - by_alone, seconds / 2) / amount.size)
         else:
-            self.fixed.observe(max(seconds - size * self.byte.value, 0.0))
+            self.fixed.observe(max(seconds - by_size - by_alone, 0.0))
 
     def forget(self) -> None:
-        self.byte.forget()
-        self.fixed.forget()
-        self.deviation.forget()
+        for each in (self.byte, self.fixed, self.alone, self.deviation):
+            each.forget()

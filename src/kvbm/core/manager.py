@@ -123,10 +123,11 @@ class BlockManager:
                     if wait_for_writers:
                         break
                 elif place is not None:
-                    if runs and runs[-1].tier == tier:
+                    alone = catalog.is_remote and catalog.is_alone(place)
+                    if runs and runs[-1].tier == tier and runs[-1].alone == alone:
                         runs[-1].slots.append(place)
                     else:
-                        runs.append(Run(tier, [place]))
+                        runs.append(Run(tier, [place], alone))
                     break
             if place is None:
                 break
@@ -185,13 +186,13 @@ class BlockManager:
         if len(blocks) != match.blocks:
             raise ValueError(f"{match.blocks} matched blocks cannot fill {len(blocks)} engine blocks")
         self._check(match)
-        for tier, slots in match.runs:
+        for tier, slots, _ in match.runs:
             self.catalogs[tier].pin(slots)  # all of them before staging slots evict any
         copies: list[Copy] = []
         held: list[_Held] = []
         at = 0
         for run in match.runs:
-            tier, slots = run
+            tier, slots, _ = run
             mine = list(blocks[at : at + len(slots)])
             if tier == self.near_tier:
                 held.append(_Held(run, [], stays=False))
@@ -222,12 +223,12 @@ class BlockManager:
         Raises ValueError, and holds nothing, when the match is out of date.
         """
         self._check(match)
-        for tier, slots in match.runs:
+        for tier, slots, _ in match.runs:
             self.catalogs[tier].pin(slots)
 
     def release(self, match: Match) -> None:
         # Last run first, as in finish_load.
-        for tier, slots in reversed(match.runs):
+        for tier, slots, _ in reversed(match.runs):
             self.catalogs[tier].unpin(slots)
 
     def _changes(self) -> int:
@@ -237,7 +238,7 @@ class BlockManager:
         if match.changes == self._changes():
             return
         at = match.start
-        for tier, slots in match.runs:
+        for tier, slots, _ in match.runs:
             if self.catalogs[tier].match(match.keys[at : at + len(slots)]) != slots:
                 raise ValueError("the match is out of date: look up again before loading")
             at += len(slots)
@@ -254,7 +255,7 @@ class BlockManager:
         promoted = 0
         end = sum(len(held.run.slots) for held in load)
         # Last run first: the slots that are released last are evicted last, and those must be the front of the prefix.
-        for (tier, slots), via, stays in reversed(load):
+        for (tier, slots, _), via, stays in reversed(load):
             catalog = self.catalogs[tier]
             at = end - len(slots)
             keys = (catalog.key_of(slots[position - at]) for position in spoiled if at <= position < end)
@@ -394,7 +395,7 @@ class BlockManager:
         self._check(match)
         places: dict[TierName, dict[Key, int]] = {}
         at = match.start
-        for tier, slots in match.runs:
+        for tier, slots, _ in match.runs:
             if tier in self.remote and tier not in self.suspended:
                 fresh = ((key, place) for key, place in zip(match.keys[at : at + len(slots)], slots, strict=True))
                 places.setdefault(tier, {}).update((key, place) for key, place in fresh if not self.near.holds(key))

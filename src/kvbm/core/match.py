@@ -10,10 +10,11 @@ from kvbm.plans import TierName
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of a match that lie in one tier."""
+    """Consecutive blocks of a match that lie in one tier, in the same way."""
 
     tier: TierName
     slots: list[int]
+    alone: bool = False  # each block takes a read of its own, as Catalog.is_alone says
 
 
 class Match(NamedTuple):
@@ -34,24 +35,24 @@ class Match(NamedTuple):
         """The first ``blocks`` blocks of the match."""
         pending = self.pending and blocks >= self.blocks
         runs: list[Run] = []
-        for tier, slots in self.runs:
+        for run in self.runs:
             if blocks <= 0:
                 break
-            runs.append(Run(tier, slots[:blocks]))
-            blocks -= len(slots)
+            runs.append(run._replace(slots=run.slots[:blocks]))
+            blocks -= len(run.slots)
         return Match(self.start, runs, pending, self.keys, self.changes)
 
     def extended(self, run: Run, keys: Sequence[Key]) -> Match:
         """The match and the blocks after it, which lie in the tier of its last ones."""
-        *runs, (tier, slots) = self.runs
-        return Match(self.start, [*runs, Run(tier, slots + run.slots)], False, keys, self.changes)
+        *runs, last = self.runs
+        return Match(self.start, [*runs, last._replace(slots=last.slots + run.slots)], False, keys, self.changes)
 
     def beyond(self, blocks: int) -> Match:
         """The blocks that :meth:`cut` leaves off."""
         runs: list[Run] = []
         at = 0
-        for tier, slots in self.runs:
-            if at + len(slots) > blocks:
-                runs.append(Run(tier, slots[max(blocks - at, 0) :]))
-            at += len(slots)
+        for run in self.runs:
+            if at + len(run.slots) > blocks:
+                runs.append(run._replace(slots=run.slots[max(blocks - at, 0) :]))
+            at += len(run.slots)
         return Match(self.start + min(blocks, at), runs, self.pending, self.keys, self.changes)

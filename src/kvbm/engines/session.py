@@ -20,7 +20,7 @@ from typing import NamedTuple
 import kvbm
 from kvbm.config import Config, split_shares
 from kvbm.core.clock import OperationClock
-from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, CostModel, Decision, Prices
+from kvbm.core.cost import FORCED, MIN_PATIENCE_SECONDS, RECOMPUTE, Amount, CostModel, Decision, Prices
 from kvbm.core.counts import Counts, add
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
@@ -330,14 +330,14 @@ class Session:
     def stall(self, match: Match) -> float:
         """Seconds without a block from the staged tiers of a match after which its load is given up; 0: as the stores
         say. A store reads a chunk at a time, and not only for this load."""
-        assert self.leader is not None
-        if self._config.load != "auto":
+        if self._config.load != "auto" or self.leader is None:
             return 0.0
-        sizes: dict[TierName, int] = {}
-        for tier, slots in match.runs:
-            sizes[tier] = sizes.get(tier, 0) + len(slots) * self.block_bytes
-        sizes.pop(self.leader.manager.near_tier, None)
-        return sum(self.cost.patience_seconds(tier, max(size, Store.chunk_bytes)) for tier, size in sizes.items())
+        found: dict[TierName, Amount] = {}
+        for tier, slots, alone in match.runs:
+            found[tier] = found.get(tier, Amount()).plus(len(slots), self.block_bytes, alone)
+        found.pop(self.leader.manager.near_tier, None)
+        wait, least = self.cost.patience_seconds, Store.chunk_bytes
+        return sum(wait(tier, max(size, least), alone) for tier, (size, alone) in found.items())
 
     def withdraw(self, state: RequestState) -> None:
         """The offer has become a load, or is void: let its slots be evicted again."""

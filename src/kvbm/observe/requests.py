@@ -70,7 +70,7 @@ def looked_up(
 ) -> Admission:
     """The admission of a request whose blocks were looked up as far as block ``limit``."""
     tiers: dict[TierName, int] = {}
-    for tier, slots in found.runs:
+    for tier, slots, _ in found.runs:
         tiers[tier] = tiers.get(tier, 0) + len(slots)
     end = found.start + sum(tiers.values())
     return Admission(

@@ -298,10 +298,12 @@ class Leader:
         blocks: dict[TierName, int] = {}
         arrived: dict[TierName, int] = {}
         bad: dict[TierName, int] = {}
+        places: dict[TierName, list[int]] = {}
         at = 0
         for copy in flight.plan.copies:
             end = at + len(copy.slots)
             add(blocks, copy.tier, len(copy.slots))
+            places.setdefault(copy.tier, []).extend(copy.slots)
             add(arrived, copy.tier, len(copy.slots) - sum(at <= position < end for position in flight.absent))
             add(bad, copy.tier, sum(at <= position < end for position in flight.bad))
             at = end
@@ -318,16 +320,20 @@ class Leader:
         for tier, seconds in took.items():
             if seconds > 0 and tier in blocks:
                 # A load that was given up would have taken longer still: the cost model learns at least that much.
-                if self._cost is not None:
-                    self._cost.observe_load(tier, blocks[tier] * max(self._block_bytes), seconds)
+                self._teach_cost(tier, places[tier], seconds)
                 if not flight.absent:
                     self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
-    def _observe_fetch(self, tier: TierName, blocks: int, seconds: float) -> None:
+    def _observe_fetch(self, tier: TierName, places: Sequence[int], seconds: float) -> None:
         if self._block_bytes:
-            self.counts.add_loaded(tier, blocks * sum(self._block_bytes), seconds)
-            if self._cost is not None:
-                self._cost.observe_load(tier, blocks * max(self._block_bytes), seconds)
+            self.counts.add_loaded(tier, len(places) * sum(self._block_bytes), seconds)
+            self._teach_cost(tier, places, seconds)
+
+    def _teach_cost(self, tier: TierName, places: Sequence[int], seconds: float) -> None:
+        if self._cost is not None:
+            catalog = self.manager.catalogs[tier]
+            alone = sum(map(catalog.is_alone, places)) if catalog.is_remote else 0
+            self._cost.observe_load(tier, (len(places) - alone) * max(self._block_bytes), seconds, alone)
 
     def _end_store(self, rank: int, result: StoreResult) -> None:
         flight = self._stores.get(result.id)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvbm.config import Config
 from kvbm.core.clock import OperationClock
-from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms
+from kvbm.core.cost import PRIOR_STEP_SECONDS, Prices, Terms, TierPrices
 from kvbm.core.keys import Key
 from kvbm.core.manager import BlockManager
 from kvbm.core.match import Match
@@ -85,9 +85,9 @@ class SimulatedEngine:
         ]
         hello = Hello(0, machine.block_bytes, "", tiers)
         self._leader = self.session.begin([hello], None, BlockManager(catalogs, clock=clock))
-        tiers_seconds = {name: (1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}
+        prices = {name: TierPrices(1 / rate.bytes_per_second, rate.fixed_seconds) for name, rate in rates.items()}
         token = 1 / machine.prefill_tokens_per_second
-        self.session.cost.assume(Prices(PRIOR_STEP_SECONDS, token, tiers_seconds))
+        self.session.cost.assume(Prices(PRIOR_STEP_SECONDS, token, prices))
         self._device = Pool(machine.device_blocks) if machine.device_blocks else None
         self._engine_blocks = 0  # handed out so far: each is used once, so no copy waits for another
         self._loads: dict[int, LoadPlan] = {}
@@ -261,7 +261,7 @@ class SimulatedEngine:
     def _count(self, match: Match, keys: Sequence[Key]) -> dict[TierName, int]:
         """Blocks of a match by tier; and blocks that lie in a tier, with those behind a gap, which are of no use."""
         found: dict[TierName, int] = {}
-        for tier, slots in match.runs:
+        for tier, slots, _ in match.runs:
             found[tier] = found.get(tier, 0) + len(slots)
         tiers = self.totals.tiers
         for tier, blocks in found.items():

@@ -7,7 +7,7 @@ near tier, so they cannot evict what running requests use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvbm.core.breaker import Breaker
 from kvbm.core.counts import Counts, add
@@ -21,8 +21,8 @@ MAX_SHARE = 4  # of the near tier: one in so many slots is filled ahead at a tim
 
 
 class Fetches:
-    """Part of the leader: called from its thread, never waits. ``observe`` hears how long a tier took for how many
-    blocks."""
+    """Part of the leader: called from its thread, never waits. ``observe`` hears how long a tier took for which
+    places."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Fetches:
         ranks: int,
         counts: Counts,
         breakers: dict[TierName, Breaker],
-        observe: Callable[[TierName, int, float], None],
+        observe: Callable[[TierName, Sequence[int], float], None],
     ) -> None:
         self._manager = manager
         self._ranks = ranks
@@ -71,7 +71,7 @@ class Fetches:
         else:
             self._breakers[tier].succeeded()
         if not fetch.bad and fetch.seconds:
-            self._observe(tier, blocks, fetch.seconds)
+            self._observe(tier, fetch.plan.slots, fetch.seconds)
         add(self._counts.fetched_blocks, tier, self._manager.finish_fetch(result.id, fetch.bad))
 
     def fail_rank(self, rank: int, now: float) -> None:

@@ -140,7 +140,7 @@ class PageStore:
                     add(self.counts.refused_load_blocks, why, pages - decision.blocks)
                     self.cost.observe_refusal(match.beyond(decision.blocks))
                     pages = decision.blocks
-            for tier, slots in match.cut(pages).runs:
+            for tier, slots, _ in match.cut(pages).runs:
                 add(self.counts.matched_blocks, tier, len(slots))
             self.counts.matched_tokens += pages * self.page_tokens
             if self._log is not None:

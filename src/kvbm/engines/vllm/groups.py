@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, product
 from typing import NamedTuple
 
 from kvbm.core.catalog import Hint
@@ -115,15 +115,15 @@ class SeveralGroups(Groups):
         # A hint counts blocks of the prompt, and the lookups below are for one group each.
         anywhere = None if hint is None else hint._replace(blocks=0)
         end, awaited = self._reach(manager, wanted, start, wait_for_writers, anywhere)
-        pieces: Counter[TierName] = Counter()
-        for tier, slots in manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).runs:
-            pieces[tier] += len(slots)
+        pieces: Counter[tuple[TierName, bool]] = Counter()
+        for tier, slots, alone in manager.lookup(self._needed(wanted, start, end), wait_for_writers=False).runs:
+            pieces[tier, alone] += len(slots)
         nearest, *slower = manager.catalogs
         left = end - start
         runs: list[Run] = []
-        for tier in reversed(slower):  # rather too much of a slow one than too little
-            share = min(left, -(-(end - start) * pieces[tier] // max(1, pieces.total())))
-            runs.append(Run(tier, [-1] * share))
+        for tier, alone in product(reversed(slower), (True, False)):  # rather too much of a slow one than too little
+            share = min(left, -(-(end - start) * pieces[tier, alone] // max(1, pieces.total())))
+            runs.append(Run(tier, [-1] * share, alone))
             left -= share
         runs.append(Run(nearest, [-1] * left))
         found = [run for run in reversed(runs) if run.slots]
