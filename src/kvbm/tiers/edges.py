@@ -101,7 +101,11 @@ class Edge:
             room = min(room, self._manager.staging_room)  # the others wait for staging slots
         if not self._waiting or room <= 0 or self.is_suspended:
             return None
-        batch = list(self._waiting)[:room]
+        waiting = list(self._waiting)
+        fitting = self._manager.catalogs[self.target].fitting(waiting, room)
+        if not fitting and self.pending_blocks:
+            return None  # there is more room once those have been written
+        batch = waiting[: fitting or room]
         for key in batch:
             del self._waiting[key]
         here = self._manager.catalogs[self.source]

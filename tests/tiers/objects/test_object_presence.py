@@ -226,6 +226,32 @@ def test_whole_groups_are_written_as_one_object_and_the_rest_alone(opened):
     assert presence.place_for_write(keys[1:32]) == single_places(keys[1:32])
 
 
+def test_groups_are_known_of_a_prompt_that_came_while_the_store_was_out_of_use(opened):
+    """Its blocks are written when a request has found them again, which looks no further than host memory."""
+    bucket = Bucket()
+    bucket.suspended = "down"
+    presence = opened(bucket, bits=BITS)
+    keys = random_keys(40)
+    presence.expect(keys)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while presence.place_for_write(keys) != group_places(keys[:32]) + single_places(keys[32:]):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not bucket.asked
+
+
+def test_a_batch_of_writes_ends_at_the_end_of_a_group(opened):
+    presence = opened(Bucket(), bits=BITS)
+    keys = random_keys(100)
+    catalog = ObjectCatalog([presence._clients[0]], presence)
+    assert catalog.fitting(keys, 40) == 40, "no group is known"
+    presence.expect(keys)
+    settled(presence)
+    assert [catalog.fitting(keys, room) for room in (31, 32, 63, 70, 96, 99, 100, 200)] == [
+        0, 32, 32, 64, 96, 99, 100, 200
+    ]  # fmt: skip
+
+
 def test_answers_age(opened):
     names, keys = new_names(), random_keys(1)
     bucket = Bucket()

@@ -5,7 +5,8 @@ import threading
 import pytest
 from object_blocks import BLOCK, Blocks, ended, group_places, new_names, open_store, random_keys, single_places
 
-from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.client import Client, ObjectStoreError
+from kvbm.tiers.objects.format import object_of
 
 SECRETS = pytest.mark.parametrize("secret", ["", "a secret"], ids=["plain", "encrypted"])
 
@@ -103,6 +104,49 @@ def test_damage_at_rest_is_noticed_and_does_not_stay(weed):
         assert not ended(store.write(places, memory.addresses, keys)).bad
         assert not ended(store.read(places, target.addresses, keys)).bad
         assert target[0] == memory[0]
+    store.close()
+
+
+def test_an_object_of_another_key_is_noticed_and_does_not_stay(weed):
+    names = new_names()
+    keys, memory, target = random_keys(2), Blocks(2), Blocks(2)
+    places = single_places(keys)
+    store = open_store(weed.settings(), names)
+    assert not ended(store.write(places, memory.addresses, keys)).bad
+    name, other = (names.of(0, object_of(place)) for place in places)
+    weed.overwrite(name, weed.stored_bytes(other))
+    read = ended(store.read(places, target.addresses, keys))
+    assert read.bad == [0]
+    assert "another" in read.reason
+    assert not ended(store.write(places, memory.addresses, keys)).bad
+    assert not ended(store.read(places, target.addresses, keys)).bad
+    assert [target[i] for i in range(2)] == [memory[i] for i in range(2)]
+    store.close()
+
+
+def test_a_damaged_object_that_cannot_be_deleted_is_not_taken_for_a_good_one(weed):
+    """The write of its blocks finds an object of the right name and size."""
+    names = new_names()
+    keys, memory, target = random_keys(1), Blocks(1), Blocks(1)
+    places = single_places(keys)
+    store = open_store(weed.settings(), names)
+    assert not ended(store.write(places, memory.addresses, keys)).bad
+    name = names.of(0, object_of(places[0]))
+    data = weed.stored_bytes(name)
+    weed.overwrite(name, data[:-1] + bytes([data[-1] ^ 1]))
+    delete = store._client.delete
+
+    def refuse(names):
+        raise ObjectStoreError("access denied")
+
+    store._client.delete = refuse
+    assert ended(store.read(places, target.addresses, keys)).bad == [0]
+    assert ended(store.write(places, memory.addresses, keys)).bad == [0]
+    store._client.delete = delete
+    assert not ended(store.write(places, memory.addresses, keys)).bad
+    assert not ended(store.read(places, target.addresses, keys)).bad
+    assert target[0] == memory[0]
+    assert not store._damaged
     store.close()
 
 

@@ -16,6 +16,7 @@ from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import connect, open_manager
 from kvbm.tiers.objects import TIER
 from kvbm.tiers.objects.client import Client
+from kvbm.tiers.objects.format import object_of
 from tiernames import HOST, OBJECT, PRIORS
 
 BLOCKS = 64
@@ -221,6 +222,60 @@ def test_a_block_that_was_damaged_is_recomputed_and_written_anew(make, weed, mod
     assert engine.lookup(keys).blocks == 0
     assert engine.serve(keys) == 0
     assert make(model).serve(keys) == 16
+
+
+def test_an_object_of_another_prompt_costs_one_hit(make, weed, model):
+    prompts = [random_keys(16) for _ in range(2)]
+    first = make(model)
+    for keys in prompts:
+        first.serve(keys)
+    place = first.catalog.find(prompts[0][0])
+    name, other = (
+        f"{_root_of(first)}/0/{object_of(each) >> 3:014x}-16" for each in (place, first.catalog.find(prompts[1][0]))
+    )
+    weed.overwrite(name, weed.stored_bytes(other))
+    engine = make(model)
+    plan = engine.leader.onboard(engine.lookup(prompts[0]), "r", range(16), in_step=False)
+    assert set().union(*(outcome.bad_blocks for outcome in engine.step(loads=[plan]))) | engine.run() == set(range(16))
+    wait_until(lambda: not engine.catalog._is_suspended, "the store reads back what it is given, and is used again")
+    assert engine.serve(prompts[0]) == 0
+    assert make(model).serve(prompts[0]) == 16
+
+
+def test_a_block_that_never_can_be_read_is_asked_for_less_and_less(make, model, monkeypatch):
+    engine = make(model)
+    keys = random_keys(1)
+    engine.serve(keys)
+    catalog, now = engine.catalog, time.monotonic()
+    monkeypatch.setattr("kvbm.tiers.remote_catalog.time.monotonic", lambda: now)
+    pauses = []
+    for _ in range(9):
+        catalog._publish(keys, [0]) if keys[0] not in catalog._found else None
+        catalog.drop(keys)
+        pauses.append(catalog._bad[keys[0]][0] - now)
+    assert pauses[:3] == [60.0, 120.0, 240.0]
+    assert pauses[-1] == catalog.max_bad_seconds
+
+
+def test_blocks_that_lie_alone_are_told_from_those_in_groups(make, model):
+    """16 blocks in one object, and four in as many: what they cost does not follow from their bytes."""
+    keys = random_keys(20)
+    make(model).serve(keys)
+    assert [(len(run.slots), run.alone) for run in make(model).lookup(keys).runs] == [(16, False), (4, True)]
+
+
+def test_a_group_is_not_torn_by_what_else_is_being_written(make, weed, model):
+    """Half of host memory may be under way: 20 blocks of one prompt, and 12 of the 16 of the next."""
+    engine = make(model, cpu_cache_override_num_blocks=64)
+    first, second = random_keys(20), random_keys(16)
+    for keys in (first, second):
+        assert engine.lookup(keys).blocks == 0
+    engine.compute([*first, *second])
+    engine.step(stores=[engine.leader.offload([*first, *second], range(36))])
+    engine.run()
+    names = [listed.name for listed in Client(weed.settings()).list(f"{_root_of(engine)}/0/")]
+    assert sum(name.endswith("-16") for name in names) == 2
+    assert make(model).lookup(second).blocks == 16
 
 
 def test_no_request_pays_for_a_store_that_damages_what_it_sends_but_the_first(make, proxy, model, monkeypatch):

@@ -20,7 +20,6 @@ from kvbm.tiers.remote_catalog import RemoteCatalog
 logger = logging.getLogger("kvbm")
 
 MAX_WRITING = 4096  # blocks on their way
-BAD_SECONDS = 60.0  # a block that could not be read is not looked for again for so long, unless it is written anew
 _END_SECONDS = 1.0
 
 
@@ -29,6 +28,8 @@ class ObjectCatalog(RemoteCatalog):
 
     is_bounded = False  # by this engine; see the capacity module
     max_bad_keys = MAX_KEYS
+    bad_seconds = 60.0  # unless the block is written anew
+    max_bad_seconds = 3600.0
 
     def __init__(
         self, clients: Sequence[Client], presence: Presence, keeper: Keeper | None = None, block_bytes: int = 0
@@ -63,6 +64,9 @@ class ObjectCatalog(RemoteCatalog):
             self._publish([key], [place])
         return place
 
+    def is_alone(self, place: int) -> bool:
+        return self._presence.is_alone(place)
+
     def _compute_seconds(self, blocks: int) -> float:
         rate = 0.0 if self.break_even is None else self.break_even()
         return blocks * self._block_bytes / rate if rate else 0.0
@@ -94,6 +98,9 @@ class ObjectCatalog(RemoteCatalog):
             self._writing[key] = place
             self._keys[place] = key
         return places
+
+    def fitting(self, keys: Sequence[Key], room: int) -> int:
+        return room if room >= len(keys) else self._presence.last_whole(keys, room)
 
     def commit(self, places: Sequence[int]) -> None:
         keys = self._end_writing(places)
@@ -128,7 +135,7 @@ class ObjectCatalog(RemoteCatalog):
 
     def drop(self, keys: Iterable[Key]) -> int:
         there = [key for key in dict.fromkeys(keys) if key in self._found]
-        self._mark_bad(there, BAD_SECONDS)
+        self._mark_bad(there)
         self._presence.discard([self._found[key] for key in there])
         self._lose(there)
         if there:

@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from kvbm.core.keys import KEY_BYTES
+
 MAGIC = b"KVBMobj\n"
 VERSION = 1
 MIN_OBJECT_BYTES = 2_000_000  # blocks are grouped to at least this size
@@ -98,6 +100,11 @@ def split_place(place: int) -> tuple[int, int]:
 
 def blocks_in(identifier: int) -> int:
     return 1 << (identifier & (1 << _SIZE_BITS) - 1)
+
+
+def object_with(tags: Sequence[bytes]) -> int:
+    """The identifier of the object that holds the blocks of these tags."""
+    return object_id(tags[-1][:KEY_BYTES], len(tags).bit_length() - 1)
 
 
 class Names:

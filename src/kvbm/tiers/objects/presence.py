@@ -18,6 +18,7 @@ after a request that failed until one succeeds, no lookup is pending.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -27,7 +28,7 @@ from kvbm.core.catalog import PENDING
 from kvbm.core.keys import Key
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.objects.client import Client, ObjectStoreError
-from kvbm.tiers.objects.format import Names, object_id, object_of, place_of
+from kvbm.tiers.objects.format import Names, blocks_in, object_id, object_of, place_of
 
 PRESENT_SECONDS = 600.0  # an object that was there counts as there for so long
 MISSING_SECONDS = 5.0  # an object that was not there may have been written since
@@ -152,7 +153,10 @@ class Presence:
 
     def expect(self, keys: Sequence[Key], start: int = 0) -> None:
         """A request is about to look for ``keys[start:]``, of a prompt whose keys are ``keys``. Starts a check."""
-        if start >= len(keys) or any(client.suspended for client in self._clients):
+        if start >= len(keys):
+            return
+        if any(client.suspended for client in self._clients):
+            self._expect_writes(keys, start)
             return
         now = time.monotonic()
         span = keys[start], keys[-1]
@@ -170,6 +174,13 @@ class Presence:
         except RuntimeError:  # closed
             self._end(check)
 
+    def _expect_writes(self, keys: Sequence[Key], start: int) -> None:
+        """No check, but the blocks may be written once the store answers again: in their groups."""
+        last = len(keys) >> self._bits << self._bits
+        if self._bits and last > start and keys[last - 1] not in self._groups:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._threads.post(self._cut, keys, start)
+
     def find(self, key: Key) -> int | None:
         """The place of a block; None when it is not known to be there, PENDING while a check is due to find out."""
         now = time.monotonic()
@@ -184,6 +195,10 @@ class Presence:
                 if now < check.deadline and (key == check.span[0] or key in check.waiting):
                     return PENDING
         return None
+
+    def is_alone(self, place: int) -> bool:
+        """Whether a block lies in an object of its own, where blocks are grouped."""
+        return self._bits > 0 and blocks_in(object_of(place)) == 1
 
     @property
     def probe_name(self) -> str:
@@ -235,6 +250,17 @@ class Presence:
             for key, place in zip(keys, groups, strict=True)
         ]
 
+    def last_whole(self, keys: Sequence[Key], room: int) -> int:
+        """How many of the first ``room`` keys there are in front of a group that ends behind them."""
+        with self._lock:
+            torn = self._groups.get(keys[room])
+            while torn is not None and room:
+                place = self._groups.get(keys[room - 1])
+                if place is None or object_of(place) != object_of(torn):
+                    break
+                room -= 1
+        return room
+
     def was_there(self, key: Key) -> bool:
         """Whether the block was there at the last answer, however old that is: writing it again would be wasted."""
         with self._lock:
@@ -279,27 +305,33 @@ class Presence:
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _begin(self, check: _Check) -> None:
-        """Cut the prefix into groups. Not on the leader's thread: a long prompt takes milliseconds."""
+        check.units = self._cut(check.keys, check.start)
+        check.waiting = frozenset(check.keys[check.start :])
+        self._step(check)
+
+    def _cut(self, keys: Sequence[Key], start: int) -> list[tuple[int | None, list[int]]]:
+        """Cut a prefix into groups: (group, its single objects) from the one of ``start`` on. Not on the leader's
+        thread: a long prompt takes milliseconds."""
         size = 1 << self._bits
-        first = check.start // size * size
+        first = start // size * size
+        units: list[tuple[int | None, list[int]]] = []
         places: list[tuple[Key, int]] = []
-        for at in range(first, len(check.keys), size):
+        for at in range(first, len(keys), size):
             if (at - first) % _TURN < size:
                 time.sleep(0)  # 2,048 blocks take milliseconds, and the engine's thread wants the interpreter
-            members = check.keys[at : at + size]
+            members = keys[at : at + size]
             group = None
             if size > 1 and len(members) == size:
                 group = object_id(members[-1], self._bits)
                 places += [(key, place_of(group, index)) for index, key in enumerate(members)]
-            check.units.append((group, [object_id(key, 0) for key in members[max(0, check.start - at) :]]))
+            units.append((group, [object_id(key, 0) for key in members[max(0, start - at) :]]))
         with self._lock:
             for key, place in places:
                 self._groups[key] = place
                 self._groups.move_to_end(key)
             while len(self._groups) > MAX_KEYS:
                 self._groups.popitem(last=False)
-        check.waiting = frozenset(check.keys[check.start :])
-        self._step(check)
+        return units
 
     def _step(self, check: _Check) -> None:
         with self._lock:

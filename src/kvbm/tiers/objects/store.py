@@ -4,8 +4,10 @@ Places come from the catalog (:mod:`kvbm.tiers.objects.format`) and say which ob
 object once, whole, and copies its blocks straight to their addresses. A write creates each object once; an object that
 is there already holds the same blocks, because its name follows from their keys, and counts as written.
 
-An object that turns out to be damaged is fetched once more, because the network may have damaged it. If the second
-copy is damaged too, the object is deleted: objects are never overwritten, so it would stay in the way of a good one.
+An object that turns out to be damaged, or to be another one than its name says, is fetched once more, because the
+network may have damaged it. If the second copy is no better, the object is deleted: objects are never overwritten, so
+it would stay in the way of a good one. If it cannot be deleted now, the store remembers it: a write of its blocks
+replaces the object, or fails.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import ctypes
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
@@ -33,6 +36,7 @@ from kvbm.tiers.objects.format import (
     RefusedError,
     blocks_in,
     object_of,
+    object_with,
     seal_text,
     split_place,
 )
@@ -46,6 +50,7 @@ _MEASURE_BYTES = 4 << 20
 _MEASURE_READS = 4
 _MAX_TAG_BYTES = 64  # for the estimate of an object's size
 END_SECONDS = 10.0
+_MAX_DAMAGED = 1024
 _MAX_HASHING = 8  # threads that hash, copy or encrypt at a time
 
 
@@ -63,6 +68,8 @@ class ObjectStore(Store):
         self.identity = names.root
         self._buffer = ctypes.c_ubyte * block_bytes
         self._closing = False
+        self._damaged: dict[str, None] = {}  # names of objects that are damaged and could not be deleted, oldest first
+        self._lock = threading.Lock()  # of these
         self.stall_seconds = stall_seconds(client.settings)
         # Threads beyond the cores wait for the network well, but hash and copy badly: they take the caches from each
         # other (benchmarks/objects.py).
@@ -180,28 +187,40 @@ class ObjectStore(Store):
     def _read_object(self, operation: Operation, identifier: int, positions: list[int]) -> tuple[list[int], str]:
         name = self._names.of(self._rank, identifier)
         try:
-            return self._fetch(name, operation, positions)
+            return self._fetch(name, identifier, operation, positions)
         except DamagedError:
             pass
         try:
-            return self._fetch(name, operation, positions)
+            return self._fetch(name, identifier, operation, positions)
         except DamagedError as error:
             logger.warning("object store: %s is damaged and gets deleted: %s", name, error)
-            with contextlib.suppress(ObjectStoreError):
+            try:
                 self._client.delete([name])
+            except ObjectStoreError:
+                self._remember_damage(name)
             return positions, str(error)
 
-    def _fetch(self, name: str, operation: Operation, positions: list[int]) -> tuple[list[int], str]:
-        """Raises DamagedError when any block of the object is damaged."""
+    def _remember_damage(self, name: str) -> None:
+        with self._lock:
+            self._damaged[name] = None
+            while len(self._damaged) > _MAX_DAMAGED:
+                self._damaged.pop(next(iter(self._damaged)))
+
+    def _fetch(self, name: str, identifier: int, operation: Operation, positions: list[int]) -> tuple[list[int], str]:
+        """Raises DamagedError when any block of the object is damaged, or the object is another one."""
         data = self._client.get(name)
         self._turns.get()
         try:
-            return self._unpack(data, operation, positions)
+            return self._unpack(data, identifier, operation, positions)
         finally:
             self._turns.put(None)
 
-    def _unpack(self, data: Buffer, operation: Operation, positions: list[int]) -> tuple[list[int], str]:
+    def _unpack(
+        self, data: Buffer, identifier: int, operation: Operation, positions: list[int]
+    ) -> tuple[list[int], str]:
         contents: Contents = self._codec.open(data)
+        if object_with(contents.tags) != identifier:
+            raise DamagedError("the object holds the blocks of another one")
         bad: list[int] = []
         reason = ""
         for position in positions:
@@ -237,14 +256,17 @@ class ObjectStore(Store):
     def _confirm(self, name: str, pieces: Sequence[Buffer]) -> None:
         """The store says that the object is there. It may only be on its way, from an engine that dies before the end.
 
-        Raises ObjectStoreError when the object is not there. An object of another size is replaced."""
+        Raises ObjectStoreError when the object is not there. One that is known to be damaged, or of another size, is
+        replaced."""
         try:
             found, _ = self._client.head(name)
         except MissingError:
             raise ObjectStoreError(f"another engine began to write {name}, and it is not there yet") from None
-        if found.bytes != sum(len(piece) for piece in pieces):
+        if name in self._damaged or found.bytes != sum(len(piece) for piece in pieces):
             logger.warning("object store: %s has %d bytes, is damaged and gets replaced", name, found.bytes)
             self._client.delete([name])
+            with self._lock:
+                self._damaged.pop(name, None)
             if not self._client.put(name, pieces):
                 raise ObjectStoreError(f"{name} was damaged, and another engine replaces it")
 

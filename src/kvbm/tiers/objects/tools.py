@@ -37,6 +37,7 @@ from kvbm.tiers.objects.format import (
     group_bits,
     object_id,
     object_of,
+    object_with,
     open_text,
     place_of,
 )
@@ -339,7 +340,7 @@ def verify(cache: BucketCache, settings: ObjectSettings, progress: Progress) -> 
 
 def _is_named_by(names: Names, name: str, tags: Sequence[bytes]) -> bool:
     rank = int(name.removeprefix(f"{names.root}/").partition("/")[0])
-    return name == names.of(rank, object_id(tags[-1][:KEY_BYTES], len(tags).bit_length() - 1))
+    return name == names.of(rank, object_with(tags))
 
 
 class _Memory:

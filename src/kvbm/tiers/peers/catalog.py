@@ -15,7 +15,6 @@ from kvbm.tiers.remote_catalog import RemoteCatalog
 
 logger = logging.getLogger("kvbm")
 
-BAD_SECONDS = 5.0  # a block that could not be read is not looked for again for so long
 _END_SECONDS = 1.0
 
 
@@ -26,6 +25,7 @@ class PeerCatalog(RemoteCatalog, ReadOnlyCatalog):
 
     takes_hints = True
     max_bad_keys = MAX_KEYS
+    bad_seconds = max_bad_seconds = 5.0  # another peer may have the block
 
     def __init__(self, lookup: Lookup, server: ServerProcess) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class PeerCatalog(RemoteCatalog, ReadOnlyCatalog):
 
     def drop(self, keys: Iterable[Key]) -> int:
         gone = list(dict.fromkeys(keys))
-        self._mark_bad(gone, BAD_SECONDS)
+        self._mark_bad(gone)
         self._lookup.discard(gone)
         self.changes += 1
         return len(gone)
