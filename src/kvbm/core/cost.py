@@ -14,8 +14,7 @@ The model expects, in seconds:
 
 - *Loading* costs the fixed seconds of each tier that is touched, once, and its seconds a byte. Tiers count one after
   the other: reading a slow tier while the bus is busy would be faster, so this errs on the side of recomputing. Blocks
-  that take a read of their own where others come several in one (``Run.alone``) cost seconds a block instead: 31
-  blocks in as many objects take three times as long as in one (benchmarks/object_engine.py faults).
+  that take a read of their own where others come several in one (``Run.alone``) cost seconds a block instead.
 - *Computing* costs a step, and a price for every token that grows with its position, because attention reads all that
   came before. A layer of width h has about 12 h² weights, two operations each, and attention 4 h operations for each
   token of context: they are equal at a context of 6 h, and at about 4 h in time, as attention kernels reach two thirds
