@@ -10,6 +10,10 @@ for benchmarks/gpu/packing.py. Prints a JSON line for each figure:
     ratio, escapes       of KVBM's format, and how many blocks do not fit
     outliers             share of tiles that do not fit, of made-up K with so many channels of every head 4 to 256 times
                          as large as the others, turned as RoPE does; the median of eight models
+    groups               the format with other groups, and with one base a group in place of two. A group is of
+                         neighbouring values of a token, as in the format, or of a channel, whose tokens then lie side
+                         by side. Escapes, bytes by raw bytes that hold the worst tile, and blocks that do not fit in
+                         KVBM's slots; of real KV, of the same with outlier channels, and of made-up K
     further              what other codes would need, in bits a value: three bits and a second level of codes for the
                          rest, and the entropy of the exponents, which no code goes below
     numpy                gigabytes of raw KV a second on one core; a CPU engine's blocks are packed at that rate
@@ -37,7 +41,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / "src")]
 
 from kvbm.tiers.disk.file import DiskFile  # noqa: E402
-from kvbm.transfer.packing import GROUP, Tile, pack, unpack  # noqa: E402
+from kvbm.transfer.packing import ABOVE_MEAN, ESCAPE, GROUP, NEAR, Tile, pack, unpack  # noqa: E402
 
 BLOCK = 16  # tokens
 CONTEXT = 1024  # tokens that the model reads at a time
@@ -128,20 +132,56 @@ def of_numpy(kv: np.ndarray) -> None:
     tell(what="numpy", **rates, copy=values.nbytes / (time.perf_counter() - began) / 1e9)
 
 
+def made_up(channels: int, chance: np.random.Generator, tokens: int) -> np.ndarray:
+    """uint16[tokens, heads, channels]: K with outlier channels."""
+    larger = np.zeros((8, 128))
+    for head in larger:
+        head[chance.choice(128, channels, replace=False)] = 2 ** chance.uniform(2, 8, channels)
+    turned = larger * np.cos(chance.uniform(0, 2 * np.pi, (tokens, 8, 128)))
+    values = (chance.standard_normal(turned.shape) + turned).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
 def of_outliers(models: int = 8, tokens: int = 2400) -> None:
     chance = np.random.default_rng(0)
     tile = Tile(4096)
     for channels in (2, 4, 6, 8, 12, 16):
         shares = []
         for _ in range(models):
-            larger = np.zeros((8, 128))
-            for head in larger:
-                head[chance.choice(128, channels, replace=False)] = 2 ** chance.uniform(2, 8, channels)
-            turned = larger * np.cos(chance.uniform(0, 2 * np.pi, (tokens, 8, 128)))
-            values = (chance.standard_normal(turned.shape) + turned).astype(np.float32)
-            words = (values.view(np.uint32) >> 16).astype(np.uint16).reshape(-1, tile.values)
+            words = made_up(channels, chance, tokens).reshape(-1, tile.values)
             shares.append(len(pack(words, np.empty((len(words), tile.size), np.uint8))) / len(words))
         tell(what="outliers", channels=channels, of=128, unpackable_tiles=statistics.median(shares), most=max(shares))
+
+
+def of_groups(name: str, kv: np.ndarray) -> None:
+    """``kv``: as of real_kv."""
+    blocks, size = kv.shape[1], int(np.prod(kv.shape[2:]))
+    tile = Tile(min(size & -size, 4096))
+    room = tile.size - tile.bases - 1  # for the bases and the escapes
+    for by, axes in (("token", (0, 1, 2, 3, 4, 5)), ("channel", (0, 1, 2, 4, 5, 3))):
+        layers = [np.ascontiguousarray(layer[None].transpose(axes)).reshape(-1, tile.values) for layer in kv]
+        for group in (32, 64, 128, 256):
+            for bases in (1, 2):
+                beside = bases * tile.values // group
+                counts = np.stack([escapes(layer, group, bases).reshape(blocks, -1) for layer in layers])
+                worst = counts.max(axis=(0, 2))  # of a block, which fits if all its tiles do
+                tell(what="groups", kv=name, by=by, group=group, bases=bases, escapes=counts.mean() / tile.values,
+                     ratio=float((tile.bases + 1 + beside + worst.max()) / tile.raw_size), blocks=blocks,
+                     unpackable_blocks=int((worst > room - beside).sum()))  # fmt: skip
+
+
+def escapes(values: np.ndarray, group: int, bases: int) -> np.ndarray:
+    """Of each tile."""
+    exponents = (values >> 7).astype(np.uint8).reshape(len(values), -1, group)
+    distances = exponents.max(axis=2, keepdims=True) - exponents
+    if bases == 1:
+        beyond = distances >= ESCAPE
+    else:
+        is_near = distances < NEAR
+        means = exponents.sum(axis=2, dtype=int) // np.maximum(np.count_nonzero(exponents, axis=2), 1)
+        second = np.minimum(np.where(is_near, 0, exponents).max(axis=2), means + ABOVE_MEAN)[:, :, None]
+        beyond = ~is_near & ((exponents > second) | (second - exponents.astype(int) >= ESCAPE - NEAR))
+    return (beyond & (exponents > 0)).sum(axis=(1, 2))
 
 
 def of_disk(folder: Path, rounds: int) -> None:
@@ -212,11 +252,17 @@ def of_values(args: argparse.Namespace) -> None:
     of_format("K and V", kv)
     of_format("K", kv[:, :, :1])
     of_format("V", kv[:, :, 1:])
+    of_groups("K and V", kv)
     for times in (64, 1024):
+        name = f"K and V, one channel of K {times} times as large"
         outliers = kv.copy()
         outliers[:, :, 0, :, :, 5] += np.uint16(times.bit_length() - 1 << 7)
-        of_format(f"K and V, one channel of K {times} times as large", outliers)
+        of_format(name, outliers)
+        of_groups(name, outliers)
     of_outliers()
+    for channels in (6, 8, 12):
+        words = made_up(channels, np.random.default_rng(0), 16000)
+        of_groups(f"K with {channels} outlier channels of 128", words.reshape(1, -1, 1, BLOCK, 8, 128))
     further(kv)
     of_numpy(kv)
 
