@@ -151,6 +151,14 @@ def test_loaded_blocks_are_counted_once_and_by_tier():
     assert leader.counts.failed_load_blocks == 1
 
 
+def test_blocks_that_were_missed_are_not_counted_as_loaded():
+    leader = make(host="ac", disk="bd")
+    plan = onboard(leader, "abcd")
+    leader.apply([Report(rank, loads=[LoadResult(plan.id, [], 0.0, [3])]) for rank in range(2)])
+    assert leader.counts.onboarded_blocks == {HOST: 2, DISK: 1}
+    assert (leader.counts.failed_load_blocks, leader.counts.missed_load_blocks) == (1, 1)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_block_that_failed_to_load_on_one_rank_is_not_found_again(failing):
     leader = make(host="ac", disk="bd")

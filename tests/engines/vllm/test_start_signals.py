@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.engines.vllm.start_signals import end_start_on_signals
+from kvbm.processes import PARENT, STARTED, command_line, running, stat
 from servers import PROJECT
 
 # As vLLM: the signal becomes a KeyboardInterrupt, which a wait catches. A grandchild stands for a worker that is busy.
@@ -117,3 +118,18 @@ def test_other_programs_keep_their_handlers(argv):
     before = signal.getsignal(signal.SIGINT)
     end_start_on_signals(argv)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_kernel_tells_the_parent_and_the_start_of_a_process():
+    def uptime():
+        return float(Path("/proc/uptime").read_text().split()[0])
+
+    before = uptime()
+    with subprocess.Popen(["sleep", "600"]) as child:
+        fields, after = stat(child.pid), uptime()
+        assert child.pid in running()
+        assert command_line(child.pid)[:2] == ["sleep", "600"]  # Popen returns once it is that program
+        child.kill()
+    assert int(fields[PARENT]) == os.getpid()
+    assert before - 0.02 <= int(fields[STARTED]) / os.sysconf("SC_CLK_TCK") <= after + 0.02
+    assert (stat(child.pid), command_line(child.pid)) == ([], [])
