@@ -10,8 +10,7 @@ for benchmarks/gpu/packing.py. Prints a JSON line for each figure:
     ratio, escapes       of KVBM's format, and how many blocks do not fit
     outliers             share of tiles that do not fit, of made-up K with so many channels of every head 4 to 256 times
                          as large as the others, turned as RoPE does; the median of eight models
-    groups               the format with other groups, and with other second bases: only the one above most values, only
-                         the one below the first base, or the better of both as in the format. A group is of
+    groups               the format with other groups, and with one base a group in place of two. A group is of
                          neighbouring values of a token, as in the format, or of a channel, whose tokens then lie side
                          by side. Escapes, bytes by raw bytes that hold the worst tile, and blocks that do not fit in
                          KVBM's slots; of real KV, of the same with outlier channels, and of made-up K
@@ -161,27 +160,28 @@ def of_groups(name: str, kv: np.ndarray) -> None:
     room = tile.size - tile.bases - 1  # for the bases and the escapes
     for by, axes in (("token", (0, 1, 2, 3, 4, 5)), ("channel", (0, 1, 2, 4, 5, 3))):
         layers = [np.ascontiguousarray(layer[None].transpose(axes)).reshape(-1, tile.values) for layer in kv]
-        for group in (64, 128, 256):
-            beside = 2 * tile.values // group
-            found = [escapes(layer, group) for layer in layers]
-            for second, each in (("above most", 0), ("below the first", 1), ("better", 2)):
-                counts = np.stack([layer[each].reshape(blocks, -1) for layer in found])
+        for group in (32, 64, 128, 256):
+            for bases in (1, 2):
+                beside = bases * tile.values // group
+                counts = np.stack([escapes(layer, group, bases).reshape(blocks, -1) for layer in layers])
                 worst = counts.max(axis=(0, 2))  # of a block, which fits if all its tiles do
-                tell(what="groups", kv=name, by=by, group=group, second=second, escapes=counts.mean() / tile.values,
+                tell(what="groups", kv=name, by=by, group=group, bases=bases, escapes=counts.mean() / tile.values,
                      ratio=float((tile.bases + 1 + beside + worst.max()) / tile.raw_size), blocks=blocks,
                      unpackable_blocks=int((worst > room - beside).sum()))  # fmt: skip
 
 
-def escapes(values: np.ndarray, group: int) -> list[np.ndarray]:
-    """Of each tile: with the second base above most values, with the one below the first, with the better of both."""
+def escapes(values: np.ndarray, group: int, bases: int) -> np.ndarray:
+    """Of each tile."""
     exponents = (values >> 7).astype(np.uint8).reshape(len(values), -1, group)
     distances = exponents.max(axis=2, keepdims=True) - exponents
-    is_near = distances < NEAR
-    means = exponents.sum(axis=2, dtype=int) // np.maximum(np.count_nonzero(exponents, axis=2), 1)
-    second = np.minimum(np.where(is_near, 0, exponents).max(axis=2), means + ABOVE_MEAN)[:, :, None]
-    beyond = ~is_near & ((exponents > second) | (second - exponents.astype(int) >= ESCAPE - NEAR))
-    above, below = ((each & (exponents > 0)).sum(axis=2) for each in (beyond, distances >= ESCAPE))
-    return [each.sum(axis=1) for each in (above, below, np.minimum(above, below))]
+    if bases == 1:
+        beyond = distances >= ESCAPE
+    else:
+        is_near = distances < NEAR
+        means = exponents.sum(axis=2, dtype=int) // np.maximum(np.count_nonzero(exponents, axis=2), 1)
+        second = np.minimum(np.where(is_near, 0, exponents).max(axis=2), means + ABOVE_MEAN)[:, :, None]
+        beyond = ~is_near & ((exponents > second) | (second - exponents.astype(int) >= ESCAPE - NEAR))
+    return (beyond & (exponents > 0)).sum(axis=(1, 2))
 
 
 def of_disk(folder: Path, rounds: int) -> None:
@@ -260,7 +260,7 @@ def of_values(args: argparse.Namespace) -> None:
         of_format(name, outliers)
         of_groups(name, outliers)
     of_outliers()
-    for channels in (6, 8, 12, 24):
+    for channels in (6, 8, 12):
         words = made_up(channels, np.random.default_rng(0), 16000)
         of_groups(f"K with {channels} outlier channels of 128", words.reshape(1, -1, 1, BLOCK, 8, 128))
     further(kv)

@@ -87,32 +87,6 @@ def test_a_channel_with_far_larger_values_makes_few_escapes(size, times):
     assert (round_trip(words)[0] == words).all()
 
 
-@pytest.mark.parametrize("channels", [8, 16, 32, 64])
-def test_keys_with_many_larger_channels_fit_and_come_back(channels):
-    """4 to 256 times as large as the others, in every head, turned as RoPE does."""
-    source = np.random.default_rng(channels)
-    larger = np.zeros((8, GROUP))
-    for head in larger:
-        head[source.choice(GROUP, channels, replace=False)] = 2.0 ** source.uniform(2, 8, channels)
-    turned = larger * np.cos(source.uniform(0, 2 * np.pi, (800, 8, GROUP)))
-    words = bfloat16(source.standard_normal(turned.shape) + turned).reshape(-1, 4096)
-    back, overflows = round_trip(words)
-    assert not len(overflows)
-    assert (back == words).all()
-
-
-def test_a_group_keeps_the_second_base_that_leaves_fewer_escapes():
-    tile = Tile(4096)
-    near, below = np.full(4096, 0x3F80, np.uint16), np.full(4096, 0x3F80, np.uint16)  # exponent 127
-    near[0] = below[0] = 140 << 7
-    near[1:3] = 122 << 7  # 18 below the first base, 5 below the second
-    below[1:40] = 135 << 7  # 5 below the first base, 8 above most
-    packed = np.zeros((2, tile.size), np.uint8)
-    assert pack(np.stack([near, below]), packed).size == 0
-    assert packed[:, tile.second_bases].tolist() == [127, 137]
-    assert packed[:, tile.count].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_infinities_and_every_nan_come_back_among_zeros(size):
     special = EVERY[exponents(EVERY) == 255]

@@ -2,18 +2,16 @@
 
 A bf16 value has a sign, 8 bits of exponent and 7 bits of mantissa. The exponents of KV lie close together, but for a
 few channels whose values are far larger than all others. So the format keeps sign and mantissa as a byte, and four bits
-for the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from a second base. A *tile*
-of values is packed by itself::
+for the exponent: its distance from the largest of a *group* of 128 neighbouring values, or from a second base just
+above most of them. A *tile* of values is packed by itself::
 
     sign and mantissa   one byte a value
     codes               four bits a value: 0 to 2 the distance from the first base, 3 to 13 that from the second base,
                         14 an escape, 15 an exponent of 0 (zeros, denormals). Value i has the low half of byte i, value
                         i + half a tile the high half.
     first bases         the largest exponent of each group, a byte each
-    second bases        a byte each. For a few values far above all others: the largest exponent that is more than 2
-                        below the first base, or 4 above the mean of all that are not 0 if that is less. For many
-                        values not so far above: 3 below the first base, so that one row of distances goes on to 13. Of
-                        these, the one that leaves fewer escapes, and the former of equals
+    second bases        the largest exponent that is more than 2 below, or 4 above the mean of all that are not 0 if
+                        that is less, a byte each
     count               of escapes; 255: more than there is room for
     escapes             exponents of the values with code 14, a byte each in the order of the values; zeros after them,
                         or if there is no room for all
@@ -135,18 +133,15 @@ def _pack(values: Words, packed: Bytes) -> npt.NDArray[np.intp]:
     exponents = (values >> 7).astype(np.uint8)  # without the sign, which is beyond eight bits
     groups = exponents.reshape(len(values), -1, GROUP)
     bases = groups.max(axis=2)
-    far = np.where(bases[:, :, None] - groups < NEAR, 0, groups)
+    codes = bases[:, :, None] - groups
+    is_near = codes < NEAR
     means = groups.sum(axis=2, dtype=np.uint16) // np.maximum(np.count_nonzero(groups, axis=2), 1)
-    second_bases = np.minimum(far.max(axis=2), means + ABOVE_MEAN).astype(np.uint8)
-    codes = _codes(groups, bases, second_bases)
-    counts = np.count_nonzero(codes == ESCAPE, axis=2)
-    some = counts > 0
-    others = _codes(groups[some], bases[some], bases[some] - NEAR)
-    is_better = np.count_nonzero(others == ESCAPE, axis=1) < counts[some]
-    some[some] = is_better
-    second_bases[some] = bases[some] - NEAR
-    codes[some] = others[is_better]
+    second_bases = np.minimum(np.where(is_near, 0, groups).max(axis=2), means + ABOVE_MEAN).astype(np.uint8)
+    # Exponents above the second base are at most 244 above it, and so wrap around to an escape.
+    others = np.minimum(second_bases[:, :, None] - groups, ESCAPE - NEAR) + NEAR
+    codes = np.where(is_near, codes, others.astype(np.uint8))
     codes = codes.reshape(exponents.shape)
+    codes[exponents == 0] = ZERO
     half = tile.values // 2
     packed[:, : tile.values] = (values >> 8) & 0x80 | values & 0x7F
     packed[:, tile.values : tile.bases] = codes[:, :half] | codes[:, half:] << 4
@@ -161,16 +156,6 @@ def _pack(values: Words, packed: Bytes) -> npt.NDArray[np.intp]:
         rows, columns = np.nonzero(escaped)
         packed[rows, tile.escapes + _ranks(escaped.sum(axis=1))] = exponents[rows, columns]
     return np.flatnonzero(counts > tile.room)
-
-
-def _codes(exponents: Bytes, bases: Bytes, second_bases: Bytes) -> Bytes:
-    """Of groups of exponents. A group with an escape has a first base of 4 or more."""
-    codes: Bytes = bases[..., None] - exponents
-    # Exponents above the second base are at most 244 above it, and so wrap around to an escape.
-    others = np.minimum(second_bases[..., None] - exponents, ESCAPE - NEAR) + np.uint8(NEAR)
-    codes = np.where(codes < NEAR, codes, others)
-    codes[exponents == 0] = ZERO
-    return codes
 
 
 def unpack(packed: Bytes, values: Words) -> None:

@@ -145,8 +145,10 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
     high_exponents = (high >> 7) & 0xFF
     low_bases = tl.max(low_exponents, 1)
     high_bases = tl.max(high_exponents, 1)
-    low_seconds, low_codes = _best_codes(low_exponents, low_bases)
-    high_seconds, high_codes = _best_codes(high_exponents, high_bases)
+    low_seconds = _second_bases(low_exponents, low_bases)
+    high_seconds = _second_bases(high_exponents, high_bases)
+    low_codes = _codes(low_exponents, low_bases, low_seconds)
+    high_codes = _codes(high_exponents, high_bases, high_seconds)
     tl.store(packed + at, (((low >> 8) & 0x80) | (low & 0x7F)).to(tl.uint8))
     tl.store(packed + HALF + at, (((high >> 8) & 0x80) | (high & 0x7F)).to(tl.uint8))
     tl.store(packed + VALUES + at, (low_codes | (high_codes << 4)).to(tl.uint8))
@@ -181,17 +183,6 @@ def _pack_tile(values, packed, flag, VALUES: tl.constexpr, TILE_BYTES: tl.conste
                 high_left = tl.where(high_left == high_first[:, None], 0, high_left)
         else:
             tl.store(flag, 1)
-
-
-@triton.jit
-def _best_codes(exponents, bases):
-    """Second bases, and codes. The other second base would be below 0 only where there is no escape anyway."""
-    near, below = _second_bases(exponents, bases), bases - _NEAR
-    codes, others = _codes(exponents, bases, near), _codes(exponents, bases, below)
-    # Both kinds of escapes are counted at once, in 16 bits each.
-    counts = tl.sum((codes == _ESCAPE).to(tl.int32) | ((others == _ESCAPE).to(tl.int32) << 16), 1)
-    is_better = (counts >> 16) < (counts & 0xFFFF)
-    return tl.where(is_better, below, near), tl.where(is_better[:, None], others, codes)
 
 
 @triton.jit
