@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -1217,3 +1218,33 @@ def test_a_foreign_file_is_refused(gpu, tmp_path, capsys, content, reason):
     message = capsys.readouterr().err
     assert str(path) in message
     assert reason in message
+
+
+def test_an_engine_of_sglang_that_fails_does_not_end_the_others(tmp_path):
+    """Without SGLang none of them starts."""
+    (tmp_path / "sglang.py").write_text("raise ImportError('not here')\n")
+    command = [
+        sys.executable,
+        str(FOLDER / "sglang_prompts.py"),
+        "--dry",
+        "--kinds",
+        "hicache",
+        "kvbm",
+        "--at-once",
+        "2",
+    ]
+    command += [
+        "--models",
+        str(tmp_path),
+        "--directory",
+        str(tmp_path / "pages"),
+        "--json",
+        str(tmp_path / "rows.json"),
+    ]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1, done.stderr
+    assert "not all is well" in done.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["kind"], row["what"]) for row in rows[1:]] == [("hicache", "failed"), ("kvbm", "failed")]
+    assert all("not here" in row["why"] for row in rows[1:])

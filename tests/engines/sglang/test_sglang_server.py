@@ -73,3 +73,13 @@ def test_how_fast_sglang_computes_is_measured(of):
     for kind in ("kvbm", "slow"):
         (metrics,) = of(kind, "metrics")
         assert 0 < metrics["kvbm_prefill_tokens_per_second"] != 10_000  # which is the default
+
+
+def test_two_ranks_bring_their_parts_back_and_find_them_after_a_kill(tmp_path_factory):
+    """Tensor parallel: each rank has half of the heads, and a cache of its own."""
+    of = serve(tmp_path_factory, "--kinds", "kvbm", "--ranks", "2")
+    for what, count in (("returned", 2 * COUNT), ("restarted", COUNT - 1)):
+        found = of("kvbm", what)
+        assert [(row["from_storage"], row["same"]) for row in found] == [(WHOLE, True)] * count
+    (flipped,) = of("kvbm", "flipped")
+    assert (flipped["from_storage"], flipped["same"]) == (0, True)
