@@ -104,6 +104,31 @@ def test_a_prefix_comes_back_with_one_state_of_each_group(second_runner, make_cl
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["runner1", "runner2"])
+def test_a_state_that_only_vllm_has_is_stored_again(second_runner, make_clockwork):
+    """vLLM offers a state in the step that saves it, and not when a request goes on from it."""
+    from kvbm.engines.vllm import compat
+
+    if not compat.fails_whole_requests():
+        pytest.skip("this release of vLLM offers no states to connectors")
+    engine = make_clockwork(windows=(STATE, 0, STATE), second_runner=second_runner)
+    request = engine.add("first", PROMPT, 1)
+    engine.run()
+    states = [key for group in (0, 2) for key in in_group(request.block_hashes, group) if key in engine.pool]
+    assert states
+    engine.pool.drop(states)
+    engine.add("second", PROMPT, 1)
+    engine.run()
+    assert engine.onboarded == 0
+    assert all(key in engine.pool for key in states)
+    engine.forget()
+    engine.add("third", PROMPT, 1)
+    engine.run()
+    engine.check()
+    assert engine.onboarded == 41 // BLOCK + 2
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("second_runner", [False, True], ids=["runner1", "runner2"])
 def test_what_a_step_writes_to_has_been_read_in_every_group(second_runner, make_clockwork, hold_stores):
     """Blocks go from one group to the other, and from requests that were preempted to those that come back."""
     from kvbm.engines.vllm import compat

@@ -181,6 +181,12 @@ def test_kv_without_its_state_is_computed(run_scenario, baseline, engine):
     steps = [
         generate(LONG),
         do("drain"),
+        do("call", target="states:drop", prompt=LONG, states=True),
+        generate(LONG),  # vLLM still has the state
+        do("drain"),
+        do("reset"),
+        generate(LONG, name="stored again"),
+        do("drain"),
         do("reset"),
         do("call", "dropped", target="states:drop", prompt=LONG, states=True),
         generate(LONG, name="no state"),
@@ -197,7 +203,8 @@ def test_kv_without_its_state_is_computed(run_scenario, baseline, engine):
     story = run_scenario(steps, dict(CACHE), engine)
     (wanted,) = baseline([LONG], engine=engine)
     assert story["dropped"] > 0
-    assert [story.tokens(name) for name in ("no state", "again", "no kv")] == [[wanted]] * 3
+    assert [story.tokens(name) for name in ("stored again", "no state", "again", "no kv")] == [[wanted]] * 4
+    assert story["stored again"]["cached"] == [21 * BLOCK]
     assert [story[name]["cached"] for name in ("no state", "again", "no kv")] == [[0], [21 * BLOCK], [0]]
     assert story["end"]["faults"] == {}
 

@@ -84,6 +84,10 @@ class Groups:
         ``computed`` tokens, and of the states that vLLM offers up to there."""
         return keys[first:end], tables[0][first:end]
 
+    def found_states(self, tables: Tables, computed: int) -> list[Offer]:
+        """The states that a request goes on from which starts behind so many tokens, in its first step."""
+        return []
+
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """The keys of the blocks that a request has used up to this position, the front first."""
         return keys[:blocks]
@@ -209,6 +213,13 @@ class SeveralGroups(Groups):
                 there += in_group([keys[at]], group)
                 places.append(block)
         return there, places
+
+    def found_states(self, tables: Tables, computed: int) -> list[Offer]:
+        at, within = divmod(computed, self._block_size)
+        if not at or within:
+            return []
+        groups = (group for group, is_state in enumerate(self._states) if is_state and len(tables[group]) >= at)
+        return [Offer(group, block, computed) for group in groups if (block := tables[group][at - 1])]
 
     def used(self, keys: Sequence[Key], blocks: int) -> Sequence[Key]:
         """Blocks behind a window keep their age: only a request that branches off there uses them."""

@@ -33,6 +33,12 @@ def computed_of(output: Any) -> dict[str, int]:
     return computed
 
 
+def starting_requests(output: Any) -> set[str]:
+    """Requests that get their block tables with this step: new ones, and those that come back from preemption."""
+    resumed = compat.resumed_requests(output.scheduled_cached_reqs)
+    return {new.req_id for new in output.scheduled_new_reqs}.union(resumed)
+
+
 def follow_tables(
     output: Any,
     requests: Mapping[str, RequestState],

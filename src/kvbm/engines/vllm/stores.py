@@ -14,7 +14,7 @@ from kvbm.engines.vllm import compat
 from kvbm.engines.vllm.groups import Groups
 from kvbm.engines.vllm.keys import RequestKeys
 from kvbm.engines.vllm.request import RequestState
-from kvbm.engines.vllm.steps import computed_of
+from kvbm.engines.vllm.steps import computed_of, starting_requests
 from kvbm.plans import AdapterUse, StorePlan
 
 # Requests that complete no more blocks than this in a step, as those do that decode, are stored together.
@@ -40,7 +40,7 @@ class Stores:
         """Add plans for all blocks that this step completes, and the adapters that they depend on. A failure
         leaves the plans made before it in the lists: the caller must deliver them."""
         computed, size = computed_of(output), self.session.block_size
-        offers = compat.offered_states(output)
+        offers, starting = compat.offered_states(output), starting_requests(output)
         together: Grown = []  # an order to the copier costs as much for one block as for many
         adapted: Grown = []  # as well, and refused as one
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -58,6 +58,9 @@ class Stores:
             if grown is None:
                 continue
             state.offers = offers.get(request_id, ())
+            if request_id in starting:
+                # vLLM does not offer the states of its own prefix cache, and a tier may have lost them.
+                state.offers = [*state.offers, *self.groups.found_states(state.tables, before)]
             if grown.end - grown.first > FEW_BLOCKS:
                 stores += self._store([(state, grown)], uses)
             elif getattr(state.request, "lora_request", None) is None:
