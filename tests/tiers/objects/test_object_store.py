@@ -147,6 +147,12 @@ def test_a_damaged_object_that_cannot_be_deleted_is_not_taken_for_a_good_one(wee
     assert not ended(store.read(places, target.addresses, keys)).bad
     assert target[0] == memory[0]
     assert not store._damaged
+    stays = open_store(weed.settings(), names)
+    stays._remember_damage(name)
+    stays._client.delete([name])  # by another engine
+    assert not ended(stays.write(places, memory.addresses, keys)).bad
+    assert not stays._damaged, "what it has written itself is good"
+    stays.close()
     store.close()
 
 

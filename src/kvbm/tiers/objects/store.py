@@ -251,6 +251,8 @@ class ObjectStore(Store):
         name = self._names.of(self._rank, identifier)
         if not self._client.put(name, pieces):
             self._confirm(name, pieces)
+        with self._lock:
+            self._damaged.pop(name, None)
         return [], ""
 
     def _confirm(self, name: str, pieces: Sequence[Buffer]) -> None:
@@ -265,8 +267,6 @@ class ObjectStore(Store):
         if name in self._damaged or found.bytes != sum(len(piece) for piece in pieces):
             logger.warning("object store: %s has %d bytes, is damaged and gets replaced", name, found.bytes)
             self._client.delete([name])
-            with self._lock:
-                self._damaged.pop(name, None)
             if not self._client.put(name, pieces):
                 raise ObjectStoreError(f"{name} was damaged, and another engine replaces it")
 
