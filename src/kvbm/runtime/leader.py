@@ -462,10 +462,6 @@ class Leader:
         return len(self._loads) + len(self._stores)
 
     @property
-    def loads_under_way(self) -> bool:
-        return bool(self._loads)
-
-    @property
     def loads(self) -> KeysView[int]:
         """Ids of the loads under way."""
         return self._loads.keys()

@@ -299,7 +299,7 @@ class Scenario:
         """One step, and more until no load is under way."""
         deadline = time.monotonic() + seconds
         self.step()
-        while self.adapter.leader.loads_under_way:
+        while self.adapter.leader.loads:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"loads are under way after {seconds} s")
             self.step()

@@ -21,7 +21,7 @@ def wake(scenario) -> None:
 
 
 def loads_under_way(scenario) -> bool:
-    return scenario.adapter.leader.loads_under_way
+    return bool(scenario.adapter.leader.loads)
 
 
 def pause_beside_loads(scenario, prompt: list[int], times: int) -> list[list[int]]:

@@ -48,7 +48,7 @@ def test_a_failed_load_that_was_withdrawn_costs_no_other_request_its_blocks(make
     engine.add("waits", PROMPT, 4)
     for _ in range(6):
         engine.turn()
-    assert engine.adapter.leader.loads_under_way
+    assert engine.adapter.leader.loads
     assert reset(engine) is True
     engine.add("other", numbers(2, 40), 30)
     for _ in range(6):

@@ -232,7 +232,7 @@ class SchedulerAdapter:
         """
         assert self.leader is not None
         in_vain = state.match is not None and not state.in_step
-        return in_vain and self._still_steps >= STILL_STEPS and not self.leader.loads_under_way
+        return in_vain and self._still_steps >= STILL_STEPS and not self.leader.loads
 
     def _decide(self, request: Any, found: Match) -> Decision:
         """How much of a match to load, and where."""
