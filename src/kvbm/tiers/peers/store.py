@@ -36,6 +36,7 @@ class PeerStore(Store):
     """Threads of its own read; an operation ends when none of them can write to its destinations any more."""
 
     slots = 0
+    chunk_bytes = 16 << 20  # the copy to the engine begins after the first; each costs the engine's thread a step
 
     def __init__(self, me: Identity, slot_bytes: int) -> None:
         self._me = me
