@@ -155,7 +155,7 @@ def main() -> int:
 
         def read(reader: Reader) -> None:
             # In parts, as a load comes.
-            part = max(1, (32 << 20) // slot)
+            part = max(1, reader.store.chunk_bytes // slot)
             operations = [reader.begin(numbers[at : at + part], at=at) for at in range(0, blocks, part)]
             for operation in operations:
                 assert operation.wait(60)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
 import sys
 import time
 
 import pytest
 from peer_member import CACHE, Reader, content, key
 
-from kvbm.tiers.peers import client, store
+from kvbm.tiers.peers import client
 from kvbm.tiers.peers.checksum import checksum, copy_and_sum
 from kvbm.tiers.peers.client import NIXL, SOCKET
 from kvbm.tiers.peers.finder import Source
@@ -46,22 +44,6 @@ def test_a_block_that_is_not_there_costs_itself(member, reader):
     assert refusals(reader.counts()) == {"withdrawn": 1}
 
 
-def test_a_long_read_comes_in_parts(member, reader, monkeypatch):
-    """So that several threads bring it, and none waits until all of it has a checksum."""
-    sizes, part = [], store.Part
-    monkeypatch.setattr(store, "Part", lambda keys, *rest: sizes.append(len(keys)) or part(keys, *rest))
-    reader.store.chunk_bytes = 2 * member.slot_bytes
-    numbers = list(range(7))
-    member.store(*[number for number in numbers if number != 3])
-    operation = reader.read(numbers)
-    assert operation.bad == [3]
-    assert sorted(sizes) == [1, 2, 2, 2]
-    for i in numbers:
-        assert (reader.block(i) == content(i, member.slot_bytes)) is (i != 3)
-    assert reader.counts()[BLOCKS] == 6
-    assert reader.store._table._flows[0].reads == 0
-
-
 def test_turns_are_short_from_the_call_of_a_read_to_its_end(member):
     """The engine's thread computes on, and the threads that read must get the interpreter nevertheless."""
     usual, seen = sys.getswitchinterval(), []
@@ -75,31 +57,6 @@ def test_turns_are_short_from_the_call_of_a_read_to_its_end(member):
     reader.close()
     assert reader.begin([1]).bad == [0]
     assert sys.getswitchinterval() == pytest.approx(usual)
-
-
-def test_reads_behind_one_that_is_given_up_come_nevertheless(member, monkeypatch):
-    """One thread has asked for all three at once when the neighbour stops, and closes its connection with the first."""
-    monkeypatch.setattr(client, "COPIERS", 1)
-    reader = Reader([member.unix])
-    member.store(0, 1, 2)
-    assert reader.read([0]).bad == []
-    os.kill(member.server.pid, signal.SIGSTOP)
-    try:
-        given_up, *others = [reader.begin([number], at=number) for number in range(3)]
-        while not all(operation.began for operation in (given_up, *others)):
-            time.sleep(0.001)
-        given_up.cancel()
-        assert given_up.wait(60)
-        assert given_up.bad == [0]
-        assert not any(operation.done() for operation in others)
-    finally:
-        os.kill(member.server.pid, signal.SIGCONT)
-    for number, operation in enumerate(others, 1):
-        assert operation.wait(60)
-        assert operation.bad == [], operation.reason
-        assert reader.block(number) == content(number, member.slot_bytes)
-    assert reader.store._table._flows[0].reads == 0
-    reader.close()
 
 
 def test_an_evicted_block_is_not_served_from_its_slot(member, reader):

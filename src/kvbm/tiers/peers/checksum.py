@@ -8,8 +8,10 @@ import xxhash
 
 from kvbm.core.keys import Key
 
-# Bytes copied, then hashed while they are in the core's cache: a block as a whole leaves it before it is hashed.
-_PIECE = 512 << 10
+# Bytes copied, then hashed. Below 1 MiB the C library copies through the cache, which takes twice as long: 0.17 CPU
+# seconds a GB with the hash instead of 0.10 (and 0.08 without).
+_PIECE = 2 << 20
+_MIN_PIECE = 1 << 20
 
 
 def checksum(payload: memoryview, key: Key) -> int:
@@ -22,7 +24,7 @@ def copy_and_sum(target: int, source: int, size: int, key: Key) -> int:
     arrived = memoryview((ctypes.c_char * size).from_address(target)).cast("B")
     at = 0
     while at < size:
-        piece = min(_PIECE, size - at)
+        piece = size - at if size - at < _PIECE + _MIN_PIECE else _PIECE  # a short rest goes with the last piece
         ctypes.memmove(target + at, source + at, piece)
         hasher.update(arrived[at : at + piece])
         at += piece

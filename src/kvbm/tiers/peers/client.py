@@ -20,7 +20,6 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -61,7 +60,7 @@ TRIES = 3  # reads over each way, before the faster one is taken
 logger = logging.getLogger("kvbm")
 
 _CONNECT_SECONDS = 1.0
-_LEASES_AHEAD = 2  # parts that the server sums up while another is copied
+_LEASE_BYTES = 8 << 20  # leased at once
 _PUSHES = 2  # at a time: one arrives while the other is verified; more take the processor from each other
 # On two cores, two threads use up the memory's bandwidth, and more take the caches from each other.
 COPIERS = max(2, min(4, (os.cpu_count() or 1) // 4))
@@ -157,34 +156,20 @@ class Link:
         self.close_files()
 
 
-class Part:
-    """Blocks of one operation that are read together, and what has become of them."""
+class _Read:
+    """Blocks to read to these addresses, and what has become of them."""
 
-    def __init__(
-        self,
-        keys: Sequence[Key],
-        addresses: Sequence[int],
-        is_abandoned: Callable[[], bool],
-        begin: Callable[[], None],
-        end: Callable[[dict[int, str]], None],
-    ) -> None:
-        """``begin``: is called when there is a connection: what the first one takes says nothing about the rate of
-        reads. ``end``: gets the kind of failure of each position that did not come. Neither raises."""
-        self.keys, self.addresses, self.is_abandoned, self.begin = keys, addresses, is_abandoned, begin
+    def __init__(self, keys: Sequence[Key], addresses: Sequence[int], is_abandoned: Callable[[], bool]) -> None:
+        self.keys, self.addresses, self.is_abandoned = keys, addresses, is_abandoned
         self.arrived: set[int] = set()  # positions
-        self._bad: dict[int, str] = {}
-        self._end = end
+        self.bad: dict[int, str] = {}  # position -> kind of failure
 
     def settle(self, position: int, why: str) -> None:
         """``why`` it is not the block; empty: it has come."""
         if why:
-            self._bad[position] = why
+            self.bad[position] = why
         else:
             self.arrived.add(position)
-
-    def end(self, kind: str) -> None:
-        """Nothing writes to its destinations any more. ``kind``: of the failures that have no kind of their own."""
-        self._end({i: self._bad.get(i, kind) for i in range(len(self.keys)) if i not in self.arrived})
 
     def memory(self, position: int, size: int) -> memoryview:
         return memoryview((ctypes.c_char * size).from_address(self.addresses[position])).cast("B")
@@ -200,8 +185,6 @@ class Peer:
         self._me = me
         self._lock = threading.Lock()
         self._idle: list[Link] = []
-        self._waiting: deque[Part] = deque()
-        self._readers = 0  # threads that read
         self._local = ""  # its Unix socket, where it turns out to be a neighbour
         self._neighbour: Neighbour | None = None
         self._watched: socket.socket | None = None  # a handle of the connection that came with the neighbour's memory
@@ -226,108 +209,88 @@ class Peer:
             answer: Filter = link.channel.receive(Filter)
             return answer.update
 
-    def read(self, part: Part) -> None:
-        """Read this part and those that wait. Another thread may take it instead. Raises nothing."""
-        with self._lock:
-            self._waiting.append(part)
-            if self.path == MAPPED and self._readers >= COPIERS:
-                return  # they take it
-            self._readers += 1
-        while (first := self._take(last=True)) is not None:
-            under_way, kind = deque([first]), "withdrawn"
-            try:
-                self._read(under_way)
-            except PeerError as error:
-                kind = error.kind
-            except Exception as error:
-                kind = type(error).__name__
-            for each in under_way:
-                if kind == "abandoned" and not each.is_abandoned():
-                    self._waiting.appendleft(each)  # it was behind one that was given up
-                else:
-                    each.end(kind)
-
-    def _take(self, *, last: bool = False) -> Part | None:
-        """A part that waits. ``last``: without one, this thread reads no more."""
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._readers -= last
-            return None
-
-    def _read(self, under_way: deque[Part]) -> None:
-        """The parts that stay in ``under_way`` have failed when this raises."""
-        if under_way[0].is_abandoned():
-            raise PeerError("abandoned", "the load was given up")
-        with self._link(self._me.seconds) as link:
-            link.channel.is_abandoned = lambda: under_way[0].is_abandoned()
-            if link.is_local:
-                self._copy(link, under_way)
-            else:
-                way, part = self._choose(link.about), under_way[0]
-                part.begin()
+    def read(
+        self,
+        keys: Sequence[Key],
+        addresses: Sequence[int],
+        is_abandoned: Callable[[], bool],
+        begin: Callable[[], None],
+    ) -> list[tuple[int, str]]:
+        """(position, kind of failure) of the blocks that did not come. Raises nothing. ``begin``: is called when there
+        is a connection: what the first one takes says nothing about the rate of reads."""
+        read = _Read(keys, addresses, is_abandoned)
+        try:
+            with self._link(self._me.seconds) as link:
+                link.channel.is_abandoned = is_abandoned
+                way = MAPPED if link.is_local else self._choose(link.about)
+                if way == MAPPED:
+                    self._map(link)
+                begin()
                 began = time.monotonic()
-                (self._receive if way == SOCKET else self._pushed)(link, part)
-                self._measured(way, len(part.arrived), time.monotonic() - began)
-            link.channel.is_abandoned = None
+                {MAPPED: self._copy, SOCKET: self._receive, NIXL: self._pushed}[way](link, read)
+                self._measured(way, len(read.arrived), time.monotonic() - began)
+                link.channel.is_abandoned = None
+        except PeerError as error:
+            kind = error.kind
+        except Exception as error:
+            kind = type(error).__name__
+        else:
+            kind = "withdrawn"
+        return [(i, read.bad.get(i, kind)) for i in range(len(keys)) if i not in read.arrived]
 
-    def _copy(self, link: Link, under_way: deque[Part]) -> None:
-        """From the memory of a neighbour: this part, and those that wait."""
-        neighbour = self._map(link)
-        self._lease(link, under_way[0])
-        while under_way:
-            while len(under_way) <= _LEASES_AHEAD and (ahead := self._take()) is not None:
-                under_way.append(ahead)
-                self._lease(link, ahead)
+    def _copy(self, link: Link, read: _Read) -> None:
+        """From the memory of a neighbour."""
+        neighbour, count = self._map(link), len(read.keys)
+        part = max(1, _LEASE_BYTES // neighbour.slot_bytes)
+
+        def lease(at: int) -> None:
+            if at < count:
+                link.channel.send(Lease(self._me.rank, join_keys(list(read.keys[at : at + part]))))
+
+        lease(0)
+        for at in range(0, count, part):
             leased: Leased = link.channel.receive(Leased)
-            part = under_way[0]
-            blocks = zip(leased.slots, leased.generations, leased.sums, part.addresses, part.keys, strict=True)
+            lease(at + part)  # the server sums these up while the others are copied
+            places = zip(leased.slots, leased.generations, leased.sums, strict=True)
             with _copying:
-                began = time.monotonic()
-                for i, block in enumerate(blocks):
-                    if part.is_abandoned():
-                        break
-                    part.settle(i, neighbour.copy(*block))
-                self._measured(MAPPED, len(part.arrived), time.monotonic() - began)
-            under_way.popleft().end("abandoned")
+                for i, place in zip(range(at, min(at + part, count)), places, strict=True):
+                    if read.is_abandoned():
+                        raise PeerError("abandoned", "the load was given up")
+                    read.settle(i, neighbour.copy(*place, read.addresses[i], read.keys[i]))
 
-    def _lease(self, link: Link, part: Part) -> None:
-        part.begin()
-        link.channel.send(Lease(self._me.rank, join_keys(list(part.keys))))
-
-    def _receive(self, link: Link, part: Part) -> None:
+    def _receive(self, link: Link, read: _Read) -> None:
         """Over a socket. A block counts when the next message says that it was not withdrawn while it was sent."""
-        rank, channel, keys, last = self._me.rank, link.channel, part.keys, -1
+        rank, channel, keys, last = self._me.rank, link.channel, read.keys, -1
         fingerprint, size = self._me.fingerprint, link.about.slot_bytes[rank]
         channel.send(Read(rank, join_keys(list(keys))))
         for i in range(len(keys) + 1):
             block: Block = channel.receive(Block)
             if last >= 0:
-                part.settle(last, "" if block.is_last_good else "withdrawn")
+                read.settle(last, "" if block.is_last_good else "withdrawn")
             last = -1
             if i == len(keys) or not block.generation:
                 continue
-            channel.receive_block(part.memory(i, size), bound_to(keys[i], fingerprint, rank, block.generation))
+            channel.receive_block(read.memory(i, size), bound_to(keys[i], fingerprint, rank, block.generation))
             last = i
 
-    def _pushed(self, link: Link, part: Part) -> None:
+    def _pushed(self, link: Link, read: _Read) -> None:
         """Over NIXL. After an error the agent goes with the connection, before this read is over."""
         channel = link.channel
         if link.agent is None:
             link.agent = Agent(self._me.memory, channel.socket.getsockname()[0])
         while not self._pushing.acquire(timeout=SLICE_SECONDS):
-            if part.is_abandoned():
+            if read.is_abandoned():
                 return
         try:
-            channel.send(Push(self._me.rank, join_keys(list(part.keys)), list(part.addresses), link.agent.metadata))
-            self._await_push(link, link.agent, part.is_abandoned)
+            channel.send(Push(self._me.rank, join_keys(list(read.keys)), list(read.addresses), link.agent.metadata))
+            self._await_push(link, link.agent, read.is_abandoned)
             pushed: Pushed = channel.receive(Pushed)
         finally:
             self._pushing.release()
         size = link.about.slot_bytes[self._me.rank]
-        for i, total in enumerate(pushed.sums[: len(part.keys)]):
-            is_good = bool(total) and checksum(part.memory(i, size), part.keys[i]) == total
-            part.settle(i, "" if is_good else "damaged" if total else "withdrawn")
+        for i, total in enumerate(pushed.sums[: len(read.keys)]):
+            is_good = bool(total) and checksum(read.memory(i, size), read.keys[i]) == total
+            read.settle(i, "" if is_good else "damaged" if total else "withdrawn")
 
     def _await_push(self, link: Link, agent: Agent, is_abandoned: Callable[[], bool]) -> None:
         heard = time.monotonic()

@@ -14,7 +14,7 @@ from kvbm.gil import begin_short_turns, end_short_turns
 from kvbm.tiers.base import NearMemory, Operation, Store
 from kvbm.tiers.bounded import DaemonThreads
 from kvbm.tiers.host.shared import Place, SharedMemory
-from kvbm.tiers.peers.client import COPIERS, MAPPED, Identity, Part, Peer
+from kvbm.tiers.peers.client import COPIERS, MAPPED, Identity, Peer
 from kvbm.tiers.peers.sources import TABLE_BYTES, SourceTable
 
 logger = logging.getLogger("kvbm")
@@ -36,7 +36,7 @@ class PeerStore(Store):
     """Threads of its own read; an operation ends when none of them can write to its destinations any more."""
 
     slots = 0
-    chunk_bytes = 8 << 20  # the copy to the engine begins after the first
+    chunk_bytes = 16 << 20  # the copy to the engine begins after the first; each costs the engine's thread a step
 
     def __init__(self, me: Identity, slot_bytes: int) -> None:
         self._me = me
@@ -64,12 +64,10 @@ class PeerStore(Store):
         by_source: dict[int, list[int]] = {}
         for position, place in enumerate(slots):
             by_source.setdefault(place & ((1 << SOURCE_BITS) - 1), []).append(position)
-        count = max(1, self.chunk_bytes // self._slot_bytes)
-        parts = [(n, all[at : at + count]) for n, all in by_source.items() for at in range(0, len(all), count)]
-        operation.parts_left = len(parts) or 1
-        if not parts:
+        operation.parts_left = len(by_source) or 1
+        if not by_source:
             operation.end_part([], "")
-        for number, positions in parts:
+        for number, positions in by_source.items():
             begin_short_turns()  # a system call for each piece, beside an engine that computes
             try:
                 self._threads.post(self._read, operation, number, positions)
@@ -82,41 +80,40 @@ class PeerStore(Store):
         raise NotImplementedError("blocks are not written to peers: they read them")
 
     def _read(self, operation: Operation, number: int, positions: list[int]) -> None:
-        peer, reason = None, "the load was given up"
+        bad, reason = positions, "the load was given up"
         try:
-            if not operation.cancelled and not self._closing:
-                peer, reason = self._peer(number), f"no source has the number {number}"
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        try:
+            if operation.cancelled or self._closing:
+                return
+            peer = self._peer(number)
             if peer is None:
-                operation.end_part(positions, reason)
-            else:
-                peer.read(self._part(peer, operation, number, positions))
-        finally:
-            end_short_turns()
+                reason = f"no source has the number {number}"
+                return
+            has_begun = False
 
-    def _part(self, peer: Peer, operation: Operation, number: int, positions: list[int]) -> Part:
-        has_begun = False
-
-        def begin() -> None:
-            nonlocal has_begun
-            if not has_begun:
+            def begin() -> None:
+                nonlocal has_begun
                 has_begun = True
                 operation.begin_part()
                 self._table.begin_read(number)
 
-        def end(failures: dict[int, str]) -> None:
-            kinds, good = list(failures.values()), len(positions) - len(failures)
+            failures = peer.read(
+                [operation.tags[i][:KEY_BYTES] for i in positions],
+                [operation.addresses[i] for i in positions],
+                lambda: operation.cancelled or self._closing,
+                begin,
+            )
+            bad = [positions[i] for i, _ in failures]
+            good = len(positions) - len(bad)
+            kinds = [kind for _, kind in failures]
+            reason = f"peer {peer.source.address}: {kinds[0]}" if kinds else ""
             if has_begun:
                 self._table.end_read(number, good * self._slot_bytes)
             self._table.add(number, good, good * self._slot_bytes, kinds, peer.path == MAPPED)
-            reason = f"peer {peer.source.address}: {kinds[0]}" if kinds else ""
-            operation.end_part([positions[i] for i in failures], reason)
-
-        keys = [operation.tags[i][:KEY_BYTES] for i in positions]
-        addresses = [operation.addresses[i] for i in positions]
-        return Part(keys, addresses, lambda: operation.cancelled or self._closing, begin, end)
+        except Exception as error:
+            bad, reason = positions, f"{type(error).__name__}: {error}"
+        finally:
+            end_short_turns()
+            operation.end_part(bad, reason)
 
     def _peer(self, number: int) -> Peer | None:
         source = self._table.source(number)
