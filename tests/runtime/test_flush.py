@@ -14,6 +14,7 @@ from kvbm.runtime.flush import flush, unwritten
 from kvbm.runtime.leader import Leader
 from kvbm.runtime.rank import Rank
 from kvbm.runtime.tiers import connect, open_manager
+from kvbm.tiers import bounded
 from tiernames import DISK
 
 BLOCKS, SLOTS = 32, 16
@@ -63,7 +64,9 @@ class Engine:
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, monkeypatch):
+    # A disk that other programs keep busy may take longer to end its calls than an engine waits for it.
+    monkeypatch.setattr(bounded, "DISK_END_SECONDS", 120.0)
     made = []
 
     def engine(ranks=1, **options):

@@ -158,14 +158,14 @@ def test_a_read_that_fails_half_way_is_over_for_the_rate_of_its_source(member, m
     reader = Reader([member.unix])
     member.store(1)
 
-    def fail(peer, under_way):
-        under_way[0].begin()
+    def fail(peer, tags, addresses, given_up, begin):
+        begin()
         raise OSError("broken on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(client.Peer, "_read", fail)
+        patch.setattr(client.Peer, "read", fail)
         operation = reader.read([1])
-    assert (operation.bad, operation.reason) == ([0], f"peer {member.unix.address}: OSError")
+    assert (operation.bad, operation.reason) == ([0], "OSError: broken on purpose")
     assert reader.store._table._flows[0].reads == 0
     assert reader.read([1]).bad == []
     reader.close()

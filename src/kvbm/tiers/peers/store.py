@@ -81,6 +81,8 @@ class PeerStore(Store):
 
     def _read(self, operation: Operation, number: int, positions: list[int]) -> None:
         bad, reason = positions, "the load was given up"
+        has_begun = False
+        good = 0
         try:
             if operation.cancelled or self._closing:
                 return
@@ -88,13 +90,12 @@ class PeerStore(Store):
             if peer is None:
                 reason = f"no source has the number {number}"
                 return
-            has_begun = False
 
             def begin() -> None:
                 nonlocal has_begun
-                has_begun = True
                 operation.begin_part()
                 self._table.begin_read(number)
+                has_begun = True
 
             failures = peer.read(
                 [operation.tags[i][:KEY_BYTES] for i in positions],
@@ -106,13 +107,13 @@ class PeerStore(Store):
             good = len(positions) - len(bad)
             kinds = [kind for _, kind in failures]
             reason = f"peer {peer.source.address}: {kinds[0]}" if kinds else ""
-            if has_begun:
-                self._table.end_read(number, good * self._slot_bytes)
             self._table.add(number, good, good * self._slot_bytes, kinds, peer.path == MAPPED)
         except Exception as error:
             bad, reason = positions, f"{type(error).__name__}: {error}"
         finally:
             end_short_turns()
+            if has_begun:
+                self._table.end_read(number, good * self._slot_bytes)
             operation.end_part(bad, reason)
 
     def _peer(self, number: int) -> Peer | None:
