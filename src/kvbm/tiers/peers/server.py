@@ -110,22 +110,22 @@ class Server:
 
     def run(self) -> None:
         setup = self._setup
-        has_predecessor = bool(dismiss_orphans(setup.directory, setup.member, digest(setup.fingerprint)))
+        engine = os.pidfd_open(setup.engine)  # before the first word: the engine may die as soon as it has that
+        dismiss_orphans(setup.directory, setup.member, digest(setup.fingerprint))
         local = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         local.bind(self.path)
         os.chmod(self.path, 0o600)
         local.listen(MAX_CONNECTIONS)
+        self._spawn(self._accept, local, self._greet_neighbour)
         address, problem, remote = "", "", None
         if setup.listen:
             try:
-                # Its process may take a moment to let go of the port.
-                remote = _bind(setup.listen, _TAKEOVER_SECONDS if has_predecessor else 0.0)
+                remote = _bind(setup.listen)
                 address = join_address(*remote.getsockname()[:2])
             except (OSError, ValueError) as error:
                 problem = f"KVBM_PEER_LISTEN={setup.listen}: {error}"
-        self._spawn(self._accept, local, self._greet_neighbour)
         if remote is not None:
             self._spawn(self._accept, remote, self._greet_stranger)
         control = socket.socket(fileno=setup.control)
@@ -136,8 +136,10 @@ class Server:
             registration = register(setup.registry, own)
         control.sendall(msgspec.msgpack.encode(Ready(address, self.path, problem)))
         try:
-            self._follow_engine(control)
+            self._follow_engine(control, engine)
         finally:
+            if remote is not None:
+                _let_go(remote)  # a successor waits until the path is gone, and binds the same port
             if registration is not None:
                 registration.close()
             with contextlib.suppress(OSError):
@@ -146,19 +148,14 @@ class Server:
                 with contextlib.suppress(OSError):
                     os.unlink(self.path.removesuffix(SUFFIX) + LOG_SUFFIX)
 
-    def _follow_engine(self, control: socket.socket) -> None:
-        """Until there is no reason to serve any more."""
+    def _follow_engine(self, control: socket.socket, engine: int) -> None:
+        """Until there is no reason to serve any more. ``engine``: a handle of its process."""
         setup = self._setup
-        try:
-            engine = os.pidfd_open(setup.engine)
-        except ProcessLookupError:
-            engine = -1
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(control, select.POLLIN)
-        if engine >= 0:
-            poll.register(engine, select.POLLIN)
-        deadline = None if engine >= 0 else time.monotonic()
+        poll.register(engine, select.POLLIN)
+        deadline: float | None = None
         while not self._ending.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = {file for file, _ in poll.poll(None if left is None else left * 1000)}
@@ -166,8 +163,6 @@ class Server:
                 if control.recv(16) == b"end":
                     return
                 poll.unregister(control)  # the engine's end is closed; its process says whether it is dead
-                if engine < 0:
-                    return
             if engine in ready:
                 poll.unregister(engine)
                 if self.serving.board.is_retired:
@@ -243,11 +238,9 @@ class Server:
         threading.Thread(target=call, args=arguments, name="kvbm-peer", daemon=True).start()
 
 
-def dismiss_orphans(directory: str, member: str, fingerprint: str, any_engine: bool = False) -> int:
-    """Take over from the server of a dead engine in this directory; returns how many have gone.
-
-    With ``any_engine`` all of them: their memory is needed."""
-    gone = 0
+def dismiss_orphans(directory: str, member: str, fingerprint: str, any_engine: bool = False) -> None:
+    """Take over from the server of a dead engine in this directory. With ``any_engine`` from all of them: their memory
+    is needed."""
     for path in sorted(Path(directory).glob("*" + SUFFIX)):
         try:
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
@@ -267,10 +260,8 @@ def dismiss_orphans(directory: str, member: str, fingerprint: str, any_engine: b
         deadline = time.monotonic() + _TAKEOVER_SECONDS
         while path.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        gone += 1
         if not any_engine:
             break
-    return gone
 
 
 def is_same_user(connection: socket.socket) -> bool:
@@ -292,9 +283,10 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _bind(listen: str, patience_seconds: float) -> socket.socket:
+def _bind(listen: str) -> socket.socket:
+    """Waits a while for a port in use: the process of a predecessor may be about to end."""
     host, port = split_address(listen)
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + _TAKEOVER_SECONDS
     while True:
         try:
             return _listen(host, port)
@@ -317,6 +309,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _let_go(listener: socket.socket) -> None:
+    """Another process can bind the port from now on. A close alone is not enough: a thread that accepts keeps it."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
 def _give_way(nice: int) -> None:
     """The engine comes first. Where the kernel schedules sessions as groups (sched_autogroup), the nice value of a
     thread counts inside its session only, and the server has a session of its own: that has a nice value too."""
@@ -335,6 +334,9 @@ def main() -> None:
     server = Server(setup)
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     server.run()
+    logging.shutdown()
+    # Where NIXL is loaded, the interpreter takes long to end, and keeps the dead engine's memory meanwhile.
+    os._exit(0)
 
 
 if __name__ == "__main__":
