@@ -21,10 +21,14 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(900 + i, 400) for i in range(3)]  # of twelve blocks and a bit
 BLOCKS = 3 * 12
-# A busy machine answers late, and a request waits a quarter of a second only. With several ranks an engine that waits
-# pauses for 50 us between two steps. vLLM's server adds a millisecond, but in these tests its steps follow at once, and
-# on two cores the peer's server, which gives way to engines, gets no turn.
-PATIENT = {"kvbm.engines.vllm.deferral:PATIENCE_SECONDS": 60.0, "kvbm.gil:_SWITCH_SECONDS": 1e-3}
+# A busy machine answers late, and a request waits a quarter of a second only. Where other programs use all cores, a
+# server that gives way to engines may get no turn for a minute. An engine of several ranks that waits pauses for 50 us
+# between two steps: vLLM's server adds a millisecond, but here the next step follows at once.
+PATIENT = {
+    "kvbm.engines.vllm.deferral:PATIENCE_SECONDS": 60.0,
+    "kvbm.gil:_SWITCH_SECONDS": 1e-3,
+    "kvbm.tiers.peers.open:NICE": 0,
+}
 SECRET = "a secret of the tests"
 
 
@@ -64,7 +68,7 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
     wanted = baseline(PROMPTS)
     first = [generate(*PROMPTS), do("drain"), do("call", target="test_peer_engines:wait_for_server"), do("kill")]
     with pytest.raises(EngineFailedError, match="status -9"):
-        run_scenario(first, settings(run_dir, peer_name="a"))
+        run_scenario(first, settings(run_dir, peer_name="a"), patch=PATIENT)
     assert len(list(run_dir.glob("*.sock"))) == 1
     steps = [MET, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     other = run_scenario(steps, settings(run_dir, peer_name="b"), patch=PATIENT)
@@ -81,7 +85,7 @@ def test_the_blocks_of_a_killed_engine_answer_another_until_its_successor_comes(
         generate(PROMPTS[0], name="cold"),
         do("state", "end"),
     ]
-    heir = run_scenario(successor, settings(run_dir, peer_name="a"))
+    heir = run_scenario(successor, settings(run_dir, peer_name="a"), patch=PATIENT)
     assert heir.tokens("cold") == wanted[:1]
     assert heir["end"]["onboarded_from"].get("peer", 0) == 0
     assert list(run_dir.iterdir()) == []
@@ -92,8 +96,9 @@ def test_each_rank_reads_from_the_same_rank(run_scenario, baseline, run_dir):
     """With another number of ranks nothing is read, and the log says why."""
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     wanted = baseline(PROMPTS)
+    first = [generate(*PROMPTS), do("drain"), READY, do("kill")]
     with pytest.raises(EngineFailedError, match="status -9"):
-        run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], settings(run_dir, peer_name="a"), engine=two)
+        run_scenario(first, settings(run_dir, peer_name="a"), engine=two, patch=PATIENT)
     steps = [READY, MET, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     kvbm = settings(run_dir, peer_name="b")
     same = run_scenario(steps, kvbm, engine=two, patch=PATIENT)
@@ -103,7 +108,7 @@ def test_each_rank_reads_from_the_same_rank(run_scenario, baseline, run_dir):
     assert other.tokens("again") == wanted
     assert other["end"]["onboarded_from"] == {}
     assert other.said("tensor_parallel 2 here and 1 there")
-    heir = run_scenario([READY], settings(run_dir, peer_name="a"), engine=two)
+    heir = run_scenario([READY], settings(run_dir, peer_name="a"), engine=two, patch=PATIENT)
     assert heir.refused is None
     assert list(run_dir.iterdir()) == []
 
@@ -123,7 +128,7 @@ def test_an_engine_of_another_machine_answers_with_the_same_tokens(run_scenario,
     there.mkdir(mode=0o700)
     first = settings(here, peer_listen=address, peer_transport=transport, peer_orphan_secs=600.0)
     with pytest.raises(EngineFailedError, match="status -9"):
-        run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], first, env=env)
+        run_scenario([generate(*PROMPTS), do("drain"), READY, do("kill")], first, env=env, patch=PATIENT)
     steps = [READY, MET, generate(*PROMPTS, name="again"), do("drain"), do("state", "end"), do("sources", "sources")]
     patch = {**PATIENT, "kvbm.tiers.peers.open:machine": {"returns": "another machine"}}
     other = run_scenario(steps, settings(there, peers=address, peer_transport=transport), env=env, patch=patch)
@@ -131,7 +136,7 @@ def test_an_engine_of_another_machine_answers_with_the_same_tokens(run_scenario,
     assert other["end"]["onboarded_from"] == {"peer": BLOCKS}, other["sources"]
     assert [(each[0], each[1], each[2], each[4]) for each in other["sources"]] == [(address, path, BLOCKS, {})]
     # A successor takes over the address.
-    heir = run_scenario([READY, do("sleep", seconds=0.1)], first, env=env)
+    heir = run_scenario([READY, do("sleep", seconds=0.1)], first, env=env, patch=PATIENT)
     assert heir.said(f"to other machines at {address}")
     for folder in (here, there):
         assert list(folder.iterdir()) == []

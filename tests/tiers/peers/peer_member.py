@@ -58,7 +58,7 @@ class Member:
                 "engine": engine or os.getpid(), "control": -1, "board": -1, "leases": -1, "slabs": [], "slots": slots,
                 "slot_bytes": [slot_bytes], "fingerprint": dict(cache), "member": name, "machine": machine(),
                 "generation": self.generation, "directory": str(directory), "listen": listen, "secret": SECRET,
-                "nice": 0, "nixl": True, "seconds": 60.0, **settings,
+                "nixl": True, "seconds": 60.0, **settings,
             }
         )  # fmt: skip
         file = SharedMemory(os.dup(self.slab.file), os.fstat(self.slab.file).st_size)

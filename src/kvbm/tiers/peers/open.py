@@ -32,6 +32,7 @@ from kvbm.tiers.secret import read_secret
 
 logger = logging.getLogger("kvbm")
 
+NICE = 10  # of an engine's server: the engine comes first
 _MAX_PATH = 107  # of a Unix socket
 
 
@@ -141,7 +142,7 @@ def open_catalog(context: LeaderContext) -> Catalog | None:
         directory=str(directory), listen=config.peer_listen, advertise=config.peer_advertise,
         registry=registry_of(config), secret=me.secret, seconds=config.peer_timeout_secs,
         orphan_seconds=config.peer_orphan_secs, bytes_per_second=config.peer_max_gbps * 1e9,
-        nixl=NIXL in ways(config),
+        nice=NICE, nixl=NIXL in ways(config),
     )  # fmt: skip
     finder = make_finder(config, me, directory)
     own = [config.peer_advertise or config.peer_listen, f"unix:{directory / (generation + SUFFIX)}"]

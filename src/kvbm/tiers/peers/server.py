@@ -69,7 +69,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 1.0
     orphan_seconds: float = 600.0
     bytes_per_second: float = 0.0
-    nice: int = 10
+    nice: int = 0
     nixl: bool = False
 
 
