@@ -213,6 +213,7 @@ def test_blocks_by_group_are_those_of_the_only_group(engine):
     here.park(second)
     here.leader.update_state_after_alloc_by_layer_group(second, [OTHERS])
     here.until_loaded(2)
+    here.until(lambda: here.poll() and not here.adapter.leader.busy)  # the leader hears later
     assert here.adapter.session.counts.matched_tokens == 32
     assert here.leader.request_finished_by_layer_group(second, [OTHERS]) is False
     assert here.adapter._requests == {}
