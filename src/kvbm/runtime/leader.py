@@ -296,9 +296,6 @@ class Leader:
         self.counts.failed_load_blocks += len(flight.absent)
         self.counts.missed_load_blocks += len(flight.absent - flight.bad)
         blocks, absent, bad = map(flight.plan.by_tier, (None, flight.absent, flight.bad))
-        places: dict[TierName, list[int]] = {}
-        for copy in flight.plan.copies:
-            places.setdefault(copy.tier, []).extend(copy.slots)
         for tier, count in blocks.items():
             good = count - absent[tier]
             add(self.counts.onboarded_blocks, tier, good)
@@ -313,20 +310,21 @@ class Leader:
         for tier, seconds in took.items():
             if seconds > 0 and tier in blocks:
                 # A load that was given up would have taken longer still: the cost model learns at least that much.
-                self._teach_cost(tier, places[tier], seconds)
+                places = (place for copy in flight.plan.copies if copy.tier == tier for place in copy.slots)
+                self._teach_cost(tier, blocks[tier], places, seconds)
                 if not flight.absent:
                     self.counts.add_loaded(tier, blocks[tier] * sum(self._block_bytes), seconds)
 
     def _observe_fetch(self, tier: TierName, places: Sequence[int], seconds: float) -> None:
         if self._block_bytes:
             self.counts.add_loaded(tier, len(places) * sum(self._block_bytes), seconds)
-            self._teach_cost(tier, places, seconds)
+            self._teach_cost(tier, len(places), places, seconds)
 
-    def _teach_cost(self, tier: TierName, places: Sequence[int], seconds: float) -> None:
+    def _teach_cost(self, tier: TierName, blocks: int, places: Iterable[int], seconds: float) -> None:
         if self._cost is not None:
             catalog = self.manager.catalogs[tier]
             alone = sum(map(catalog.is_alone, places)) if catalog.is_remote else 0
-            self._cost.observe_load(tier, (len(places) - alone) * max(self._block_bytes), seconds, alone)
+            self._cost.observe_load(tier, (blocks - alone) * max(self._block_bytes), seconds, alone)
 
     def _end_store(self, rank: int, result: StoreResult) -> None:
         flight = self._stores.get(result.id)
